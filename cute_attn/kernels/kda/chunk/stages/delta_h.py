@@ -122,6 +122,27 @@ class ChunkStates:
             h=fake_matrices((batch, chunks, heads), matrix, self.dtype),
         )
 
+    def launch_config(self, rows: Any, cu_seqlens: Any) -> dict[str, Any]:
+        """The launch for rows of V, `[B, T, HV, V]`; for host code."""
+        tiles, sequences = self.spec.head_dim_v // self.spec.tile_v, rows.shape[0]
+        return {
+            "grid": [tiles, rows.shape[2], num_sequences(sequences, cu_seqlens)],
+            "block": [self.num_threads, 1, 1],
+            "smem": self.smem_bytes,
+            "min_blocks_per_mp": 1,
+        }
+
+    def chunks_of(self, sequence: Any, tokens: Any, cu_seqlens: Any, h: cute.Tensor) -> Any:
+        """(place of a sequence, its first chunk in h, the number of its chunks)."""
+        # Loaded values are uniform, which the compiler cannot know; this saves registers.
+        place = SequencePlace(
+            *map(cute.arch.make_warp_uniform, sequence_place(sequence, tokens, cu_seqlens))
+        )
+        first = cute.arch.make_warp_uniform(chunks_before(sequence, tokens, cu_seqlens))
+        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        # Stay within h for any cu_seqlens.
+        return place, first, cutlass.min(num_chunks, h.shape[1] - first)
+
     # -- decays -------------------------------------------------------------------------------
 
     @cute.jit
@@ -241,32 +262,14 @@ class KdaDeltaH(ChunkStates):
     @cute.jit
     def __call__(self, *args: Any) -> None:
         a, stream = gathered(Arguments, args)
-        self.kernel(a).launch(
-            grid=[
-                self.spec.head_dim_v // self.spec.tile_v,
-                a.u.shape[2],
-                num_sequences(a.u.shape[0], a.cu_seqlens),
-            ],
-            block=[self.num_threads, 1, 1],
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        self.kernel(a).launch(**self.launch_config(a.u, a.cu_seqlens), stream=stream)
 
     @cute.kernel
     def kernel(self, x: Arguments) -> None:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        # Loaded values are uniform, which the compiler cannot know; this saves registers.
-        place = SequencePlace(
-            *map(cute.arch.make_warp_uniform, sequence_place(sequence, x.u.shape[1], x.cu_seqlens))
-        )
-        first_chunk = chunks_before(sequence, x.u.shape[1], x.cu_seqlens)
-        first_chunk = cute.arch.make_warp_uniform(first_chunk)
-        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Stay within h for any cu_seqlens.
-        num_chunks = cutlass.min(num_chunks, x.h.shape[1] - first_chunk)
+        place, first_chunk, num_chunks = self.chunks_of(sequence, x.u.shape[1], x.cu_seqlens, x.h)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         tile_start = tile * spec.tile_v

@@ -27,13 +27,8 @@ from ....common.ptx.memory import shared_address
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import (
-    CHUNK_SHIFT,
-    SequencePlace,
-    chunks_before,
-    num_sequences,
     row_address,
     row_bytes,
-    sequence_place,
 )
 from ..spec import CHUNK, DeltaHBackwardSpec
 from ..state import STEP
@@ -104,32 +99,14 @@ class KdaDeltaHBackward(ChunkStates):
     @cute.jit
     def __call__(self, *args: Any) -> None:
         a, stream = gathered(Arguments, args)
-        self.kernel(a).launch(
-            grid=[
-                self.spec.head_dim_v // self.spec.tile_v,
-                a.do.shape[2],
-                num_sequences(a.do.shape[0], a.cu_seqlens),
-            ],
-            block=[self.num_threads, 1, 1],
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        self.kernel(a).launch(**self.launch_config(a.do, a.cu_seqlens), stream=stream)
 
     @cute.kernel
     def kernel(self, x: Arguments) -> None:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        # Loaded values are uniform, which the compiler cannot know; this saves registers.
-        place = SequencePlace(
-            *map(cute.arch.make_warp_uniform, sequence_place(sequence, x.do.shape[1], x.cu_seqlens))
-        )
-        first_chunk = chunks_before(sequence, x.do.shape[1], x.cu_seqlens)
-        first_chunk = cute.arch.make_warp_uniform(first_chunk)
-        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Stay within dh for any cu_seqlens.
-        num_chunks = cutlass.min(num_chunks, x.dh.shape[1] - first_chunk)
+        place, first_chunk, num_chunks = self.chunks_of(sequence, x.do.shape[1], x.cu_seqlens, x.dh)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         tile_start = tile * spec.tile_v
