@@ -212,8 +212,8 @@ def place_of_slot(
     return place
 
 
-def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
-    """The chunk's rows of a tensor [B, T, heads, columns]."""
+def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Any:
+    """The chunk's `Rows` of a tensor [B, T, heads, columns], or None without a tensor."""
     if x is None:
         return None
     width = x.element_type.width // 8

@@ -208,10 +208,10 @@ class KdaSegments:
                 at = m + (8 * j * self.transition_row + 8 * s + pair) * 4
                 b = [split_tf32(x) for x in load_shared(Float32, at, 2)]
                 right = [[x[piece] for x in b] for piece in range(2)]
-                for t, a in enumerate(left):
+                for t, pieces in enumerate(left):
                     n = 4 * (t * tiles + j)
                     c = values[n : n + 4]
                     for piece_a, piece_b in ((1, 0), (0, 1), (0, 0)):
-                        c = list(mma_tf32(c, a[piece_a], right[piece_b]))
+                        c = list(mma_tf32(c, pieces[piece_a], right[piece_b]))
                     values[n : n + 4] = c
         return values

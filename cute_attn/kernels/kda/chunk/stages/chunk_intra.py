@@ -22,6 +22,7 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -419,7 +420,7 @@ class KdaChunkIntra:
             x = load_matrices(at, transposed=True)
             for i in range(2):
                 m = (n + i) * 4
-                product = [acc[m + e] for e in range(4)]
+                product: Sequence[Any] = [acc[m + e] for e in range(4)]
                 product = mma(self.dtype, product, a, x[2 * i : 2 * i + 2])
                 for e in range(4):
                     acc[m + e] = product[e]

@@ -368,7 +368,7 @@ class KdaDeltaH(ChunkStates):
         warp_index: Any,
         c: Any,
         index: Any,
-        copies: tuple[Any, ...],
+        copies: tuple[Any, Any, Any, Any, Any],
     ) -> None:
         """Update the state, and start the loads given by `copies`. A branch between the start and
         the wait of a `wgmma` would make the compiler serialise them."""

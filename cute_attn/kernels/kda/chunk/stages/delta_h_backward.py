@@ -196,7 +196,7 @@ class KdaDeltaHBackward(ChunkStates):
         warp_index: Any,
         c: Any,
         index: Any,
-        copies: tuple[Any, ...],
+        copies: tuple[Any, Any, tuple[Any, ...]],
     ) -> None:
         """Update dS, and start the loads given by `copies`, whose loop must not stand between the
         start and the wait of a `wgmma`."""

@@ -135,7 +135,7 @@ class KdaGateCumsum:
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
-            bias = load_global(Float32, at, CHANNELS)
+            bias = list(load_global(Float32, at, CHANNELS))
 
         total = [Float32(0.0)] * CHANNELS
         for i in cutlass.range_constexpr(ROWS):

@@ -164,7 +164,7 @@ class KdaGateCumsumBackward:
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
-            bias = load_global(Float32, at, CHANNELS)
+            bias = list(load_global(Float32, at, CHANNELS))
 
         total = [Float32(0.0)] * CHANNELS
         for n in cutlass.range_constexpr(ROWS):

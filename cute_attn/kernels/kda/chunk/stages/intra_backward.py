@@ -30,6 +30,7 @@ one after the earlier for columns. Within a block it is computed for every pair.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -227,7 +228,7 @@ class KdaIntraBackward:
     def load_floats(self, rows: Rows, row: Any) -> Any:
         return load_global(Float32, rows.start + row_offset(row, rows.pitch), CHANNELS)
 
-    def store_floats(self, rows: Rows, row: Any, values: list[Any]) -> None:
+    def store_floats(self, rows: Rows, row: Any, values: Sequence[Any]) -> None:
         store_global(Float32, rows.start + row_offset(row, rows.pitch), values)
 
     @cute.jit

@@ -409,12 +409,12 @@ class KdaRecomputeWUBackward:
             for i in cutlass.range_constexpr(units):
                 unit = (sharer * units + i) ^ (channel & 7)
                 at = base + channel * LINE_BYTES + (unit << 4)
-                x, y = (
+                h, dh = (
                     unpack_all(self.dtype, load_shared(Int32, at + self.memory[name], 4))
                     for name in ("h", "dh")
                 )
                 for n in cutlass.range_constexpr(8):
-                    total[0] = total[0] + x[n] * y[n]
+                    total[0] = total[0] + h[n] * dh[n]
 
     @cute.jit
     def store_state_sums(self, total: cute.Tensor, base: Int32) -> None:
@@ -496,7 +496,7 @@ class KdaRecomputeWUBackward:
                     unpack(self.dtype, load_global(Int32, at + 16 * j)[0]) for at in sources[i][:2]
                 )
                 total = load_global(Float32, sources[i][2] + 32 * j, 2)
-                results = [[], [], []]
+                results: list[list[Any]] = [[], [], []]
                 for n in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * i + n
                     from_start = exp2(total[n])
