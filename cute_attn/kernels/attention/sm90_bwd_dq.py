@@ -302,7 +302,7 @@ class Sm90Dq:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish each tile of the CTA and load its Q and dO, then its K/V tiles."""
+        """Publish the CTA's tiles one after the other, and load what they need."""
         spec = self.spec
         across, kv_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_m, spec.tile_n))
         q_smem, do_smem = (
@@ -314,28 +314,34 @@ class Sm90Dq:
         )
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
-        taken = Int32(0)  # tiles of queries
-        n = Int32(0)  # K/V tiles
-        number = scheduler.initial_work_tile()
-        while number >= 0:
-            exists, block, head, sequence = tiles.locate(number)
-            if exists:
-                work = tiles.work(block, head, sequence)
-                queue.publish_work(taken, work)
-                queries = self.q_rows.box(x.q, work.block, *work.queries)
-                load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-                gradients = self.q_rows.box(x.do, work.block, *work.queries)
-                load_use("do", x.do_tma, gradients, do_smem, barriers, taken)
-                first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-                for i in cutlass.range(first, end, unroll=1):
-                    keys = self.kv_rows.box(x.k, i, *work.keys)
-                    load_use("k", x.k_tma, keys, k_smem, barriers, n)
-                    values = self.kv_rows.box(x.v, i, *work.keys)
-                    load_use("v", x.v_tma, values, v_smem, barriers, n)
-                    n += 1
-                taken += 1
-            number = scheduler.advance_to_next_work(number, taken)
-        queue.publish_end(taken)
+        smem = q_smem, do_smem, k_smem, v_smem
+        queue.fill(
+            scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
+        )
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
+        visible: Visibility, where: list[Int32], n: Int32, taken: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Publish a tile of queries as work `taken`, and load what it needs, its K/V tiles from use
+        n on; return the counts after it."""
+        barriers = queue.barriers
+        q_smem, do_smem, k_smem, v_smem = smem
+        work = tiles.work(*where)
+        queue.publish_work(taken, work)
+        queries = self.q_rows.box(x.q, work.block, *work.queries)
+        load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+        gradients = self.q_rows.box(x.do, work.block, *work.queries)
+        load_use("do", x.do_tma, gradients, do_smem, barriers, taken)
+        first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        for i in cutlass.range(first, end, unroll=1):
+            keys = self.kv_rows.box(x.k, i, *work.keys)
+            load_use("k", x.k_tma, keys, k_smem, barriers, n)
+            values = self.kv_rows.box(x.v, i, *work.keys)
+            load_use("v", x.v_tma, values, v_smem, barriers, n)
+            n += 1
+        return n, taken + 1
 
     # -- device: products ---------------------------------------------------------------------
 

@@ -394,9 +394,7 @@ class Sm90Forward:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish each tile of the CTA, and load its K/V tiles from the last to the first, in the
-        order in which their stages become free: Q after the first K, and each V after the K of the
-        next K/V tile, whose scores come before this P V."""
+        """Publish the CTA's tiles one after the other, and load what they need."""
         spec, pages = self.spec, x.pages
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         stages = (spec.stages, spec.tile_n * spec.head_dim)
@@ -414,41 +412,49 @@ class Sm90Forward:
             counter = x.counter.iterator
         scheduler = self.scheduler(x.num_tiles, barriers, counter)
         queue = TileQueue(self.work, storage.work, barriers)
-        taken = Int32(0)  # tiles
-        n = Int32(0)  # K/V tiles
-        number = scheduler.initial_work_tile()
-        while number >= 0:
-            exists, *place = tiles.locate(number)
-            if exists:
-                if cutlass.const_expr(pages is not None and self.few_rows):
-                    pages.prefetch(place[2])  # of the sequence
-                work = tiles.work(*place)
-                queue.publish_work(taken, work)
-                queries = self.q_rows.box(x.q, work.block, *work.queries)
-                first, end = self.key_tiles(visible, work)
-                if first >= end:
-                    load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-                else:
-                    found = self.found(pages, end - 1, work)
-                    use = (barriers, n, pages, found)
-                    self.load_keys("k", x.k_tma, x.k, end - 1, work, k_smem, *use)
-                    load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-                    for i in cutlass.range(end - 1 - first, unroll=1):
-                        key_tile = end - 2 - i
-                        before, found = found, self.found(pages, key_tile, work)
-                        use = (barriers, n + 1, pages, found)
-                        self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
-                        use = (barriers, n, pages, before)
-                        self.load_keys("v", x.v_tma, x.v, key_tile + 1, work, v_smem, *use)
-                        n += 1
-                    use = (barriers, n, pages, found)
-                    self.load_keys("v", x.v_tma, x.v, first, work, v_smem, *use)
-                    n += 1
-                taken += 1
-            number = scheduler.advance_to_next_work(number, taken)
-        queue.publish_end(taken)
+        smem = q_smem, k_smem, v_smem
+        queue.fill(
+            scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
+        )
         if cutlass.const_expr(spec.split):
             start_dependents()  # the combination, which waits for the end of this grid
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
+        visible: Visibility, where: list[Int32], n: Int32, taken: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Publish a tile as work `taken`, and load its K/V tiles from use n on; return the counts
+        after it. K/V tiles come from the last to the first, in the order in which their stages
+        become free: Q after the first K, and each V after the K of the next K/V tile, whose scores
+        come before this P V."""
+        pages, barriers = x.pages, queue.barriers
+        q_smem, k_smem, v_smem = smem
+        if cutlass.const_expr(pages is not None and self.few_rows):
+            pages.prefetch(where[2])  # of the sequence
+        work = tiles.work(*where)
+        queue.publish_work(taken, work)
+        queries = self.q_rows.box(x.q, work.block, *work.queries)
+        first, end = self.key_tiles(visible, work)
+        if first >= end:
+            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+        else:
+            found = self.found(pages, end - 1, work)
+            use = (barriers, n, pages, found)
+            self.load_keys("k", x.k_tma, x.k, end - 1, work, k_smem, *use)
+            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+            for i in cutlass.range(end - 1 - first, unroll=1):
+                key_tile = end - 2 - i
+                before, found = found, self.found(pages, key_tile, work)
+                use = (barriers, n + 1, pages, found)
+                self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
+                use = (barriers, n, pages, before)
+                self.load_keys("v", x.v_tma, x.v, key_tile + 1, work, v_smem, *use)
+                n += 1
+            use = (barriers, n, pages, found)
+            self.load_keys("v", x.v_tma, x.v, first, work, v_smem, *use)
+            n += 1
+        return n, taken + 1
 
     def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
         """The pages of a K/V tile's boxes."""

@@ -187,20 +187,28 @@ class TileQueue(Carried, Generic[Work]):
     # -- the scheduler warp
 
     @cute.jit
-    def fill(self, scheduler: SingleTileScheduler, tiles: Any) -> None:
+    def fill(self, scheduler: SingleTileScheduler, tiles: Any, load: Any = None) -> None:
         """Publish the cluster's tiles, then the end of the queue.
 
-        `tiles` is the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
-        record to publish.
+        Args:
+            tiles: the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
+                record to publish.
+            load: of a warp that loads too, called in place of `publish_work`:
+                `load(where, loaded, published)` gets what `locate` has found, a count of its own,
+                and the number of tiles published so far. It returns both counts after the tile.
         """
         published = Int32(0)
+        loaded = Int32(0)
         requests = Int32(0)
         tile = scheduler.initial_work_tile()
         while tile >= 0:
             exists, *where = tiles.locate(tile)
             if exists:
-                self.publish_work(published, tiles.work(*where))
-                published += 1
+                if cutlass.const_expr(load is not None):
+                    loaded, published = load(where, loaded, published)
+                else:
+                    self.publish_work(published, tiles.work(*where))
+                    published += 1
             scheduler.prefetch_next_work(requests)
             tile = scheduler.advance_to_next_work(tile, requests)
             requests += 1
