@@ -46,7 +46,7 @@ from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import configs, fragments
 from .arguments import FakeArguments
-from .sm90_gradients import differentiate, exponentiate, keep_pairs, kept_pairs
+from .sm90_gradients import ScoreTile
 from .sm90_mma import (
     ROWS,
     WARPGROUP,
@@ -146,8 +146,6 @@ class Consumer(Carried):
         group: the number of the warp's warpgroup.
         q, do: shared addresses of the warpgroup's rows of Q and dO.
         k, v: shared addresses of the rings.
-        s, dp: registers of S, then P', and of dP.
-        ds: registers of dS as an operand.
         dq: accumulators.
         lse, delta: statistics of the lane's rows.
     """
@@ -161,13 +159,10 @@ class Consumer(Carried):
     do: Int32
     k: Int32
     v: Int32
-    s: cute.Tensor
-    dp: cute.Tensor
-    ds: cute.Tensor
+    scores: ScoreTile
     dq: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
-    scaling: Scaling
     visible: Visibility
 
 
@@ -281,13 +276,10 @@ class Sm90Dq:
             do=shared_address(storage.do) + rows,
             k=shared_address(storage.k),
             v=shared_address(storage.v),
-            s=fragments.accumulators(spec.tile_n),
-            dp=fragments.accumulators(spec.tile_n),
-            ds=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            scores=ScoreTile.of(spec, spec.tile_n, scaling, float32=True, rounds_p=False),
             dq=fragments.accumulators(spec.head_dim),
             lse=cute.make_rmem_tensor((fragments.LANE_ROWS,), Float32),
             delta=cute.make_rmem_tensor((fragments.LANE_ROWS,), Float32),
-            scaling=scaling,
             visible=visible,
         )
 
@@ -322,7 +314,7 @@ class Sm90Dq:
     @cute.jit
     def load_tile(
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
-        visible: Visibility, where: list[Int32], n: Int32, taken: Int32,
+        visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile of queries as work `taken`, and load what it needs, its K/V tiles from use
         n on; return the counts after it."""
@@ -341,7 +333,7 @@ class Sm90Dq:
             values = self.kv_rows.box(x.v, i, *work.keys)
             load_use("v", x.v_tma, values, v_smem, barriers, n)
             n += 1
-        return n, taken + 1
+        return taken + 1, n
 
     # -- device: products ---------------------------------------------------------------------
 
@@ -417,11 +409,11 @@ class Sm90Dq:
     ) -> None:
         """dS of use n of K and V, beside the product of the dS and K before; with `starts` there is
         none before."""
-        barriers = own.barriers
+        barriers, scores = own.barriers, own.scores
         if cutlass.const_expr(self.dq_first and not starts):
             dq = self.start_dq(own, n - 1)
         barriers.wait("k_full", n)
-        scores = self.start_scores(own, n)
+        s = self.start_scores(own, n)
         if cutlass.const_expr(not self.dq_first and not starts):
             dq = self.start_dq(own, n - 1)
         barriers.wait("v_full", n)
@@ -430,21 +422,14 @@ class Sm90Dq:
             fragments.assign(own.dq, wgmma.wait(dq, pending=2))
             barriers.warp_arrives("k_empty", n - 1)
         after_scores = 1 if starts or self.dq_first else 2
-        fragments.assign(own.s, wgmma.wait(scores, pending=after_scores))
-        exponentiate(
-            own.s, lambda _: of_rows(own.lse), own.scaling,
-            lambda row, columns, _, p: keep_pairs(own.s, row, columns, p),
-            softcap=self.spec.softcap,
-        )  # fmt: skip
-        fragments.assign(own.dp, wgmma.wait(dp))
+        fragments.assign(scores.s, wgmma.wait(s, pending=after_scores))
+        scores.exponentiate(lambda _: of_rows(own.lse))
+        fragments.assign(scores.dp, wgmma.wait(dp))
         barriers.warp_arrives("v_empty", n)
         if cutlass.const_expr(not self.dq_first and not starts):
             fragments.assign(own.dq, wgmma.wait(dq))
             barriers.warp_arrives("k_empty", n - 1)
-        differentiate(
-            own.dp, lambda *at: kept_pairs(own.s, *at), own.ds,
-            lambda _: of_rows(own.delta), self.dtype,
-        )  # fmt: skip
+        scores.differentiate(lambda _: of_rows(own.delta))
         if masked:
             self.mask(own, taken, tile)
 
@@ -470,7 +455,7 @@ class Sm90Dq:
         spec = self.spec
         stage = own.barriers.stage("k_full", n) * self.kv_bytes
         return start_output(
-            self.dtype, fragments.values(own.dq), fragments.values(own.ds), own.k + stage,
+            self.dtype, fragments.values(own.dq), fragments.values(own.scores.ds), own.k + stage,
             tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
@@ -488,7 +473,7 @@ class Sm90Dq:
             low, high = own.visible.keys(row, work.seqlen_q, work.seqlen_k)
             lows.append(low - tile * self.spec.tile_n)
             highs.append(high - tile * self.spec.tile_n)
-        fragments.mask_operand(own.ds, highs, lows if self.spec.window_left else None)
+        fragments.mask_operand(own.scores.ds, highs, lows if self.spec.window_left else None)
 
     # -- device: epilogue ---------------------------------------------------------------------
 

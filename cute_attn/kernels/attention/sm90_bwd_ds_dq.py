@@ -42,11 +42,12 @@ from ..common.ptx.memory import load_global, shared_address, store_global
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes
+from ..common.tma import BOX, boxes, load_boxes
 from . import ds_tiles, fragments
 from .arguments import FakeArguments
 from .ds_tiles import TILE_BYTES
 from .query_sums import VECTOR, VECTORS, QuerySums
+from .sm90_key_loads import key_rows
 from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
 from .sm90_store import row_parts, store_parts
 from .spec import Sm90BackwardSpec
@@ -173,7 +174,7 @@ class Sm90DsDq:
             Buffer("barriers", Int64, self.pipeline.count),
         )
         self.sums = QuerySums(ROWS, spec.head_dim, spec.head_dim)
-        self.k_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+        self.k_rows = key_rows(spec, spec.tile_n)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
@@ -278,50 +279,54 @@ class Sm90DsDq:
 
     @cute.jit
     def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
+        """Publish the cluster's tile, and load what it needs."""
+        queue = TileQueue(Work, storage.work, barriers)
+        queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32]
+    ) -> None:
         """Publish the cluster's tile, and load half of K of each tile of keys, for both CTAs, and
         the CTA's dS."""
-        spec = self.spec
+        spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
-        queue = TileQueue(Work, storage.work, barriers)
-        exists, block, head, sequence = tiles.locate(cute.arch.cluster_idx()[0])
-        if exists:
-            work = tiles.work(block, head + x.first_head, sequence)
-            queue.publish_work(0, work)
-            of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
-            before = head * of_queries + padded_start(tiles.queries, sequence) // ds_tiles.TILE
-            of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
-            at = [
-                x.ds.iterator.toint() + Int64((before + tile) * of_keys) * TILE_BYTES
-                for tile in of_groups
-            ]
-            seen = [self.key_tiles(x, work, tile) for tile in of_groups]
-            first, end = self.key_tiles_of_cluster(x, work)
-            for n in cutlass.range(end - first, unroll=1):
-                tile = first + n
-                nbytes = Int32(self.k_bytes)
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    low, high = seen[group]
-                    sees = tile >= low and tile < high
-                    nbytes += cutlass.select_(sees, Int32(TILE_BYTES), Int32(0))
-                barriers.wait_previous("k_empty", n)
-                with cute.arch.elect_one():
-                    barriers.expect("k_full", n, nbytes)
-                keys = self.k_rows.box(x.k, tile, work.head // x.group, *work.keys[1:])
-                load_boxes(x.k_tma, keys, k_smem, barriers, "k_full", n, True)
-                to = shared_address(storage.ds) + barriers.stage("k_full", n) * self.ds_bytes
-                for group in cutlass.range_constexpr(WARPGROUPS):
-                    low, high = seen[group]
-                    if tile >= low and tile < high:
-                        with cute.arch.elect_one():
-                            copy_bulk(
-                                to + group * TILE_BYTES,
-                                at[group] + Int64(self.kept(x, tile)) * TILE_BYTES,
-                                TILE_BYTES,
-                                shared_address(barriers.pointer("k_full", n)),
-                            )
-        else:
-            queue.publish_end(0)
+        block, head, sequence = where
+        work = tiles.work(block, head + x.first_head, sequence)
+        queue.publish_work(0, work)
+        of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
+        before = head * of_queries + padded_start(tiles.queries, sequence) // ds_tiles.TILE
+        of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
+        at = [
+            x.ds.iterator.toint() + Int64((before + tile) * of_keys) * TILE_BYTES
+            for tile in of_groups
+        ]
+        seen = [self.key_tiles(x, work, tile) for tile in of_groups]
+        first, end = self.key_tiles_of_cluster(x, work)
+        for n in cutlass.range(end - first, unroll=1):
+            tile = first + n
+            nbytes = Int32(self.k_bytes)
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                low, high = seen[group]
+                sees = tile >= low and tile < high
+                nbytes += cutlass.select_(sees, Int32(TILE_BYTES), Int32(0))
+            barriers.wait_previous("k_empty", n)
+            with cute.arch.elect_one():
+                barriers.expect("k_full", n, nbytes)
+            keys = self.k_rows.box(x.k, tile, work.head // x.group, *work.keys[1:])
+            load_boxes(x.k_tma, keys, k_smem, barriers, "k_full", n, True)
+            to = shared_address(storage.ds) + barriers.stage("k_full", n) * self.ds_bytes
+            for group in cutlass.range_constexpr(WARPGROUPS):
+                low, high = seen[group]
+                if tile >= low and tile < high:
+                    with cute.arch.elect_one():
+                        copy_bulk(
+                            to + group * TILE_BYTES,
+                            at[group] + Int64(self.kept(x, tile)) * TILE_BYTES,
+                            TILE_BYTES,
+                            shared_address(barriers.pointer("k_full", n)),
+                        )
 
     # -- device: the product ------------------------------------------------------------------
 

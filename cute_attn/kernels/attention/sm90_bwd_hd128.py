@@ -1,8 +1,30 @@
-"""All gradients of q, k and v in one kernel for SM90, at head_dim 128: that of `sm90_bwd`, in the
-form that suits this head_dim.
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 128: wgmma, TMA,
+warp-specialised, five products.
+
+A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
+warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
+and over the tiles of 64 queries that see some of the keys.
+
+    S^T = K Q^T            64 x 64 a warpgroup         K and Q in shared memory
+    P^T = exp(c S^T - lse)                             in registers
+    dV += P^T dO           64 x head_dim               P^T and dV in registers
+    dP^T = V dO^T          64 x 64                     V and dO in shared memory
+    dS^T = P^T * (dP^T - delta)                        in registers, then in shared memory too
+    dK += dS^T Q           64 x head_dim               dS^T and dK in registers
+    dQ = dS K              64 x half of head_dim       dS and K in shared memory
+
+    warps    role         work on a tile of keys
+    0-7      consumers    all of the above; at the end dK and dV from registers
+    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+    9        zeros        the zeros of the sums of dQ, see `query_zeros`
 
 Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
-the sums. The loop turns over after dS, and dQ is one tile late:
+float32 sums in global memory, which `backward_postprocess` scales and rounds. CTAs add in any
+order: the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
+consumers; its two other warps idle.
+
+As in `sm90_bwd_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
+loop turns over after dS, and dQ is one tile late:
 
     tensor cores, in order                beside them
                                           dS^T of tile n to shared memory
@@ -19,87 +41,185 @@ the products with the K before, of which the ring has two stages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..common.pipeline import Barriers
+from ..common.cluster import prepare
+from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
+from ..common.pipeline import Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
-from ..common.ptx.async_copy import add_bulk
-from ..common.ptx.compiler import opaque
-from ..common.ptx.memory import shared_address, store_shared
-from ..common.smem import Buffer, Pointers
+from ..common.ptx.memory import shared_address
+from ..common.scheduler import CounterScheduler, TileQueue
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from . import fragments
-from .query_sums import VECTOR, VECTORS
-from .sm90_bwd import FusedConsumer, Sm90Backward, Use
-from .sm90_bwd_dkdv import CONSUMERS, Operands
-from .sm90_mma import STEP, start_output
+from .query_sums import WARPS, QuerySums
+from .query_zeros import QueryZeros
+from .sm90_dq_sums import StagedSums
+from .sm90_fused import (
+    Arguments,
+    Consumer,
+    LoadWarp,
+    Operands,
+    fake_arguments,
+    parameters,
+)
+from .sm90_key_rows import KeyRows
+from .sm90_key_tiles import lane_anew
+from .sm90_mma import ROWS, STEP, WARPGROUP, WARPGROUP_WARPS, start_output
+from .sm90_uses import QueryOrder, Use
 from .softmax import Scaling
+from .spec import Sm90BackwardSpec
 from .visibility import Visibility
 from .work import TileMap, Work
 
-# Tiles of keys begin with one of so many tiles of queries, so far apart.
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+assert len(CONSUMERS) == WARPS
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+# dQ is one tile late, and reads the K of the work before.
+K_STAGES, DS_STAGES = 2, 2
+Q_STAGES, DO_STAGES = 2, 2
+
+# Tiles of keys begin with one of so many tiles of queries, so far apart, where all of them see the
+# same queries: fewer CTAs then add to the same sums at the same time.
 STARTS, START_STEP = 4, 2
 
+COLUMNS_AHEAD = 16  # of a tile, all of those of a lane
 
-@dataclass(frozen=True)
-class Hd128Consumer(FusedConsumer):
-    """What a warp of the consumers keeps; see `FusedConsumer` for the others.
+# In the order in which a tile meets them. Uses count tiles of keys for k, v and zeros, tiles of
+# queries for the rest.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
+    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
+)
 
-    Attributes:
-        staging: shared address of the staging of dQ.
-    """
 
-    staging: Int32
-
-
-class Sm90Hd128Backward(Sm90Backward):
+class Sm90Hd128Backward:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
-    k_stages, q_stages, ds_stages = 2, 2, 2
-    columns_ahead = 16  # all of them
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_n != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
+        self.spec = spec
+        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.rows = KeyRows(spec)
+        windowed = spec.window_left or spec.window_right
+        self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
+        self.load = LoadWarp(spec, self.order, self.rows)
+        self.zeros = QueryZeros(spec.head_dim)
+        self.pipeline = Pipeline(*EDGES)
+        dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
+        q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        self.smem = SharedMemory(
+            Buffer("k", dtype, keys, K_STAGES, at, "K"),
+            Buffer("v", dtype, keys, 1, at, "V"),
+            Buffer("q", dtype, q, Q_STAGES, at, "Q"),
+            Buffer("do", dtype, q, DO_STAGES, at, "dO"),
+            Buffer("ds", dtype, spec.tile_m * spec.tile_n, DS_STAGES, at, "dS^T"),
+            Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp"),
+            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
 
-    def more_buffers(self) -> tuple[Buffer, ...]:
-        staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
-        return (*super().more_buffers(), staging)
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
 
-    def consumer(
-        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32,
-        visible: Visibility, scaling: Scaling,
-    ) -> Hd128Consumer:  # fmt: skip
-        own = super().consumer(x, storage, barriers, tiles, warp, visible, scaling)
-        return Hd128Consumer(**vars(own), staging=shared_address(storage.dq))
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        return placeholders(fake_arguments(self.spec))
 
-    # -- device: load -------------------------------------------------------------------------
+    # -- host ---------------------------------------------------------------------------------
 
-    @property
-    def lowest(self) -> int | None:
-        return None if self.spec.window_left or self.spec.window_right else 0
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        x, tiles, visible, scaling = parameters(a, self.spec)
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(x.num_tiles, a.num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
-    def start_of(self, work: Work, first: Int32, end: Int32) -> Int32:
-        """Where all tiles of keys see the same queries, neighbours begin some tiles apart, so that
-        fewer CTAs add to the same sums at the same time."""
-        if self.lowest is None:
-            return first
-        return cutlass.min((work.block & (STARTS - 1)) * START_STEP, end - 1)
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
+        cute.arch.sync_threads()
+
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                self.load.run(x, storage, barriers, tiles, visible)
+            elif warp == ZEROS.warps[0]:
+                queue = TileQueue(Work, storage.work, barriers)
+                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            staging = shared_address(storage.dq)
+            sums = StagedSums(self.sums, x.dq_sums.iterator.toint(), staging)
+            own = Consumer.of(
+                self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
+                x.dq_sums, sums, columns_ahead=COLUMNS_AHEAD,
+            )  # fmt: skip
+            self.consumer_warps(x, own)
 
     # -- device: products ---------------------------------------------------------------------
 
     @cute.jit
-    def compute_works(self, x: Operands, own: Hd128Consumer) -> Int32:
+    def consumer_warps(self, x: Operands, own: Consumer) -> None:
+        count = Int32(0)  # of works
+        queue = own.keys.queue
+        queue.wait(count)
+        if queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+        queue.release(count)
+
+    @cute.jit
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
         """Compute all works of the CTA, and return their number."""
         n = Int32(0)
-        use = self.first_use(own, Int32(0))
+        use = own.uses.first(own.keys, Int32(0))
         own.barriers.wait("k_full", use.taken)
         own.barriers.wait("q_full", n)
-        scores = self.start_scores(own, n, self.k_offset(own, use.taken))
+        s = own.start_scores(n, use.taken)
         own.barriers.wait("v_full", use.taken)
         own.barriers.wait("do_full", n)
-        large = self.has_large_scores(own, n)
-        dp = self.start_dp(own, n)
-        self.compute_score_gradients(own, use, n, scores, dp, large)
+        large = own.has_large_scores(n)
+        dp = own.start_dp(n)
+        own.compute_score_gradients(use, n, s, dp, large)
         goes_on, after = self.finish_use(own, use, n)
         if goes_on:
             self.next_use(x, own, use, after, n, Int32(0), True, True)
@@ -117,31 +237,31 @@ class Sm90Hd128Backward(Sm90Backward):
         else:
             self.next_use(x, own, use, after, n, Int32(0), True, False)
         own.barriers.wait("ds_full", n)
-        dq = wgmma.wait(self.start_dq(own, n, self.k_offset(own, use.taken)))
+        dq = wgmma.wait(own.start_dq(n, use.taken))
         own.barriers.warp_arrives("ds_empty", n)
         own.barriers.warp_arrives("k_empty", use.taken)
-        self.wait_for_staging()
-        self.stage_dq(own, dq, range(self.vectors))
-        self.reduce_dq(own, use.sums)
+        own.sums.wait()
+        own.sums.stage(own.keys.warp, dq, range(own.sums.vectors))
+        own.sums.reduce(own.keys.warp, use.sums)
         own.turns.end()
-        self.wait_for_staging()
+        own.sums.wait()
         return use.taken + 1
 
     @cute.jit
-    def finish_use(self, own: Hd128Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
+    def finish_use(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
         """dS^T of use n to shared memory, and the use after it, of the next work after the last of
         a work; False if there is none."""
         if use.left == 0:
             own.barriers.warp_arrives("v_empty", use.taken)
-        self.stage_ds(own, n, self.lane())
-        self.wait_for_staging()
-        return self.use_after(own, use)
+        own.ds.store(own.scores.ds, own.keys.warp, n, lane_anew())
+        own.sums.wait()
+        return own.uses.after(own.keys, use)
 
     @cute.jit
     def next_use(
         self,
         x: Operands,
-        own: Hd128Consumer,
+        own: Consumer,
         use: Use,
         after: Use,
         n: Int32,
@@ -158,11 +278,11 @@ class Sm90Hd128Backward(Sm90Backward):
             barriers.wait("ds_full", n - 1)
         own.turns.wait()
         if cutlass.const_expr(not starts):
-            dq = self.start_dq(own, n - 1, self.k_offset(own, use.taken - 1 + use.adds))
-        dv = self.start_dv(own, n, use.adds)
-        self.publish_ds(own, n)
+            dq = own.start_dq(n - 1, use.taken - 1 + use.adds)
+        dv = own.start_dv(n, use.adds)
+        own.ds.publish(n)
         if cutlass.const_expr(starts):
-            dk, groups = self.start_dk(own, n, use.adds), 1
+            dk, groups = own.start_dk(n, use.adds), 1
         else:
             dq = wgmma.wait(dq, pending=1)
             barriers.warp_arrives("ds_empty", n - 1)
@@ -178,27 +298,27 @@ class Sm90Hd128Backward(Sm90Backward):
                     self.share_turn(own, use)
                 barriers.wait("k_full", after.taken)
             barriers.wait("q_full", n + 1)
-            scores = self.start_scores(own, n + 1, self.k_offset(own, after.taken))
+            s = own.start_scores(n + 1, after.taken)
         fragments.assign(own.dk, wgmma.wait(dk, pending=1 if follows else 0))
         barriers.warp_arrives("q_empty", n)
         if cutlass.const_expr(follows):
             if switches:
                 barriers.wait("v_full", after.taken)
             barriers.wait("do_full", n + 1)
-            large = self.has_large_scores(own, n + 1)
-            dp = self.start_dp(own, n + 1)
+            large = own.has_large_scores(n + 1)
+            dp = own.start_dp(n + 1)
         own.turns.give()
         if cutlass.const_expr(not starts):
-            self.reduce_dq(own, before)
+            own.sums.reduce(own.keys.warp, before)
         if cutlass.const_expr(follows):
-            self.compute_score_gradients(own, after, n + 1, scores, dp, large)
+            own.compute_score_gradients(after, n + 1, s, dp, large)
             if switches:
-                self.store_rows(x, own, use.taken, n + 1)
+                self.rows.store(x, own, use.taken, n + 1)
         else:
-            self.store_rows(x, own, use.taken, n + 1)
+            self.rows.store(x, own, use.taken, n + 1)
 
     @cute.jit
-    def share_turn(self, own: Hd128Consumer, use: Use) -> None:
+    def share_turn(self, own: Consumer, use: Use) -> None:
         """Where `use` is the only one of its work, let the other warpgroup start its dQ first: the
         next K takes the stage of the K which that dQ reads."""
         if use.adds == 0:
@@ -206,50 +326,18 @@ class Sm90Hd128Backward(Sm90Backward):
             own.turns.wait()
 
     def start_dk_and_stage_dq(
-        self, own: Hd128Consumer, n: Int32, adds: Int32, dq: list[Float32]
+        self, own: Consumer, n: Int32, adds: Int32, dq: list[Float32]
     ) -> tuple[list[Float32], int]:
         """`start_dk` step by step, with a part of dQ staged before each step, and the number of
         groups. The queue of products is short: staged at once, dQ would let it run dry."""
-        spec = self.spec
-        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        spec, queries = self.spec, own.products.q_of(n)
         dk, steps = fragments.values(own.dk), spec.tile_m // STEP
+        vectors = own.sums.vectors
         for s in range(steps):
-            self.stage_dq(
-                own, dq, range(s * self.vectors // steps, (s + 1) * self.vectors // steps)
-            )
+            part = range(s * vectors // steps, (s + 1) * vectors // steps)
+            own.sums.stage(own.keys.warp, dq, part)
             dk = start_output(
-                self.dtype, dk, fragments.values(own.ds), queries, tile_n=spec.tile_m,
+                DTYPE[spec.dtype], dk, fragments.values(own.scores.ds), queries, tile_n=spec.tile_m,
                 head_dim=spec.head_dim, steps=range(s, s + 1), adds=adds if s == 0 else None,
             )  # fmt: skip
         return dk, steps
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a lane's part of dQ."""
-        return self.sums.columns // 8
-
-    def stage_dq(self, own: Hd128Consumer, values: list[Float32], vectors: range) -> None:
-        """Store these vectors of the warp's part of dQ to its staging."""
-        at = own.staging + opaque(own.warp) * (4 * self.sums.part) + self.lane() * (4 * VECTOR)
-        for i in vectors:
-            vector = values[VECTOR * i : VECTOR * (i + 1)]
-            store_shared(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
-
-    @cute.jit
-    def reduce_dq(self, own: Hd128Consumer, tile: Int32) -> None:
-        """Add what is staged to that tile of the sums, so much later that the fence does not
-        wait."""
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if self.lane() == 0:
-            part = opaque(own.warp) * (4 * self.sums.part)
-            at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
-            add_bulk(at, own.staging + part, 4 * self.sums.part)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def wait_for_staging(self) -> None:
-        """Until the warp's reduction has read its staging."""
-        if self.lane() == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()

@@ -51,16 +51,15 @@ from ..common.ptx.compiler import opaque
 from ..common.ptx.convert import pack, unpack
 from ..common.ptx.memory import load_shared, shared_address, store_global, store_shared
 from ..common.scheduler import SingleTileScheduler, TileQueue
-from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
+from ..common.tma import BOX, boxes, load_boxes
 from . import ds_tiles, fragments
 from .arguments import FakeArguments
 from .gradient import PROBABILITY_UNIT, score_gradients
 from .sm90_gradients import STEP, exponentiate, keep_pairs, word
+from .sm90_key_loads import QueryLoads, key_rows, query_rows
 from .sm90_key_tiles import (
-    load_stats,
     mask_queries,
     of_columns,
     partial_offset,
@@ -77,9 +76,9 @@ from .sm90_mma import (
 from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
-from .statistics import DELTA, LSE, padded_start
+from .statistics import padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, following, head_and_split, heads_in_l2
+from .work import TileMap, Work, following, head_and_split, tiles_of_keys
 
 VALUE = Role("value", range(0, WARPGROUP_WARPS))
 KEY = Role("key", range(len(VALUE), 2 * WARPGROUP_WARPS))
@@ -246,8 +245,7 @@ class Sm90Hd256DkDv:
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        self.q_rows = BoxedRows(spec.tile_m, spec.head_dim, spec.ragged_q, not spec.varlen_q)
-        self.k_rows = BoxedRows(ROWS, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+        self.q_rows, self.k_rows = query_rows(spec), key_rows(spec, ROWS)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (VALUE, KEY, LOAD), shared_base)
@@ -267,14 +265,8 @@ class Sm90Hd256DkDv:
         """Launch the kernel."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
-        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
-        batch = keys.batch(a.k)
-        group = a.q.shape[-2] // (a.k.shape[-2] * a.num_splits)
-        head_bytes = Int64(queries.tokens) * (2 * 2 * spec.head_dim) * group  # of Q and dO
-        tiles = TileMap(
-            spec.tile_n, 1, False, queries, keys, a.num_split_heads, group, batch,
-            heads_in_l2(head_bytes, a.num_split_heads * batch), of_keys=True,
+        tiles = tiles_of_keys(
+            a, spec.tile_n, (2 + 2) * spec.head_dim, heads=a.num_split_heads,  # of Q and dO
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -374,53 +366,52 @@ class Sm90Hd256DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
+        """Publish the cluster's tile, and load what it needs."""
+        queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
+        queue = TileQueue(Work, storage.work, barriers)
+        queue.fill_with_one(
+            tiles,
+            lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
+        )
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, storage: Pointers, queries: QueryLoads, queue: TileQueue,
+        tiles: TileMap, visible: Visibility, where: list[Int32],
+    ) -> None:  # fmt: skip
         """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
         see some of the cluster's keys, head by head."""
-        spec = self.spec
+        spec, barriers = self.spec, queue.barriers
         half = (HELD // BOX, ROWS * BOX)
         of_kv = storage.q + (Q_STAGES - 1) * (self.q_bytes // 2)
         k_smem, v_smem = (
             [boxes(buffer, ROWS, half, (1, 0)) for buffer in buffers]
             for buffers in ((of_kv, storage.k), (of_kv + HELD * ROWS, storage.v))
         )
-        q_across = (spec.head_dim // BOX, spec.tile_m * BOX)
-        q_smem, do_smem = (
-            boxes(buffer, spec.tile_m, q_across, (stages, self.q_bytes // 2))
-            for buffer, stages in ((storage.q, Q_STAGES), (storage.do, DO_STAGES))
-        )
-        queue = TileQueue(Work, storage.work, barriers)
-        number = cute.arch.cluster_idx()[0]
-        exists, block, split_head, sequence = tiles.locate(number)
-        if exists:
-            work = tiles.work(block, x.first_split_head + split_head, sequence)
-            queue.publish_work(0, work)
-            kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
-            keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-            for name, tma, rows, smem in (
-                ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), k_smem),
-                ("v_full", x.v_tma, self.k_rows.box(x.v, *keys), v_smem),
-            ):
-                with cute.arch.elect_one():
-                    barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
-                for part in cutlass.range_constexpr(2):
-                    columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
-                    load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
-            first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            stats_start = padded_start(tiles.queries, work.sequence)
-            tile, head = first, work.head
-            for n in cutlass.range((end - first) * tiles.group, unroll=1):
-                row = stats_start + tile * spec.tile_m
-                if n == Q_STAGES - 1:
-                    barriers.wait("held", 0)
-                q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
-                load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes, True)
-                load_stats("q", storage.lse, LSE, x.stats, head, row, spec.tile_m, barriers, n)
-                do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
-                load_use("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes, True)
-                load_stats("do", storage.delta, DELTA, x.stats, head, row, spec.tile_m, barriers, n)
-                tile, head = following(tile, head, first, end)
-        else:
-            queue.publish_end(0)
+        block, split_head, sequence = where
+        work = tiles.work(block, x.first_split_head + split_head, sequence)
+        queue.publish_work(0, work)
+        kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
+        keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
+        for name, tma, rows, smem in (
+            ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), k_smem),
+            ("v_full", x.v_tma, self.k_rows.box(x.v, *keys), v_smem),
+        ):
+            with cute.arch.elect_one():
+                barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
+            for part in cutlass.range_constexpr(2):
+                columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
+                load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        stats_start = padded_start(tiles.queries, work.sequence)
+        tile, head = first, work.head
+        for n in cutlass.range((end - first) * tiles.group, unroll=1):
+            row = stats_start + tile * spec.tile_m
+            if n == Q_STAGES - 1:
+                barriers.wait("held", 0)
+            queries.load("q", x, work, tile, head, row, n)
+            queries.load("do", x, work, tile, head, row, n)
+            tile, head = following(tile, head, first, end)
 
     # -- device: products ---------------------------------------------------------------------
 

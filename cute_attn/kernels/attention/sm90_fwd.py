@@ -422,7 +422,7 @@ class Sm90Forward:
     @cute.jit
     def load_tile(
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
-        visible: Visibility, where: list[Int32], n: Int32, taken: Int32,
+        visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile as work `taken`, and load its K/V tiles from use n on; return the counts
         after it. K/V tiles come from the last to the first, in the order in which their stages
@@ -454,7 +454,7 @@ class Sm90Forward:
             use = (barriers, n, pages, found)
             self.load_keys("v", x.v_tma, x.v, first, work, v_smem, *use)
             n += 1
-        return n, taken + 1
+        return taken + 1, n
 
     def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
         """The pages of a K/V tile's boxes."""

@@ -3,37 +3,152 @@ queries."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
+from ..common.carried import Carried
+from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers
-from ..common.ptx.async_copy import copy_bulk
 from ..common.ptx.compiler import opaque
 from ..common.ptx.memory import load_shared, shared_address, store_global
+from ..common.scheduler import TileQueue
+from ..common.smem import Pointers
+from ..common.spec import WARP_SIZE
 from . import fragments
+from .sm90_gradients import Statistics
+from .sm90_mma import ROWS, WARPGROUP_WARPS, start_output, start_scores
 from .spec import Sm90BackwardSpec
 from .visibility import Visibility
-from .work import Work
+from .work import TileMap, Work
 
 
-def load_stats(
-    name: str, buffer: cute.Pointer, kind: int, stats: cute.Tensor, head: Int32, row: Int32,
-    queries: int, barriers: Barriers, n: Int32,
-) -> None:  # fmt: skip
-    """Copy the statistics of so many queries, from padded row `row` on, to use n of the ring
-    `name`, one of whose buffers is `buffer`."""
-    heads, padded_rows = stats.shape[1], stats.shape[2]
-    at = Int64(kind * heads + head) * padded_rows + row
-    nbytes = 4 * queries
-    stage = barriers.stage(f"{name}_full", n)
-    with cute.arch.elect_one():
-        copy_bulk(
-            shared_address(buffer) + stage * nbytes,
-            stats.iterator.toint() + at * 4,
-            nbytes,
-            shared_address(barriers.pointer(f"{name}_full", n)),
+def lane_anew() -> Int32:
+    """The lane, computed anew so that no register holds it across the loops."""
+    return opaque(cute.arch.lane_idx()) & (WARP_SIZE - 1)
+
+
+def group_anew(warp: Int32) -> Int32:
+    """The warpgroup's number, computed anew: addresses that depend on it would be held in registers
+    across the loops."""
+    return Int32(Uint32(opaque(warp)) // WARPGROUP_WARPS)  # signed, it takes 8 instructions
+
+
+@dataclass(frozen=True)
+class KeyTiles(Carried):
+    """The tiles of keys of a consumer warp, whose warpgroup has 64 keys of each.
+
+    Attributes:
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        queue: the tiles that the CTA takes.
+        bounded: no query sees a key past the end of the sequence, which would add to dQ; see
+            `mask_queries`.
+    """
+
+    warp: Int32
+    group: Int32
+    queue: TileQueue
+    tiles: TileMap
+    visible: Visibility
+    bounded: bool
+
+    def query_tiles(self, work: Work) -> tuple[Int32, Int32]:
+        """[first, end) of the tiles of queries that see some of the CTA's keys."""
+        return self.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+
+    def whole_query_tiles(self, work: Work) -> tuple[Int32, Int32]:
+        """[first, end) of the tiles of queries that need no mask: every query sees every key of the
+        warpgroup."""
+        first_key = work.block * self.visible.tile_n + self.group * ROWS
+        first, end = self.visible.whole_query_tiles(first_key, ROWS, work.seqlen_q, work.seqlen_k)
+        if self.bounded:
+            end = cutlass.select_(first_key + ROWS <= work.seqlen_k, end, Int32(0))
+        return first, end
+
+    def key(self, work: Work, lane_row: int) -> Int32:
+        """A lane row's key."""
+        first = work.block * self.visible.tile_n + fragments.first_row(self.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, words: cute.Tensor, taken: Int32, tile: Int32) -> None:
+        """Set the columns of queries that do not see a row's key to 0, in an operand of tile `tile`
+        of the queries and work `taken`."""
+        work = self.queue.read(taken)
+        keys = [self.key(work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
+        mask_queries(words, keys, tile, self.visible, work, bounded=self.bounded)
+
+
+@dataclass(frozen=True)
+class KeyProducts(Carried):
+    """The products of a warpgroup's 64 keys and tiles of queries, whose rows are in shared memory.
+
+    Attributes:
+        q, do, lse, delta: shared addresses of the rings.
+    """
+
+    spec: Sm90BackwardSpec
+    barriers: Barriers
+    q: Int32
+    do: Int32
+    lse: Int32
+    delta: Int32
+
+    @classmethod
+    def of(cls, spec: Sm90BackwardSpec, storage: Pointers, barriers: Barriers) -> KeyProducts:
+        return cls(
+            spec,
+            barriers,
+            shared_address(storage.q),
+            shared_address(storage.do),
+            shared_address(storage.lse),
+            shared_address(storage.delta),
         )
+
+    def offset(self, name: str, n: Int32) -> Int32:
+        """Where use n of "q" or "do" lies in its ring, in bytes."""
+        nbytes = 2 * self.spec.tile_m * self.spec.head_dim
+        return self.barriers.stage(f"{name}_full", n) * nbytes
+
+    def q_of(self, n: Int32) -> Int32:
+        """The shared address of use n of Q."""
+        return self.q + self.offset("q", n)
+
+    def do_of(self, n: Int32) -> Int32:
+        """The shared address of use n of dO."""
+        return self.do + self.offset("do", n)
+
+    def start_scores(self, keys: Int32, queries: Int32) -> list[Float32]:
+        """Start S^T = K Q^T or dP^T = V dO^T, from the shared addresses of the warpgroup's rows of
+        K or V, and of a use of Q or dO."""
+        spec = self.spec
+        return start_scores(
+            DTYPE[spec.dtype], opaque(keys), queries,
+            tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_sum(
+        self, acc: cute.Tensor, left: cute.Tensor, queries: Int32, adds: Int32 | None = None
+    ) -> list[Float32]:
+        """Start dV + P^T dO or dK + dS^T Q, with a use of dO or Q; where `adds` is 0, the product
+        alone."""
+        spec = self.spec
+        return start_output(
+            DTYPE[spec.dtype], fragments.values(acc), fragments.values(left), queries,
+            tile_n=spec.tile_m, head_dim=spec.head_dim, adds=adds,
+        )  # fmt: skip
+
+    def lse_of(self, n: Int32) -> Statistics:
+        """Loads lse of the queries of use n."""
+        at = self.lse + self.barriers.stage("q_full", n) * (4 * self.spec.tile_m)
+        return lambda columns: of_columns(at, columns)
+
+    def delta_of(self, n: Int32) -> Statistics:
+        """Loads delta of the queries of use n."""
+        at = self.delta + self.barriers.stage("do_full", n) * (4 * self.spec.tile_m)
+        return lambda columns: of_columns(at, columns)
 
 
 def of_columns(stats: Int32, columns: range) -> list[dict[int, Float32]]:

@@ -44,7 +44,7 @@ SM90_BACKWARD_DQ = _kernel("sm90_backward_dq", "sm90_bwd_dq:Sm90Dq")
 SM90_BACKWARD_DKDV = _kernel("sm90_backward_dkdv", "sm90_bwd_dkdv:Sm90DkDv")
 SM90_HD256_BACKWARD_DKDV = _kernel("sm90_hd256_backward_dkdv", "sm90_bwd_hd256_dkdv:Sm90Hd256DkDv")
 SM90_BACKWARD_DS_DQ = _kernel("sm90_backward_ds_dq", "sm90_bwd_ds_dq:Sm90DsDq")
-SM90_BACKWARD = _kernel("sm90_backward", "sm90_bwd:Sm90Backward")
+SM90_BACKWARD = _kernel("sm90_backward", "sm90_bwd_hd64:Sm90Hd64Backward")
 SM90_HD128_BACKWARD = _kernel("sm90_hd128_backward", "sm90_bwd_hd128:Sm90Hd128Backward")
 BACKWARD_POSTPROCESS = _kernel(
     "attention_backward_postprocess", "backward_postprocess:BackwardPostprocess"

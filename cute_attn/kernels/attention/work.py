@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -283,3 +283,26 @@ class SplitTileMap(TileMap):
     def work(self, block: Int32, head: Int32, sequence: Int32, split: Int32) -> SplitWork:
         own = super().work(block, head, sequence)
         return SplitWork(*(vars(own).values()), split, self.splits)
+
+
+def tiles_of_keys(
+    a: Any, tile_n: int, row_bytes: int, *, heads: Int32 | None = None, **part: Int32
+) -> TileMap:
+    """The tiles of tile_n keys of a backward. Each split of a group counts as a K/V head.
+
+    Args:
+        a: the kernel's Arguments.
+        row_bytes: what tiles reread of a query.
+        heads: K/V heads, of all or of a part of them; None: all.
+        part: `first_block` and `num_blocks` of a TileMap.
+    """
+    queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+    keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+    batch, split_heads = keys.batch(a.k), a.k.shape[-2] * a.num_splits
+    group = a.q.shape[-2] // split_heads
+    heads = split_heads if heads is None else heads
+    head_bytes = Int64(queries.tokens) * row_bytes * group
+    return TileMap(
+        tile_n, 1, False, queries, keys, heads, group, batch,
+        heads_in_l2(head_bytes, heads * batch), of_keys=True, **part,
+    )  # fmt: skip

@@ -194,8 +194,8 @@ class TileQueue(Carried, Generic[Work]):
             tiles: the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
                 record to publish.
             load: of a warp that loads too, called in place of `publish_work`:
-                `load(where, loaded, published)` gets what `locate` has found, a count of its own,
-                and the number of tiles published so far. It returns both counts after the tile.
+                `load(where, published, loaded)` gets what `locate` has found, the number of tiles
+                published so far, and a count of its own. It returns both counts after the tile.
         """
         published = Int32(0)
         loaded = Int32(0)
@@ -205,7 +205,7 @@ class TileQueue(Carried, Generic[Work]):
             exists, *where = tiles.locate(tile)
             if exists:
                 if cutlass.const_expr(load is not None):
-                    loaded, published = load(where, loaded, published)
+                    published, loaded = load(where, published, loaded)
                 else:
                     self.publish_work(published, tiles.work(*where))
                     published += 1
@@ -214,6 +214,16 @@ class TileQueue(Carried, Generic[Work]):
             requests += 1
         self.publish_end(published)
         scheduler.producer_tail(requests)
+
+    @cute.jit
+    def fill_with_one(self, tiles: Any, load: Any) -> None:
+        """Let `load(where)` publish and load the cluster's only tile, or end the queue if there is
+        none."""
+        exists, *where = tiles.locate(cute.arch.cluster_idx()[0])
+        if exists:
+            load(where)
+        else:
+            self.publish_end(0)
 
     def publish_work(self, n: Int32, work: Work) -> None:
         """Publish a tile as work n."""
