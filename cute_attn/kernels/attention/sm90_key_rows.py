@@ -3,7 +3,7 @@ store them beside products."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,16 +20,14 @@ from .sm90_store import store_parts
 from .spec import Sm90BackwardSpec
 from .work import Work, head_and_split
 
-if TYPE_CHECKING:
-    from .sm90_fused import Consumer
-
 UNIT = 16  # bytes that a lane stores at once
 UNITS = LINE_BYTES // UNIT
 
 
 class KeyRows:
-    """Rows of dK and dV, rounded, or partial sums of a split. All methods run on the device; `x` is
-    the kernel's Operands."""
+    """Rows of dK and dV, rounded, or partial sums of a split. All methods run on the device.
+
+    `x` is the kernel's Operands, and `own` its Consumer."""
 
     def __init__(self, spec: Sm90BackwardSpec):
         self.spec = spec
@@ -50,7 +48,7 @@ class KeyRows:
                     store_global(Int32, row.iterator.toint() + at, [Int32(0)] * (UNIT // 4))
 
     @cute.jit
-    def store(self, x: Any, own: Consumer, taken: Int32, n: Int32) -> None:
+    def store(self, x: Any, own: Any, taken: Int32, n: Int32) -> None:
         """Store the warp's rows of dK and dV of a work, and release its record. Rounded, they pass
         through the stage of dS of use n, which is not stored yet."""
         work = own.keys.queue.read(taken)
@@ -65,7 +63,7 @@ class KeyRows:
 
     @cute.jit
     def store_partial(
-        self, x: Any, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor
+        self, x: Any, own: Any, work: Work, acc: cute.Tensor, out: cute.Tensor
     ) -> None:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = own.keys.key(work, lane_row)
@@ -76,7 +74,7 @@ class KeyRows:
 
     @cute.jit
     def store_rounded(
-        self, x: Any, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
+        self, x: Any, own: Any, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
     ) -> None:
         """A box of columns at a time, so that a lane stores 16 bytes of a row, and eight lanes a
         line."""
