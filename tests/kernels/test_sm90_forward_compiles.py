@@ -11,7 +11,7 @@ import pytest
 from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
 from cute_attn.kernels.attention.heuristics import forward_spec
-from cute_attn.kernels.attention.sm90_fwd import Sm90Forward
+from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import SM90_HEAD_DIMS, Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 from tests.kernels.machine_code import assert_sound
