@@ -47,7 +47,6 @@ from ...common.ptx.convert import pack, unpack
 from ...common.ptx.memory import load_shared, shared_address
 from ...common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ...common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
-from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import WARP_SIZE
 from ...common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, store_boxes
@@ -57,7 +56,7 @@ from ..parts.gradient import PROBABILITY_UNIT, probabilities, score_gradients
 from ..parts.mask import mask_words
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
-from ..parts.work import TileMap, Work, following, head_and_split, heads_in_l2
+from ..parts.work import TileMap, Work, following, head_and_split, tiles_of_keys
 from ..spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
 from ..statistics import DELTA, LSE, padded_start
 from .epilogue import stage_accumulator
@@ -286,15 +285,7 @@ class Sm100Hd256DkDv:
         """Launch the kernel. Each split of a group counts as a K/V head."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
-        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
-        batch, split_heads = keys.batch(a.k), a.k.shape[-2] * a.num_splits
-        group = a.q.shape[-2] // split_heads
-        head_bytes = Int64(queries.tokens) * (2 * 2 * HEAD_DIM) * group  # of Q and dO
-        tiles = TileMap(
-            DKDV_TILE_N, 1, False, queries, keys, split_heads, group, batch,
-            heads_in_l2(head_bytes, split_heads * batch), of_keys=True,
-        )  # fmt: skip
+        tiles = tiles_of_keys(a, DKDV_TILE_N, (2 + 2) * HEAD_DIM)  # of Q and dO
         num_tiles = tiles.count()
         visible = Visibility.of(spec, QUERIES, DKDV_TILE_N, 1, a.window_left, a.window_right)
         scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)

@@ -26,7 +26,6 @@ STEP = 8  # columns of a lane row whose statistics are in registers at once
 # Statistics of a range of a lane row's columns, for each lane row: as `gradient` takes them.
 Statistics = Callable[[range], list[Any]]
 Store = Callable[[int, range, list[Any], list[Any]], None]
-Load = Callable[[int, range], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,15 @@ class ScoreTile(Carried):
 
     def differentiate(self, delta: Statistics) -> None:
         """dS from P' and dP."""
-        differentiate(self.dp, self._kept, self.ds, delta, self.dtype, self.unit)
+        for columns in _steps(self.dp):
+            statistics = delta(columns)
+            for lane_row in range(fragments.LANE_ROWS):
+                dp = self.dp[None, lane_row, None]
+                ds = score_gradients(
+                    self._kept(lane_row, columns), dp, columns, statistics[lane_row],
+                    packed=False, unit=self.unit,
+                )  # fmt: skip
+                store_words(self.ds, lane_row, columns, ds, self.dtype)
 
     def _keep(self, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]) -> None:
         if self.p is not None:
@@ -122,25 +129,6 @@ def exponentiate(
                 unit=unit, small_lse=small_lse,
             )  # fmt: skip
             store(lane_row, columns, p, with_slope)
-
-
-def differentiate(
-    dp: cute.Tensor,
-    p: Load,
-    words: cute.Tensor,
-    delta: Statistics,
-    dtype: Any,
-    unit: float = 1.0,
-) -> None:
-    """Round dS to `words`, an operand; p(lane row, columns) are pairs of P', in units."""
-    for columns in _steps(dp):
-        statistics = delta(columns)
-        for lane_row in range(fragments.LANE_ROWS):
-            ds = score_gradients(
-                p(lane_row, columns), dp[None, lane_row, None], columns, statistics[lane_row],
-                packed=False, unit=unit,
-            )  # fmt: skip
-            store_words(words, lane_row, columns, ds, dtype)
 
 
 def keep_pairs(s: cute.Tensor, lane_row: int, columns: range, pairs: list[Any]) -> None:
