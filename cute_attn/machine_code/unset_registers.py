@@ -51,7 +51,8 @@ def unset_reads(function: Function) -> list[UnsetRead]:
 
     A register that only some paths set, or that is set under a predicate, counts as set: code often
     reads such a register and discards the value. A copy is no read; its target is unset if its
-    source is. Of a wide operand only the first register is checked; predicate registers are not checked.
+    source is. Of a wide operand only the first register is checked; predicate registers are not
+    checked.
     """
     back = set(function.back_edges)
     # Reachable block -> registers that some path to the block sets.

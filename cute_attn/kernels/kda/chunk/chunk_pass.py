@@ -18,8 +18,9 @@ recurrence never leaves a warp's registers, and warps share only the chunk's til
 One long sequence leaves most SMs idle, so it may be split into segments. A segment's effect on the
 carried matrix is affine, S' = M S + B. A pass that starts from a matrix of 0 computes B; a pass
 that starts from the identity, with rows of 0, computes M. So `segments="transitions"` passes
-[B | M] through every segment but the last, and stores no results. The kernel of `segments` turns these
-into the matrices at the segments' starts, from which `segments="outputs"` runs all segments.
+[B | M] through every segment but the last, and stores no results. The kernel of `segments` turns
+B and M into the matrices at the segments' starts, from which `segments="outputs"` runs all
+segments.
 
 A pass counts chunks and segments in its own direction: the first chunk of a backward pass is the
 last of its sequence.

@@ -161,7 +161,7 @@ class TransposedState:
         if target is None:
             return
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread & (WARP_SIZE - 1)  # computed again: `load`'s addresses would stay in registers
+        lane = thread & (WARP_SIZE - 1)  # computed again to free `load`'s addresses
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)
