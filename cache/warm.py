@@ -33,7 +33,7 @@ _MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes about 1 GB
 
 
 class Failure(NamedTuple):
-    """A kernel that did not compile."""
+    """A kernel that failed to compile."""
 
     key: KeyDescription
     message: str
@@ -43,9 +43,9 @@ class WarmupReport(NamedTuple):
     """Result of `warmup`.
 
     Attributes:
-        kernels: number of different kernels requested.
+        kernels: number of distinct kernels requested.
         compiled: keys of the kernels that this call compiled.
-        found: number of kernels that were in memory or on disk already.
+        found: number of kernels that were already in memory or on disk.
         failures: the kernels that failed, each with its message.
         seconds: duration of the call.
         refusals: a message for each table of a spec file that gave no kernel.
@@ -84,24 +84,25 @@ def warmup(
     jobs: int | None = None,
     progress: bool | None = None,
 ) -> WarmupReport:
-    """Load a list of kernels; those that are not cached are first compiled in parallel.
+    """Load a list of kernels; kernels that are not cached are first compiled in parallel.
 
     Afterwards every kernel is in memory, and `cute_attn.cache.freeze` can be called.
 
     Args:
-        requests: pairs of kernel and specialisation, of which duplicates are dropped, or the path
-            of a spec file. If there is none, a warning says so.
+        requests: pairs of kernel and specialisation, or the path of a spec file. Duplicates are
+            dropped; an empty list gives a warning.
         arch: by default `cute_attn.cache.current_arch`.
-        jobs: how many processes compile at once; by default one per CPU, at most 16. With 1, or if
-            there is one kernel to compile, this process compiles.
-        progress: whether to show a progress bar on stderr; by default if that is a terminal.
+        jobs: number of processes that compile at once; by default one per CPU, at most 16. With 1
+            job, or 1 kernel to compile, this process compiles.
+        progress: whether to show a progress bar on stderr; by default if stderr is a terminal.
 
     Raises:
-        CompileError: at the end, if kernels failed, or if a table of the file has none for `arch`
-            or is one of another version; it names each, and has the attribute `report`.
+        CompileError: at the end, if kernels failed, or if a table of the file has no kernel for
+            `arch` or was recorded by another version. The message names each; the attribute
+            `report` has details.
         TypeError: as `cute_attn.cache.get`, or an argument has a wrong type.
         ValueError: `arch` is not of the form `sm_90a`, or `jobs` is less than 1.
-        CacheError: as `cute_attn.cache.get`; or the file cannot be read, or has no kernel for
+        CacheError: as `cute_attn.cache.get`; or the file cannot be read, or lists nothing for
             `arch`.
     """
     arch = check_arch(current_arch() if arch is None else arch)
@@ -118,7 +119,8 @@ def warmup(
     outcome = Outcome()
     if missing and places.store is not None:
         outcome = compile_all(missing, places.store, jobs=jobs, progress=progress)
-    # Load what the workers stored, and compile here what they could not store.
+    # Load the kernels that the workers stored; compile in this process the kernels that they could
+    # not store.
     failures = [
         Failure(key, jit.with_reasons(message, problems[key])) for key, message in outcome.failures
     ]
@@ -155,7 +157,7 @@ def warmup(
 def _requested(
     requests: Iterable[tuple[KernelDef, Any]] | str | os.PathLike[str], arch: str
 ) -> tuple[list[tuple[KernelDef, Any]], list[str]]:
-    """The pairs that are requested, and a message for each table of a file without a kernel."""
+    """The requested pairs, and a message for each table of a file that gives no kernel."""
     if isinstance(requests, str | os.PathLike):
         plan = read_plan(requests, [arch])
         if not plan.requests:
@@ -180,7 +182,7 @@ def check_jobs(jobs: int | None) -> None:
 
 
 def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
-    """The jobs for (kernel, specialisation, arch), each key once, in the order given."""
+    """The jobs for (kernel, specialisation, arch), each key once, in the given order."""
     jobs: dict[str, Job] = {}
     for kernel, spec, arch in requests:
         key = describe(kernel, spec, arch)
@@ -249,7 +251,7 @@ def _compile_here(job: Job, store: Store) -> str | None:
 
 
 def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Built:
-    """Compile in a new process, for a forked one that cannot use its compiler.
+    """Compile in a new process, on behalf of a forked process that cannot use its compiler.
 
     Raises CompileError.
     """
@@ -267,7 +269,7 @@ def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Buil
             if "error" in answer:
                 raise CacheError(answer["error"])
             entry = store.open(key.digest)
-            assert entry is not None  # nobody else knows of the directory
+            assert entry is not None  # no other process knows the directory
             with contextlib.closing(entry):
                 files = {name: entry.read(name) for name in entry.meta["files"]}
                 return Built(key, files, entry.kernels, entry.meta["compile_seconds"])
@@ -295,7 +297,7 @@ def _run_workers(
     store: Store,
     done: Callable[[Job, str | None], None],
 ) -> list[Job]:
-    """Compile in `number` processes; return the jobs left over if none of these can be started."""
+    """Compile in `number` processes; return the jobs left over if no process can be started."""
     pending: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
@@ -320,7 +322,7 @@ def _run_workers(
                     answer = worker.ask({**request, **_where(store), **_what(job.key)})
                 except Exception as error:
                     answer = {"error": f"{_name(job.key)}: {type(error).__name__}: {error}"}
-                if answer is None:  # killed, or crashed in the compiler: the next job gets another
+                if answer is None:  # killed or crashed: the next job gets a new worker
                     ending = worker.close()
                     worker = None
                     finished.put((job, f"{_name(job.key)}: {ending}"))
@@ -371,7 +373,7 @@ class _Worker:
     """A process that runs `cute_attn.cache._worker`."""
 
     def __init__(self) -> None:
-        # With this process's sys.path, so that the worker finds the same modules.
+        # The worker gets this process's sys.path, so that it finds the same modules.
         program = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
             f"from {__package__}._worker import main; main(int(sys.argv[2]))"
@@ -381,7 +383,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**for_children(), "CUTE_ATTN_LOG": ""},  # its compilations are logged here
+            env={**for_children(), "CUTE_ATTN_LOG": ""},  # this process logs its compilations
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -398,7 +400,7 @@ class _Worker:
         return answer
 
     def close(self) -> str:
-        """Wait for the process to end; return how it did, in words."""
+        """Wait for the process to end; return how it ended, in words."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_worker.END)

@@ -620,8 +620,7 @@ static inline uint32_t agent_of(const Warp *w, int kind) {
   return (uint32_t)w->slot * AGENTS_PER_WARP + kind;
 }
 static inline uint64_t queue_of(const Warp *w, int kind) { return 1 + agent_of(w, kind); }
-// Mark register o as pending on op until pending_done; call put32_of to write o before
-// pending_done.
+// Mark register o as pending on op, until clear_pending; op writes o by put32_of before that.
 void set_pending(Warp *w, const Operand *o, AsyncOp *op);
 void clear_pending(Warp *w, const Operand *o);
 
