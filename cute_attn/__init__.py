@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
-    globals()[name] = value  # later accesses do not come through here
+    globals()[name] = value  # later accesses bypass __getattr__
     return value
 
 
