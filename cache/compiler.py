@@ -214,7 +214,7 @@ def _source_locations(wanted: bool) -> Iterator[None]:
         return
 
     def switch_off(enable: bool) -> None:
-        switch(enable and kernel_in_compiler() is None)  # not during another kernel's compilation
+        switch(enable and kernel_in_compiler() is None)  # off for this thread only
 
     dsl._set_enable_frame_filtering = switch_off
     try:

@@ -83,7 +83,7 @@ def reload_settings() -> Settings:
     for forget in _on_reload:
         forget()
     now = settings()
-    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid value raises here
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid value raises
     return now
 
 
