@@ -202,7 +202,7 @@ def test_the_default_install_works(default: Environment) -> None:
 
 @pytest.mark.slow  # it builds the engine
 def test_a_benchmark_runs(default: Environment) -> None:
-    """It says what it lacks, names no other project's commit, and makes no folder."""
+    """A benchmark says what it lacks, names no other project's commit, and makes no folder."""
     done = default.run("-m", "cute_attn.bench", "emulator", "--short", "--json", "report.json",
         CUTE_ATTN_CACHE_DIR=os.environ["CUTE_ATTN_CACHE_DIR"])  # fmt: skip
     assert done.returncode == 0, done.stderr
