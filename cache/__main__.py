@@ -311,7 +311,7 @@ def _stores() -> Iterable[Store]:
 
 
 def _find(prefix: str) -> Entry:
-    """The entry whose digest begins with `prefix`; of several copies, the one that `get` loads."""
+    """The entry whose digest begins with `prefix`; of several copies, the copy that `get` loads."""
     found: dict[str, Store] = {}
     for store in _stores():
         for digest in store.digests():

@@ -16,7 +16,7 @@ class FrozenCacheMiss(CacheError):
 
 
 class DamagedEntry(CacheError):
-    """The files of an entry differ from those that were published."""
+    """The files of an entry differ from the published files."""
 
 
 class RefusedEntry(CacheError):

@@ -36,8 +36,8 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
             kernel.
 
     Raises:
-        TypeError: from a call of the plan: an argument has a wrong type, which the message names,
-            or the function does not return pairs of KernelDef and specialisation.
+        TypeError: raised by a call of the plan if an argument has a wrong type, which the message
+            names, or if the function does not return pairs of KernelDef and specialisation.
     """
     signature = inspect.signature(function)
     expected = functools.cache(lambda: _parameter_types(function))

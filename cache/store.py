@@ -787,8 +787,8 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                         ahead.append((candidate, path))
                     else:
                         found.append(candidate)
-    # The clock has been set back since these entries were used. They get the current time, in their
-    # order; otherwise they would count as the newest entries until the clock catches up.
+    # The clock has been set back since these entries were used. Such entries get the current time,
+    # in their order; otherwise they would count as the newest until the clock catches up.
     for i, (candidate, path) in enumerate(sorted(ahead)):
         moment = now + 1e-6 * i
         with contextlib.suppress(OSError):

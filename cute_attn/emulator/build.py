@@ -285,7 +285,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _evict(library: Path) -> None:
-    """Drop builds that have not been used for a while, except those of the newest engines.
+    """Drop builds that have not been used for a while, except the newest engines' builds.
 
     `_used` records the time of use as the directory's time. A process that has loaded a library
     keeps it: the file stays until it is unmapped. A process about to load a library that is gone

@@ -27,7 +27,7 @@ class Register:
 
         Args:
             index: the instruction's index.
-            region: number of the region, which is the instructions between two labels.
+            region: number of the region between two labels that holds the instruction.
             defines: whether the instruction writes the register in all lanes that execute.
         """
         if self.first < 0:

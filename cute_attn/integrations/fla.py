@@ -55,13 +55,14 @@ def register() -> None:
     takes stages of the forward, which the backward runs again: `kda_gate_chunk_cumsum`,
     `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
-    It declines, with a reason in the log of `fla.backends`: context parallelism (`cp_context`),
-    head dimensions and dtypes without a kernel, gradients at a K without a kernel on the GPU's
-    architecture, chunks of 32, intermediate states of packed sequences without `cu_seqlens_cpu`, a
-    beta for each channel, a `scale` or `lower_bound` that is a tensor, a `lower_bound` that is not
-    negative, initial states of other dtypes than float32 and bfloat16 or of another number than
-    the sequences, in-place states of packed sequences, or that are not contiguous and aligned, and
-    gradients of the recurrent functions. Keywords that the library ignores are ignored.
+    The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
+    (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
+    on the GPU's architecture, chunks of 32, intermediate states of packed sequences without
+    `cu_seqlens_cpu`, a beta for each channel, a `scale` or `lower_bound` that is a tensor, a
+    `lower_bound` that is not negative, initial states of other dtypes than float32 and bfloat16 or
+    of another number than the sequences, in-place states of packed sequences, or that are not
+    contiguous and aligned, and gradients of the recurrent functions. Keywords that the library
+    ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0; and `chunk_kda` converts an initial state in bfloat16, which the library refuses.
@@ -213,8 +214,8 @@ def _declines_numbers(given: Arguments) -> Reason:
 
 
 def _declines_state(given: Arguments, dtypes: tuple[str, ...]) -> Reason:
-    """Why an initial state has no kernel. It must have one of these dtypes, and a state per
-    sequence."""
+    """Why an initial state has no kernel. A state must have one of these dtypes; there must be a
+    state per sequence."""
     state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
     if state is None:
         return None

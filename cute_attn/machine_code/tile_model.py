@@ -163,7 +163,7 @@ def kind(instruction: Instruction) -> str:
 #   tensor memory: 57 bytes a clock for a warp of each of the four schedulers, as measured on a B300
 #     for tcgen05.ld .x16 (github.com/ademeure/QuickRunCUDA, "D7"); times 148 SMs this is
 #     the 16 TB/s of arXiv:2512.02189 for reading, if one warp of an SM did it. For writing the
-#     paper has half as much. Its text says "per SM", which no register file could take.
+# paper has half as much. The paper's text says "per SM", which no register file could take.
 MMA_FLOP = 8192
 MUFU_LANES = 16
 FP32_LANES = 128
@@ -390,7 +390,7 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
     A descriptor may be one of several constants, as long as the shape is the same in all of them.
 
     Returns:
-        Whether all descriptors are known; those that a kernel computes are not checked.
+        Whether all descriptors are known; descriptors that a kernel computes are not checked.
 
     Raises:
         AnalysisError: an MMA has a shape that no product of the geometry has.

@@ -58,10 +58,10 @@ def attention_reference(
         lse = log(sum over visible j of exp(s_j) + exp(sink))
         o   = sum over visible j of exp(s_j - lse) v_j
 
-    A key that is not visible contributes nothing, even if k or v is NaN there. A row without
-    visible keys, or with scores of -inf only, has output 0, and as lse the sink, or -inf without a
-    sink. A visible score of NaN or +inf makes the row's output and lse NaN; so does a sink of NaN
-    or +inf if the row sees a key.
+    A key that is not visible contributes nothing, even if its k or v is NaN. A row without visible
+    keys, or with scores of -inf only, has output 0, and as lse the sink, or -inf without a sink. A
+    visible score of NaN or +inf makes the row's output and lse NaN; so does a sink of NaN or +inf
+    if the row sees a key.
 
     Args:
         q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q.
@@ -73,8 +73,8 @@ def attention_reference(
         seqused_q, seqused_k: `[B]`, the number of used rows of each sequence.
         dtype: dtype of the arithmetic; float64 gives the reference.
         p_dtype: dtype to which the probabilities are rounded before the product with v.
-        jitter: generator of a factor in [1, 2) for each probability, which is rounded while
-            multiplied by the factor. The rounding errors change, but not their size.
+        jitter: generator of a factor in [1, 2) for each probability. A probability is rounded while
+            multiplied by its factor. The rounding errors change, but not their size.
         by_row: form each row's products with its visible keys only, so that a hidden pair adds 0 to
             gradients even if its q, k, v or do is NaN. Where v is not finite, P V is always formed
             by row.

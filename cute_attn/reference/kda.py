@@ -69,7 +69,7 @@ class KdaRecords(NamedTuple):
     computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly; u is the correction, so that a replay needs no product of state and k.
+    exactly. u is the correction: with it a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -296,7 +296,7 @@ def kda_decode_reference(
     """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
 
     Plain decoding: sequence b starts from slot state_indices[b] (or b) of the pool, and stores the
-    state after its last token there.
+        state after its last token in the same slot.
 
     Speculative decoding with a slot for each position: state_indices is `[B, 1 + S]`, and there are
     at most 1 + S tokens. The state after token t is stored in slot state_indices[b, t]. The first
@@ -674,7 +674,7 @@ def kda_gradients(
     **options: Any,
 ) -> KdaGradients:
     """The gradients of sum(o * do) + sum(final_state * dfinal_state) in float64, by autograd of
-    `kda_reference`. Tokens of no sequence have gradient 0, whatever the tensors hold there.
+    `kda_reference`. Tokens of no sequence have gradient 0, whatever their values.
 
     Args:
         do, dfinal_state: of the shapes of o and final_state of `kda_reference`; None is 0.

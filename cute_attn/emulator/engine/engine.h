@@ -123,7 +123,7 @@ typedef struct {
   const char *name;
 } Program;
 
-// Special registers (op.reg of K_SREG). The order is that of SPECIAL_REGISTERS in program.py.
+// Special registers (op.reg of K_SREG). The order is as in SPECIAL_REGISTERS of program.py.
 enum {
   SR_TID_X, SR_TID_Y, SR_TID_Z, SR_NTID_X, SR_NTID_Y, SR_NTID_Z,
   SR_CTAID_X, SR_CTAID_Y, SR_CTAID_Z, SR_NCTAID_X, SR_NCTAID_Y, SR_NCTAID_Z,

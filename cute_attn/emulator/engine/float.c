@@ -415,7 +415,7 @@ HANDLER(tanh_f32) {
 HALF_APPROXIMATE_ALL(ex2)
 HALF_APPROXIMATE_ALL(tanh)
 
-// Quotients are products with a reciprocal; those of .full are right beyond 2^126, too. mod: ftz
+// Quotients are products with a reciprocal; with .full they are also right beyond 2^126. mod: ftz
 static int divide(Warp *w, const Insn *I, Mask m, bool full) {
   LANES32(a, 1); LANES32(b, 2); uint32_t r[32], x[32], y[32], scale[32];
   bool ftz = I->mod[0];

@@ -106,8 +106,8 @@ static const uint8_t *chunk_pointer(const Access *a, uint32_t address, bool chec
   return cta->shared + offset;
 }
 
-// Read rows first .. first + rows of an operand, 32 contiguous bytes of K each. Of every four
-// groups of eight rows, those in the mask `check` are checked for races.
+// Read rows first .. first + rows of an operand, 32 contiguous bytes of K each. The mask `check`
+// says which of every four groups of eight rows are checked for races.
 static void read_rows(const Access *a, uint64_t bits, bool transposed, int first, int rows,
                       unsigned check, uint8_t *out) {
   Matrix matrix = matrix_of_bits(bits);

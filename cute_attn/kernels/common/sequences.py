@@ -18,7 +18,7 @@ class Sequences(Carried):
     Attributes:
         tokens: tokens of each sequence, or of all packed sequences together.
         cu_seqlens: the starts of packed sequences, followed by the end of the last.
-        seqused: number of used tokens, the first ones, of each sequence.
+        seqused: number of leading tokens of each sequence that are used.
     """
 
     tokens: Int32

@@ -2,8 +2,8 @@
 
 TMA checks the bounds of a tensor, but not of a packed sequence or of a sequence's used part. So
 ragged rows have two coordinates (i, j), which name row i + j - (size of i). A box that reaches past
-its sequence is placed so that the rows beyond the end have an i out of bounds, where loads give 0
-and stores do nothing.
+its sequence is placed so that rows beyond the end have an i out of bounds. For such rows loads give
+0 and stores do nothing.
 """
 
 from __future__ import annotations

@@ -179,9 +179,9 @@ def chunk_kda(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
-        NotImplementedError: a head dimension without a kernel (the message lists the supported
-            ones), another chunk_size, a cp_context, a second derivative, or a tensor that requires
-            a gradient with state_indices.
+        NotImplementedError: a head dimension without a kernel (the message lists supported
+            dimensions), another chunk_size, a cp_context, a second derivative, or a tensor that
+            requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
         _refuse_chunks_and_contexts(chunk_size)

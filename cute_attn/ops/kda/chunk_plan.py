@@ -77,7 +77,7 @@ def plan_chunk_kda(
         use_gate_in_kernel: as in the operator.
         use_beta_sigmoid_in_kernel: as in the operator.
         lower_bound: whether lower_bound is given.
-        gradient: whether the call needs a gradient; disable_recompute has no effect here.
+        gradient: whether the call needs a gradient; disable_recompute has no effect on the plan.
         return_intermediate_states: as in the operator.
         state_v_first: as in the operator.
         state_indices: whether state_indices is given: initial_state is a pool. The parameters

@@ -340,7 +340,8 @@ def kda_gate_cumsum_backward(
     cu_seqlens: Tensor | None = None,
 ) -> KdaGateGradients:
     """The gradients of `kda_gate_cumsum`: sums of dg from each token to the end of its chunk, then
-    with use_gate_in_kernel the gradient of the gate, which is 0 for a gate that counts as -128.
+    with use_gate_in_kernel the gradient of the gate. This gradient is 0 for a gate that counts as
+    -128.
 
     Args:
         dg: `[B, T, HV, K]` float32, from `kda_chunk_intra_backward`: the gradient of ln(2) G.

@@ -1,8 +1,8 @@
 """`wgmma` of a warpgroup (sm_90a), with the left operand in registers or in shared memory.
 
-Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
-and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
-64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
+Fragments are laid out as in `mma` (m16n8k16). Warp w of the warpgroup has rows 16 w to 16 w + 15 of
+the left operand and of the result. The right operand is in shared memory, in sub-tiles of 64 rows
+of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
 `product`, `shared_product` and `mixed_product` start an asynchronous product. Its result may be
 used only as returned by `wait`.

@@ -222,7 +222,7 @@ class ChunkPass:
             v_new: [slots, HV, 64 * V], written: 64 rows of V as V / 64 such sub-tiles, with zeros
                 past the end of a short chunk.
             start, result: float32 [N, HV, K, V], or with state_v_first [N, HV, V, K]: the carried
-                matrix before the first chunk of the pass, and after the last, which is written.
+                matrix before the first chunk of the pass, and, written, after the last chunk.
             cu_seqlens: [N + 1].
             segment_states, segment_transitions: see `fake_workspace`.
         """

@@ -354,7 +354,8 @@ class KdaGradients:
         scale: Float32, lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor,
         dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store the gradients of the group's n-th value head, and add those of q and k."""
+        """Store the gradients of the group's n-th value head, and add its gradients of q and k to
+        the sums."""
         thread, _, _ = cute.arch.thread_idx()
         head = first_head + n
         own_beta = Float32(0.0)
