@@ -11,7 +11,7 @@ gives the same bits:
 
 The forward keeps its arguments, the state at the start of each chunk and the corrections v_new.
 With disable_recompute the forward also keeps the records, and prepare does not run. If only
-initial_state requires a gradient, gradients does not run.
+initial_state requires a gradient, the kernel `gradients` does not run.
 
 Memory in bytes, allocated through torch. C is HV times the number of chunks of all sequences;
 packed sequences count as T // 64 + N chunks:
