@@ -35,7 +35,7 @@ _pending_lock = threading.Lock()
 def _after_fork_in_child() -> None:
     global _pending_lock
     _pending_lock = threading.Lock()
-    _pending.clear()  # the parent records them
+    _pending.clear()  # the parent records these kernels
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -225,7 +225,7 @@ class Store:
                 state = attempt.enter_context(self._lock_file(parent, f"{name}.lock"))
                 if state is not LockState.HELD_ELSEWHERE:
                     break
-                attempt.close()  # a sweep holds the lock file and will delete it
+                attempt.close()  # a sweep holds the lock file and will delete the file
             stack.push(attempt)
             # Locked before the directory exists: a directory without a held lock counts as a
             # leftover.
@@ -741,7 +741,7 @@ def _allocated(
         try:
             with os.scandir(fd) as items:
                 for item in items:
-                    if item.name == _REMOVED:  # another process is about to free it
+                    if item.name == _REMOVED:  # another process is about to delete this directory
                         continue
                     if item.is_dir(follow_symlinks=False) and depth:
                         total += _allocated(fd, item.name, depth - 1)[0]

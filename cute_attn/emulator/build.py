@@ -173,7 +173,7 @@ def _choose_root() -> Path:
 
 
 def _remove_if_of(process: int, scratch: str) -> None:
-    if os.getpid() == process:  # a forked child exits while the parent needs it
+    if os.getpid() == process:  # a forked child must not remove the parent's
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -39,7 +39,7 @@ class Register:
 
 
 def place(registers: Iterable[Register]) -> int:
-    """Allocate the registers. Returns the words that a warp needs for them.
+    """Allocate the registers. Returns the number of words that a warp needs for its registers.
 
     Registers that are live only between two labels, and written before they are read, share words
     with other registers of their width. Each register keeps its own number, by which the engine

@@ -34,7 +34,7 @@ try:
 except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
-BLOCK_STEP = 16  # block_size is a multiple of this
+BLOCK_STEP = 16  # block_size is a multiple of 16
 # Head sizes that have a kernel, by the compute capability's major number.
 HEAD_SIZES = {9: (64, 128, 256), 10: (256,)}
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
@@ -295,7 +295,7 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         """Write keys and values, `[tokens, heads_k, head_size]`, to their slots."""
         if self.kv_sharing_target_layer_name is not None:
-            return  # another layer has written them
+            return  # another layer has written keys and values
         k, v = self.pages(kv_cache)
         if reshape_and_cache_flash is not None and key.is_cuda:
             reshape_and_cache_flash(

@@ -367,7 +367,7 @@ static int exec_bulk_store_masked(Warp *w, const Insn *I, Mask m) {
   return store_linear(w, I, m, NULL, source32(w, I, 4, m, buffer));
 }
 
-// Types as the patterns of reductions list them.
+// Types in the order of the reductions' patterns.
 static const ElementType REDUCED[] = {TY_COUNT, TY_U32, TY_S32, TY_U64, TY_S64, TY_F16,
                                       TY_BF16,  TY_F32, TY_F64, TY_U32, TY_U64};
 

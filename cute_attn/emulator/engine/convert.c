@@ -92,7 +92,7 @@ FROM_ALL(u32, 32) FROM_ALL(s32, 32) FROM_ALL(u64, 64) FROM_ALL(s64, 64)
 
 // ------------------------------------------------------------------- through double: generic
 //
-// The types as the groups of the patterns number them.
+// The types by their number in the groups of the patterns.
 #define INTEGER_TYPES "(.u8|u16|u32|u64|s8|s16|s32|s64)"
 #define FLOAT_TYPES "(.f16|bf16|f32|f64)"
 enum { TY_F16 = 1, TY_BF16, TY_F32, TY_F64 };

@@ -34,7 +34,8 @@ def start_cluster(
     address: cute.Pointer,
 ) -> None:
     """Set up a cluster. The load warp prefetches TMA descriptors and initialises mbarriers; the MMA
-    warp allocates tensor memory. On return, every CTA may use all of them.
+    warp allocates tensor memory. On return, every CTA may use descriptors, mbarriers and tensor
+    memory.
 
     Args:
         address: word in shared memory to which the hardware writes the tensor memory's address.

@@ -354,8 +354,8 @@ def kda_gate_cumsum_backward(
 
     Returns:
         dg, of g's shape and dtype, contiguous, undefined for tokens of no sequence; dA_log and
-        ddt_bias, of the shape and dtype of A_log and dt_bias, each None if its argument is None,
-        and without use_gate_in_kernel. dA_log and ddt_bias are summed in float32, in a fixed order.
+        ddt_bias, of the shape and dtype of A_log and dt_bias. Each is None if its argument is None,
+        or without use_gate_in_kernel. dA_log and ddt_bias are summed in float32, in a fixed order.
 
     Raises:
         TypeError: as `chunk_kda`.

@@ -213,8 +213,8 @@ class ChunkPass:
 
         Args:
             rows: [B, T, HV, V], v or the gradient of o.
-            tiles: [slots, HV, elements] and
-            decay: float32 [slots, HV, K], as `prepare` writes them.
+            tiles: [slots, HV, elements], from `prepare`.
+            decay: float32 [slots, HV, K], from `prepare`.
             o: [B, T, HV, V], written: the output, or the gradient of v.
             states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
                 end, if the pass runs backwards) rounded and transposed, V rows of K. Each 64 rows

@@ -76,8 +76,8 @@ class ScoreTiles:
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
-        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4 after `swap_sums`. This
-        warp may then read them."""
+        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4 after `swap_sums`. The
+        warp may then read these rows."""
         sums = self.take(smem, b, 0, acc)
         cute.arch.sync_warp()
         self.stage_scores(smem, b, scale, sums)
@@ -85,8 +85,8 @@ class ScoreTiles:
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """Store the rows of L of sub-chunk b, by warp b after `swap_sums`. This warp may then read
-        them."""
+        """Store the rows of L of sub-chunk b, by warp b after `swap_sums`. The warp may then read
+        these rows."""
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
 

@@ -11,10 +11,10 @@ factor of row i is exp2(P_i). The factor of a column j of an earlier sub-chunk i
 to the first token of i's sub-chunk. Both are at most 1 for gates that are at most 0.
 
 The factor of a column j of i's own sub-chunk is exp2(-P_j). bfloat16 has float32's exponents, so
-this factor is used directly, divided by 2^60, while rows are multiplied by 2^60. This needs P
-within -120 and 40. A row with a channel outside, and every later row of its sub-chunk, is out of
-range; so a row's result depends on no later token, not even by rounding. Rows out of range, and
-with float16 all rows, are scored by halves: 8 tokens against the 8 before, with both factors
+this factor is used directly, divided by 2^60, while rows are multiplied by 2^60. The direct use
+needs P within -120 and 40. A row with a channel outside, and every later row of its sub-chunk, is
+out of range; so a row's result depends on no later token, not even by rounding. Rows out of range,
+and with float16 all rows, are scored by halves: 8 tokens against the 8 before, with both factors
 relative to the first of the 8 later tokens; then 4, 2 and 1 (`halves`).
 
 Where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead of P. All factors are

@@ -206,7 +206,7 @@ class KdaChunkIntra:
                 diagonal.
             w, qg, kg: [B, T, HV, K], written; qg is None without store_qg.
             u: [B, T, HV, V], written.
-            scale: factor of Aqk; qg does not include it.
+            scale: factor of Aqk, but not of qg.
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
