@@ -1,4 +1,4 @@
-"""A cache of compiled CuTe DSL kernels. It contains no code of a particular kernel.
+"""A cache of compiled CuTe DSL kernels. The cache contains no code of a particular kernel.
 
 A `KernelDef` names a kernel, and a frozen dataclass specialises it; `get` returns the compiled
 function. A hit needs neither the compiler nor a linker, only the DSL's runtime library.

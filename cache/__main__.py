@@ -1,7 +1,7 @@
 """The command line: `python -m cute_attn.cache`.
 
 Exit status: 0 for success; 1 if something is damaged, refused, missing, cannot be removed or did
-not compile; 2 for invalid arguments; 141 if the reader of the output has closed it.
+not compile; 2 for invalid arguments; 141 if the reader has closed the output's pipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .specfile import read_plan
 from .store import Evicted, Store, noting
 from .warm import check_jobs, compile_all, unique_jobs
 
-_CLOSED_PIPE = 141  # as a shell reports the end of a program by SIGPIPE
+_CLOSED_PIPE = 141  # a shell's status for a program killed by SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -211,7 +211,7 @@ def _verify(options: argparse.Namespace) -> int:
             try:
                 entry = store.open(digest)
                 if entry is None:
-                    continue  # evicted meanwhile
+                    continue  # evicted after it was listed
                 with contextlib.closing(entry):
                     entry.verify()
             except (CacheError, OSError) as error:
@@ -311,7 +311,7 @@ def _stores() -> Iterable[Store]:
 
 
 def _find(prefix: str) -> Entry:
-    """The entry whose digest begins with `prefix`; of several copies, the one that `get` loads."""
+    """The entry whose digest begins with `prefix`; of several copies, the copy that `get` loads."""
     found: dict[str, Store] = {}
     for store in _stores():
         for digest in store.digests():

@@ -1,8 +1,8 @@
 """A process that compiles kernels for `cute_attn.cache.warmup`.
 
-It reads one JSON request per line from stdin, writes one JSON answer per line to the original
-stdout, and ends at an empty line, or when stdin or its parent ends. It does not use
-multiprocessing, which would import a server's main module again.
+The worker reads one JSON request per line from stdin, writes one JSON answer per line to the
+original stdout, and ends at an empty line, or when stdin or its parent ends. multiprocessing would
+import a server's main module again, so the worker does not use it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .key import describe
 from .store import Store
 from .wire import END, decode_request
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main(parent: int) -> None:
     """Serve requests of the process `parent` until stdin or that process ends."""
     _end_with(parent)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what kernels and compilers print goes to stderr
+    os.dup2(2, 1)  # output of kernels and compilers goes to stderr
     for line in iter(sys.stdin.readline, ""):
         if line == END:
             return
@@ -37,16 +37,17 @@ def main(parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the system kill this process as soon as its parent has ended.
+    """Have the system kill this process as soon as its parent ends.
 
-    The end of stdin is noticed only between two compilations, which may take minutes. The signal
-    comes when the thread that started this process ends, so each thread ends its own worker first.
+    The worker notices the end of stdin only between two compilations, which may take minutes. The
+    signal comes when the thread that started this process ends, so each thread ends its own worker
+    first.
     """
-    with contextlib.suppress(AttributeError, OSError):  # no such call here
+    with contextlib.suppress(AttributeError, OSError):  # no prctl on this system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         os.kill(parent, 0)
-    except ProcessLookupError:  # it had ended before that call
+    except ProcessLookupError:  # the parent had ended before prctl
         sys.exit(1)
 
 

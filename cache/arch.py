@@ -1,4 +1,4 @@
-"""The architecture to compile for: `CUTE_ATTN_ARCH`, or that of the current device."""
+"""The architecture to compile for: `CUTE_ATTN_ARCH`, or the current device's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def arch_of_capability(major: int, minor: int) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """Return `arch` if it is a supported architecture, by the name that `current_arch` gives it.
+    """Return `arch` if it is the name that `current_arch` gives to a supported architecture.
 
-    Others, such as `sm_90` and `sm_100f`, would make kernels that no call looks for.
+    Other names, such as `sm_90` and `sm_100f`, would make kernels that no call looks for.
 
     Raises:
         TypeError: `arch` is not a string.
-        ValueError: `arch` is not such a name; the message has the name that may be meant.
+        ValueError: `arch` is no such name; the message suggests a name.
         NotImplementedError: `arch` is older than compute capability 8.0.
     """
     if not isinstance(arch, str):
@@ -48,14 +48,14 @@ def check_arch(arch: str) -> str:
 def current_arch(device: int | None = None) -> str:
     """The architecture of CUDA device `device`, such as `"sm_90a"`.
 
-    `CUTE_ATTN_ARCH`, read once, overrides every device. The default device is torch's current one
-    if torch is loaded and has initialised CUDA, else device 0.
+    `CUTE_ATTN_ARCH`, read once, overrides every device. The default device is torch's current
+    device if torch is loaded and has initialised CUDA, else device 0.
 
     Args:
         device: the device's number; None is the default device.
 
     Raises:
-        CacheError: there is no driver or no device.
+        CacheError: no driver, or no device.
         NotImplementedError: the GPU is older than compute capability 8.0.
     """
     return _chosen_arch() or _device_arch(_current_device() if device is None else device)

@@ -1,4 +1,4 @@
-"""The only module that uses the compiler. It is imported on a miss, never on a hit."""
+"""The only module that uses the compiler; imported on a miss, never on a hit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .errors import CompileError
 from .key import KernelDef, KeyDescription
 from .log import logger, warn_once
 
-# The compiler's state (MLIR context, options, dump paths) is one per process.
+# A process has one compiler state (MLIR context, options, dump paths).
 _one_at_a_time = threading.Lock()
-_in_compiler = threading.local()  # .kernel: the name of what this thread is compiling, if anything
+_in_compiler = threading.local()  # .kernel: the name of the kernel that this thread is compiling
 
-# `_calls` has an object for each call of `compile_kernel` in progress. A process that was forked
-# during one is interrupted: the compiler's state and the import locks are those of that moment.
+# `_calls` has an object for each call of `compile_kernel` in progress. A process forked during a
+# call is interrupted: its compiler state and import locks stay as they were at the fork.
 _calls: set[object] = set()
 _interrupted = False
 
@@ -54,14 +54,14 @@ def kernel_in_compiler() -> str | None:
     return getattr(_in_compiler, "kernel", None)
 
 
-# By default the compiler compiles host code for the CPU at hand. Every 64-bit server CPU has these
+# By default the compiler compiles host code for the local CPU. Every 64-bit server CPU has these
 # baselines, so that an entry also runs on other machines.
 _HOST_BASELINE = {
     "x86_64": ("x86-64-v2", ("+sse4.2", "+popcnt", "+cx16")),
     "aarch64": ("generic", ("+neon",)),
 }
 
-# No compilation has been seen to write more (PTX, cubin, object and shared object).
+# More than any compilation so far has written (PTX, cubin, object and shared object).
 _SCRATCH_BYTES = 16 * 2**20
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
@@ -71,16 +71,16 @@ def compile_kernel(
 ) -> Built:
     """Compile a kernel.
 
-    Intermediate files go to `directory`, or to a temporary directory if that is None or full. If
-    nothing can be written anywhere, the result is only an object file in memory.
+    Intermediate files go to `directory`, or to a temporary directory if `directory` is None or
+    full. If no file can be written anywhere, the result is only an object file in memory.
 
-    Raises CompileError, from the exception of the compiler or of the kernel's own code.
+    Raises CompileError from an exception of the compiler or of the kernel's own code.
     """
     call = object()
     _calls.add(call)
     try:
         with _failures_as_compile_errors(kernel, key):
-            # Without the lock, because a kernel's constructor may ask the cache for another kernel.
+            # Not under the lock: a kernel's constructor may ask the cache for another kernel.
             compile_function, target = _import(kernel)
             _check_compiler_knows(key.arch)
             started = time.perf_counter()
@@ -115,7 +115,8 @@ def compile_kernel(
 def _where_there_is_room(
     directory: Path | None, compile_in: Callable[[Path | None], Built]
 ) -> Built:
-    """Call `compile_in` with `directory`, with a temporary one if that is full, or with None."""
+    """Call `compile_in` with `directory`, with a temporary directory if `directory` is full, or
+    with None."""
     for parent in (directory, *_temporary_directories()):
         if parent is None:
             continue
@@ -162,7 +163,7 @@ def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
     _, _, attribute = kernel.target.partition(":")
     module: Any = importlib.import_module(kernel.module)
     target = functools.reduce(getattr, attribute.split("."), module)
-    if not hasattr(target, "fake_args"):  # a spec file may call nothing else
+    if not hasattr(target, "fake_args"):  # a spec file may call nothing but a kernel
         raise TypeError(f"{kernel.target} is no kernel: it has no fake_args")
     return cute.compile, target
 
@@ -179,7 +180,8 @@ def _needed(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
-    """A path to the directory that needs no quotes, since the compiler's options lose them."""
+    """A path to the directory without characters that need quotes: the compiler's options lose
+    quotes."""
     if directory is None or shlex.quote(str(directory)) == str(directory):
         yield directory
         return
@@ -193,7 +195,7 @@ def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
 def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
     options = ["--enable-tvm-ffi", f"--gpu-arch {arch}"]
     if scratch is not None:
-        # "remarks{ptx}" makes ptxas report its spills, in the file and not on stderr.
+        # "remarks{ptx}" makes ptxas report spills, in the file and not on stderr.
         options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {scratch}"]
         options += [f"--remark-output {scratch / 'remarks'}", "remarks{ptx}"]
     return " ".join([*options, kernel.options])
@@ -201,9 +203,9 @@ def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
 
 @contextlib.contextmanager
 def _source_locations(wanted: bool) -> Iterator[None]:
-    """Unless `wanted`, stop the DSL from recording the source line of every operation. It does so
-    if remarks are requested, which takes a third of the compile time, but ptxas's remarks have no
-    lines. Options of the kernel or of the environment may need them, as for line info."""
+    """Unless `wanted`, stop the DSL from recording the source line of every operation. Requested
+    remarks turn the recording on, at a third of the compile time, but ptxas's remarks have no
+    lines. Other options, such as line info, do need source lines."""
     from cutlass.base_dsl import dsl
 
     switch = getattr(dsl, "_set_enable_frame_filtering", None)  # private: a release may remove it
@@ -212,7 +214,7 @@ def _source_locations(wanted: bool) -> Iterator[None]:
         return
 
     def switch_off(enable: bool) -> None:
-        switch(enable and kernel_in_compiler() is None)  # not for compilations of other threads
+        switch(enable and kernel_in_compiler() is None)  # off for this thread only
 
     dsl._set_enable_frame_filtering = switch_off
     try:
@@ -268,8 +270,9 @@ def _use_baseline_cpu(module: Any) -> None:
 def _dumped(scratch: Path, suffix: str) -> bytes:
     """The one file with this suffix that the compiler dumped.
 
-    `artifacts` of the compiled function looks for it by the architecture's name, of which Thor has
-    two (sm_110a and sm_101a), and holds the path in place of the content if it is not found.
+    `artifacts` of the compiled function is no help: it looks for the file by the architecture's
+    name, and Thor has two names (sm_110a and sm_101a). If the file is not found, `artifacts` holds
+    the path, not the content.
     """
     found = list(scratch.glob(f"*.{suffix}"))
     if len(found) != 1:
@@ -278,7 +281,7 @@ def _dumped(scratch: Path, suffix: str) -> bytes:
 
 
 def _check_compiler_knows(arch: str) -> None:
-    """Raise ValueError for an architecture that the installed compiler has no name for."""
+    """Raise ValueError for an architecture that the installed compiler does not know."""
     from cutlass import base_dsl
 
     known = getattr(getattr(base_dsl, "Arch", None), "__members__", {arch: arch})
@@ -306,7 +309,7 @@ def _ptxas_log(scratch: Path) -> str:
 
 @contextlib.contextmanager
 def _scratch(parent: Path) -> Iterator[Path | None]:
-    """A directory under `parent` to compile in, or None if there is no room for one."""
+    """A directory under `parent` to compile in, or None if there is no room."""
     try:
         path = Path(tempfile.mkdtemp(prefix="cute_attn-", dir=parent))
     except OSError as error:
@@ -322,12 +325,12 @@ def _scratch(parent: Path) -> Iterator[Path | None]:
 def _temporary_directories() -> list[Path]:
     try:
         return [Path(tempfile.gettempdir()), Path("/dev/shm")]
-    except FileNotFoundError:  # no temporary directory can be written to
+    except FileNotFoundError:  # no temporary directory is writable
         return [Path("/dev/shm")]
 
 
 def _has_room(directory: Path) -> bool:
-    """Whether a compilation's files fit. Only a trial shows quotas and limits."""
+    """Whether a compilation's files fit. A trial write is needed to see quotas and limits."""
     probe = directory / "probe"
     try:
         with probe.open("wb") as file:

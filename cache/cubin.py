@@ -15,7 +15,8 @@ from typing import Any
 from .entry import KernelUse
 
 READER = "elftools.elf.elffile"
-"""The module that reads a cubin. It takes 60 ms to import, and only a compilation needs it."""
+"""The module that reads a cubin. The import takes 60 ms, and only a compilation needs the
+module."""
 
 # Attributes in a cubin's .nv.info section: (format, attribute) and then the size of the value.
 _HAS_SIZED_VALUE = 0x04  # EIFMT_SVAL; the other formats hold a value of two bytes in place
@@ -29,8 +30,8 @@ _PTXAS_FUNCTION = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
 
-# The third field of cudaLaunchConfig_t is the dynamic shared memory. Each launch fills in such a
-# struct, and then names its kernel.
+# The third field of cudaLaunchConfig_t is the dynamic shared memory. Each launch fills in a
+# cudaLaunchConfig_t, and then names its kernel.
 _HOST_CODE = re.compile(
     r"(?P<constant>%\w+) = llvm\.mlir\.constant\((?P<value>\d+) : i64\)"
     r"|(?P<field>%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
@@ -47,7 +48,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse
     Args:
         cubin: the ELF file.
         ptxas_log: the output of `ptxas -v`.
-        host_code: the text of the MLIR module, in the LLVM dialect, that launches them.
+        host_code: the text of the MLIR module, in the LLVM dialect, that launches the kernels.
     """
     from elftools.elf.elffile import ELFFile
 
@@ -99,7 +100,7 @@ def _sized_attributes(info: bytes) -> list[tuple[int, bytes]]:
 
 
 def _dynamic_shared_memory(host_code: str) -> dict[str, int | None]:
-    """The most dynamic shared memory that each kernel is launched with; None if not a constant."""
+    """The largest dynamic shared memory of each kernel's launches; None if not a constant."""
     found: dict[str, int | None] = {}
     constants: dict[str, int] = {}
     field = kernel = ""

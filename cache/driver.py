@@ -12,11 +12,11 @@ from .errors import CacheError
 
 
 class DriverError(CacheError):
-    """There is no CUDA driver or no cuda-python, or a driver call failed."""
+    """No CUDA driver or no cuda-python is installed, or a driver call failed."""
 
 
 def binding() -> Any:
-    """The module `cuda.bindings.driver`, which can be imported without a driver.
+    """The module `cuda.bindings.driver`; importing it needs no driver.
 
     Raises DriverError if cuda-python is not installed.
     """
@@ -30,7 +30,7 @@ def binding() -> Any:
 
 
 def ask(function: str, *arguments: Any, through: Any = None) -> Any:
-    """Call a driver function, such as "cuDeviceGet"; return its result, or a tuple of several.
+    """Call a driver function, such as "cuDeviceGet"; return its result, or its results as a tuple.
 
     `through` replaces `binding()`.
 

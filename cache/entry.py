@@ -1,12 +1,11 @@
 """An entry: a directory with a kernel's files and `meta.json`, which are checked before any use.
 
 `meta.json` holds the key field by field, the size and SHA-256 of every file, the compile time, the
-registers and memory of each device kernel, and a checksum of itself. Its key must have the digest
-that names the directory. So a flipped bit, a truncated file and an entry of another key are all
-detected.
+registers and memory of each device kernel, and a checksum of itself. The key's digest must be the
+directory's name. So a flipped bit, a truncated file and an entry of another key are all detected.
 
 An entry is native code. Its directory and files must belong to the current user (in a prebuilt
-directory, to root or the user) and be writable by nobody else.
+directory, to root or the user), and nobody else may write to them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ OBJECT = "kernel.o"
 LIBRARY = "kernel.so"
 PTX = "kernel.ptx"
 USES = "uses"
-"""One byte for each process that loaded the entry; its modification time is the last use."""
+"""A file with one byte for each process that loaded the entry; its modification time is the last
+use."""
 
 FUNCTION = "k"
 """The name under which every kernel is exported: its symbol is `__tvm_ffi_k`."""
@@ -46,10 +46,10 @@ class KernelUse(NamedTuple):
     """The registers and memory of one device kernel.
 
     Attributes:
-        name: its symbol.
-        registers: per thread.
+        name: the kernel's symbol.
+        registers: registers per thread.
         spill_stores: bytes of spill stores per thread; None if ptxas did not report them.
-        spill_loads: bytes of spill loads per thread; None likewise.
+        spill_loads: bytes of spill loads per thread; None if ptxas did not report them.
         stack: bytes of stack frame per thread.
         static_shared: bytes of static shared memory per CTA.
         dynamic_shared: bytes of dynamic shared memory per CTA; None if the host code computes them.
@@ -96,7 +96,7 @@ class Built:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The content of `meta.json` except its checksum. Computed at each access."""
+        """The content of `meta.json` except its checksum; computed at each access."""
         return {
             "schema": _SCHEMA,
             "digest": self.key.digest,
@@ -119,7 +119,7 @@ class Built:
 class Entry:
     """An entry on disk whose `meta.json` has been checked.
 
-    It holds a shared lock, which prevents eviction, until `close` or until it is collected.
+    An entry holds a shared lock, which prevents eviction, until `close` or garbage collection.
     """
 
     directory: Path
@@ -145,9 +145,9 @@ class Entry:
         return name in self.meta["files"]
 
     def read(self, name: str) -> bytes:
-        """The content of a file, after comparing it with its SHA-256.
+        """The content of a file, checked against its SHA-256.
 
-        Raises DamagedEntry or RefusedEntry, and CacheError if the entry has no such file.
+        Raises DamagedEntry, RefusedEntry, or CacheError if the entry has no such file.
         """
         if not self.has(name):
             raise CacheError(f"{self.directory} has no {name}")
@@ -173,7 +173,7 @@ class Entry:
     def record_use(self) -> None:
         """Count one use, by appending a byte to `uses`, which needs no lock."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        # A failure is harmless: a read-only directory, a full disk, an entry evicted meanwhile.
+        # A failure is harmless: a read-only directory, a full disk, or an entry just evicted.
         with contextlib.suppress(OSError, CacheError), self._reopen() as directory:
             fd = directory.file(USES, flags)
             try:
@@ -182,7 +182,8 @@ class Entry:
                 os.close(fd)
 
     def uses(self) -> tuple[int, float]:
-        """How many processes loaded the entry, and the time (as of `time.time`) of the last load.
+        """Number of processes that loaded the entry, and the time of the last load, in `time.time`
+        seconds.
 
         Raises OSError or RefusedEntry if the entry has gone.
         """
@@ -199,13 +200,13 @@ class Entry:
 
 
 def open_entry(shard: Directory, digest: str, reopen: Callable[[], Directory]) -> Entry:
-    """Open the entry `digest` in the directory `shard`, checking all but its files' content.
+    """Open the entry `digest` in the directory `shard`, and check all but the files' content.
 
-    `reopen` opens the entry's directory for each read of a file, since the entry keeps no
-    descriptor but that of its lock.
+    `reopen` opens the entry's directory for each read of a file: the entry keeps only its lock's
+    descriptor.
 
-    Raises FileNotFoundError if there is no such entry, DamagedEntry, RefusedEntry, or OSError if
-    the process or the network, not the entry, is the cause.
+    Raises FileNotFoundError if there is no such entry; DamagedEntry; RefusedEntry; or OSError if
+    the cause is the process or the network, not the entry.
     """
     try:
         with shard.directory(digest) as directory:
@@ -223,11 +224,11 @@ def _open_entry(
     try:
         fd = directory.file(META)
     except FileNotFoundError:
-        if not is_at(directory.fd, digest, shard.fd):  # evicted meanwhile, which is a miss
+        if not is_at(directory.fd, digest, shard.fd):  # just evicted, which is a miss
             raise
         raise DamagedEntry(f"{directory.path} has no {META}") from None
     try:
-        # The entry cannot be evicted now if the lock is that of the directory still in place.
+        # If the locked directory is still in place, the entry cannot be evicted now.
         stays = try_lock(fd, shared=True) is not LockState.HELD_ELSEWHERE
         if not (stays and is_at(fd, META, directory.fd) and is_at(directory.fd, digest, shard.fd)):
             raise FileNotFoundError(f"{directory.path} is being evicted")
@@ -267,7 +268,7 @@ def _parse_meta(
         if meta["schema"] != _SCHEMA:
             raise DamagedEntry(f"{path} has schema {meta['schema']}, not {_SCHEMA}")
         key = KeyDescription.from_json(meta["key"])
-        _ = key.digest  # text that cannot be encoded raises here, as an error of the file
+        _ = key.digest  # unencodable text raises here, as an error of the file
         kernels = tuple(KernelUse(**kernel) for kernel in meta["kernels"])
         float(meta["compile_seconds"])
         for name, file in meta["files"].items():

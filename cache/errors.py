@@ -1,10 +1,10 @@
-"""Exceptions of the cache. Every message names the key, and the path if there is one."""
+"""Exceptions of the cache. Every message names the key, and the path if known."""
 
 from __future__ import annotations
 
 
 class CacheError(RuntimeError):
-    """The cache cannot do what a caller asked for. Base class of the others."""
+    """The cache cannot do what a caller asked for; base class of the other exceptions."""
 
 
 class CompileError(CacheError):
@@ -16,14 +16,14 @@ class FrozenCacheMiss(CacheError):
 
 
 class DamagedEntry(CacheError):
-    """The files of an entry differ from those that were published."""
+    """The files of an entry differ from the published files."""
 
 
 class RefusedEntry(CacheError):
     """A directory or file may have been written by another user.
 
     Attributes:
-        fact: which one it is, and its owner and mode, without advice.
+        fact: the directory or file, with its owner and mode, without advice.
     """
 
     def __init__(self, fact: str, advice: str = "") -> None:

@@ -1,22 +1,22 @@
-"""Finds the sources that a kernel is built from, and their SHA-256, by parsing and not by running.
+"""Finds a kernel's source files, and their SHA-256, by parsing and not by running.
 
-It starts from the modules of the kernel and of its specialisation. It follows every import into
-modules of the kernel's package and of packages outside site-packages: at module level, inside
+The search starts from the modules of the kernel and of its specialisation. It follows every import
+into modules of the kernel's package and of packages outside site-packages: at module level, inside
 functions and inside conditions, except under `if TYPE_CHECKING`. For a package in site-packages the
-key has the installed version; for the compiler it has other fields.
+key has the installed version; for the compiler the key has other fields.
 
 A package's `__init__` is a source only if something is taken from it. `from package.sub import
 name` adds `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or `name` is not
 a module), otherwise the module `package.sub.name`. `import package.sub.module` binds `package`,
-which gives access to everything, so it adds every `__init__` on the way;
-`import package.sub.module as m` does not.
+which gives access to everything, so this import adds every `__init__` on the way. `import
+package.sub.module as m` adds none.
 
 `import_module` and `__import__` are followed if their argument is a literal. If the name is
 computed, as in a package with a lazy `__getattr__`, every string in the file that names a module is
-followed, or only the one that a dictionary maps the wanted name to. `KernelDef.sources` declares
-modules that this does not find.
+followed; if a dictionary maps the wanted name to a string, only this string. `KernelDef.sources`
+declares modules that the search does not find.
 
-So a key changes with the code that a kernel can execute, and not with documentation or other
+So a key changes with the code that a kernel can execute, but not with documentation or other
 kernels.
 """
 
@@ -37,7 +37,7 @@ from typing import NamedTuple
 from .errors import CacheError
 from .log import warn_once
 
-# The compiler and what comes with it: the fields `dsl` and `tvm_ffi` of a key stand for them.
+# The compiler and its own packages: the fields `dsl` and `tvm_ffi` of a key stand for them.
 _TOOLCHAIN = frozenset({"cutlass", "tvm_ffi", "cuda"})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _IMPORTERS = frozenset({"import_module", "__import__"})
@@ -48,8 +48,8 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         sources: modules, with their files' SHA-256.
-        packages: packages in site-packages that these import, with their distributions' versions;
-            None for one that is not installed.
+        packages: packages in site-packages that the sources import, with their distributions'
+            versions; None for a package that is not installed.
     """
 
     sources: tuple[tuple[str, str], ...]
@@ -101,7 +101,8 @@ class _Modules:
         self._local: dict[str, bool] = {}
 
     def follows(self, module: str) -> bool:
-        """Whether imports of a module are followed: the kernel's package, or not site-packages."""
+        """Whether imports of a module are followed: it is in the kernel's package, or outside
+        site-packages."""
         if _is_within(module, __package__):
             return False  # the cache itself
         if _is_within(module, self.package):
@@ -112,7 +113,7 @@ class _Modules:
         return self._local[top]
 
     def source(self, module: str) -> _Source | None:
-        """The source of a module, or None if there is no such module with a Python source."""
+        """The source of a module, or None if no such module has a Python source."""
         if module not in self._sources:
             self._sources[module] = self._read(module)
         return self._sources[module]
@@ -129,7 +130,8 @@ class _Modules:
         search = tuple(spec.submodule_search_locations or ())
         is_package = spec.submodule_search_locations is not None
         if spec.origin is None or not spec.origin.endswith(".py"):
-            # A namespace package has modules but no text; an extension module has neither.
+            # A namespace package has modules but no text; an extension module has neither modules
+            # nor text.
             return _Source(module, is_package, search, "", b"") if is_package else None
         try:
             text = Path(spec.origin).read_bytes()
@@ -143,7 +145,7 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _is_ignored(module: str) -> bool:
-    """Whether a module has no influence on kernels, or another field of the key stands for it."""
+    """Whether a module does not influence kernels, or is covered by another field of the key."""
     top = module.partition(".")[0]
     ignored = top in sys.stdlib_module_names or top in _TOOLCHAIN or top == "__main__"
     return ignored or _is_within(module, __package__)
@@ -160,18 +162,18 @@ def _is_local(spec: ModuleSpec | None) -> bool:
 def _find_top_level(module: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # ValueError: __main__ run as a script has no spec
+    except (ImportError, ValueError):  # ValueError: a script's __main__ has no spec
         return None
 
 
 def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
-    """importlib.util.find_spec, except that it does not import the parent package."""
+    """importlib.util.find_spec without importing the parent package."""
     try:
         for finder in sys.meta_path:
             spec = finder.find_spec(module, search)
             if spec is not None:
                 return spec
-    except KeyError:  # a namespace package, whose parts Python lists through the parent module
+    except KeyError:  # a namespace package: Python lists its parts through the parent module
         spec = ModuleSpec(module, None, is_package=True)
         last = module.rpartition(".")[2]
         spec.submodule_search_locations = [f"{directory}/{last}" for directory in search]
@@ -243,7 +245,7 @@ class _Imports:
         return False
 
     def _object(self, module: str, *, with_parents: bool = False) -> None:
-        """Add a module that is imported as an object, from which anything can be taken."""
+        """Add a module that is imported as an object, which gives access to everything in it."""
         if not self._counts(module):
             return
         parts = module.split(".")
@@ -255,7 +257,7 @@ class _Imports:
                 self._lazy(found, None)
 
     def _name(self, base: str, name: str) -> None:
-        """Add what `from base import name` imports."""
+        """Add the module that `from base import name` imports."""
         submodule = f"{base}.{name}"
         if _is_within(submodule, __package__) or not self._counts(base):
             return
@@ -275,7 +277,7 @@ class _Imports:
             self._lazy(source, None if name == "*" else name)
 
     def _calls(self) -> None:
-        """Add what calls of `import_module` and `__import__` import."""
+        """Add the modules that calls of `import_module` and `__import__` import."""
         computed = False
         lazy = _is_lazy(self.source)
         for call in _import_calls(self.source.tree, skip_getattr=lazy):
@@ -294,7 +296,8 @@ class _Imports:
             self._strings(self.source, _strings(self.source.tree))
 
     def _lazy(self, source: _Source, name: str | None) -> None:
-        """Add what a lazy module imports for a name, or for any name if it is None."""
+        """Add the modules that a lazy module imports for a name, or for any name if `name` is
+        None."""
         mapped = _mapped_strings(source.tree, name) if name else []
         self._strings(source, mapped or _strings(source.tree))
 
@@ -328,7 +331,7 @@ def _is_lazy(source: _Source) -> bool:
 def _import_calls(tree: ast.Module, *, skip_getattr: bool) -> Iterator[ast.Call]:
     for statement in tree.body:
         if skip_getattr and getattr(statement, "name", None) == "__getattr__":
-            continue  # followed when a name is asked for
+            continue  # followed when a name is requested
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and _called(node) in _IMPORTERS:
                 yield node
@@ -355,7 +358,8 @@ def _strings(tree: ast.AST) -> list[str]:
 
 
 def _mapped_strings(tree: ast.AST, name: str) -> list[str]:
-    """Strings that dictionaries in a module map `name` to, or map to a list that contains it."""
+    """Strings to which a module's dictionaries map `name`, and keys that they map to a list with
+    `name`."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
@@ -371,14 +375,15 @@ def _absolute_name(node: ast.ImportFrom, source: _Source) -> str:
     if node.level == 0:
         return node.module or ""
     parts = source.module.split(".")
-    # One dot means the module's package, which for an __init__ is the module itself.
+    # One dot means the module's package; for an __init__, the module itself.
     up = node.level - (1 if source.is_package else 0)
     base = parts[: len(parts) - up] if up else parts
     return ".".join([*base, node.module] if node.module else base)
 
 
 def _closure(roots: list[str], modules: _Modules) -> tuple[dict[str, _Source], set[str]]:
-    """The sources reached from `roots`, and the top-level packages in site-packages they import."""
+    """The sources reached from `roots`, and the top-level packages in site-packages that they
+    import."""
     reached: dict[str, _Source] = {}
     external: set[str] = set()
     pending = list(roots)
@@ -409,7 +414,8 @@ def _modules_below(package: str, modules: _Modules) -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """The names and versions of a package's distributions; None if it is not installed."""
+    """The names and versions of a package's distributions; None for a package that is not
+    installed."""
     from importlib import metadata
 
     try:
@@ -430,15 +436,15 @@ def _distributions() -> dict[str, list[str]]:
 def read_fingerprint(
     module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
 ) -> Fingerprint:
-    """Find the sources and packages that a kernel's module is built from.
+    """Find the sources and packages of a kernel.
 
     Args:
-        module: of the kernel.
-        package: whose sources are followed even in site-packages.
+        module: the kernel's module.
+        package: package whose sources are followed even in site-packages.
         declared: further modules; a package stands for all modules in it.
-        spec_module: the module of the specialisation.
+        spec_module: the specialisation's module.
 
-    Raises CacheError if there is no source of `module` or of a declared one.
+    Raises CacheError if `module` or a declared module has no source.
     """
     modules = _Modules(package)
     start = modules.source(module)
@@ -466,5 +472,5 @@ def read_fingerprint(
 def fingerprint(
     module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
 ) -> Fingerprint:
-    """`read_fingerprint`, read once per process, as the modules themselves are."""
+    """`read_fingerprint`, read once per process, like the modules themselves."""
     return read_fingerprint(module, package, declared, spec_module)

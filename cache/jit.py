@@ -1,4 +1,5 @@
-"""Finds a kernel's function: in memory, prebuilt directories, the user's, or by compiling it."""
+"""Finds a kernel's function in memory, in prebuilt directories or in the user's, or compiles the
+kernel."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _Result = TypeVar("_Result")
 _Use = Callable[[Entry | Built], _Result]
 
 _lock = threading.Lock()
-# The entries loaded last, at most `_most_held()`. Each holds a descriptor, whose lock prevents
-# eviction.
+# The entries loaded last, at most `_most_held()`. Each entry holds a descriptor, whose lock
+# prevents eviction.
 _entries_in_use: collections.deque[Entry] = collections.deque()
 _MOST_ENTRIES_HELD = 64
 _digest_locks: dict[str, threading.Lock] = {}
@@ -37,7 +38,8 @@ _frozen = False
 
 
 class _ThisThread(threading.local):
-    """Keys of the kernels that this thread is getting, several if a constructor asks for others."""
+    """Keys of the kernels that this thread is getting; several if a constructor asks for more
+    kernels."""
 
     def __init__(self) -> None:
         self.keys: list[KeyDescription] = []
@@ -64,7 +66,7 @@ class Stats(NamedTuple):
 
     Attributes:
         compiles: kernels compiled.
-        compile_seconds: total time of these.
+        compile_seconds: total time of these compilations.
         disk_hits: kernels found in the user's directory.
         prebuilt_hits: kernels found in prebuilt directories.
         waits: kernels that another process compiled while this one waited.
@@ -112,19 +114,20 @@ def count(**increments: float) -> None:
 def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> Function:
     """The compiled function of a kernel: a TVM-FFI function, called with tensors and numbers.
 
-    It looks in memory, in the directories of `CUTE_ATTN_PREBUILT`, and in the user's cache
-    directory. Otherwise it compiles the kernel and stores it there. Any thread may call it.
+    The search goes through memory, the directories of `CUTE_ATTN_PREBUILT` and the user's cache
+    directory. A kernel that is not found is compiled and stored in the user's directory. Any thread
+    may call this.
 
     Args:
         kernel: the kernel.
         spec: a frozen dataclass of plain values (see `cute_attn.cache.spec`).
-        arch: such as `"sm_90a"`; by default `current_arch`.
+        arch: architecture, such as `"sm_90a"`; by default `current_arch`.
 
     Raises:
         TypeError: a field of the specialisation is not a plain value.
         CompileError: the kernel does not compile.
         FrozenCacheMiss: the kernel would have to be compiled after `freeze`.
-        CacheError: there is neither a device nor `arch`, or no runtime library.
+        CacheError: neither a device nor `arch` is given, or the runtime library is missing.
     """
     if arch is None:
         arch = current_arch()
@@ -177,8 +180,9 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
 def _getting(key: KeyDescription) -> Iterator[None]:
     """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
-    A kernel's constructor may ask for other kernels. Its traced code may not: the compiler does one
-    kernel at a time, and the process that compiles the other one may be waiting for this one.
+    A kernel's constructor may ask for other kernels. Its traced code may not: the compiler compiles
+    one kernel at a time, and the process that compiles the other kernel may be waiting for this
+    kernel.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")
     traced = compiler.kernel_in_compiler() if compiler else None
@@ -202,11 +206,11 @@ def _getting(key: KeyDescription) -> Iterator[None]:
 def compile(  # noqa: A001 (cache.compile is what it does)
     kernel: KernelDef, spec: Any, arch: str | None = None
 ) -> Entry | Built:
-    """Make sure that a kernel is compiled, without loading it; return its entry.
+    """Compile a kernel unless an entry has it, without loading the kernel; return the entry.
 
-    The entry (`directory`, `key`, `kernels`, `read("kernel.ptx")`) is the one that `get` would
-    load, with all its files verified, or a new one. If nothing can be stored, the result is a
-    `Built`: it has the same attributes, with the files in memory and None for `directory`.
+    The entry (`directory`, `key`, `kernels`, `read("kernel.ptx")`) is the entry that `get` would
+    load, with all files verified, or a new entry. If nothing can be stored, the result is a
+    `Built`, with the attributes of an entry, but with its files in memory and None for `directory`.
 
     Needs no GPU if `arch` is given.
 
@@ -227,7 +231,8 @@ def compile(  # noqa: A001 (cache.compile is what it does)
 
 
 def is_cached(key: KeyDescription, places: Places, problems: list[CacheError]) -> bool:
-    """Whether the kernel is in memory or on disk (where it may yet turn out to be damaged).
+    """Whether the kernel is in memory or on disk; an entry on disk may still turn out to be
+    damaged.
 
     The reasons why entries cannot be used are added to `problems`.
     """
@@ -255,7 +260,7 @@ def _load_for_good(entry: Entry | Built) -> Function:
 
 
 def _most_held() -> int:
-    """How many entries may hold a descriptor each: at most 1/16 of the process's limit."""
+    """How many entries may each hold a descriptor: at most 1/16 of the process's limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = limit == resource.RLIM_INFINITY
     return _MOST_ENTRIES_HELD if unlimited else max(1, min(_MOST_ENTRIES_HELD, limit // 16))
@@ -281,7 +286,7 @@ def clear_memory() -> None:
 def freeze() -> None:
     """Make every later call that would have to compile a kernel raise `FrozenCacheMiss`.
 
-    A server calls this when it starts to serve. Entries on disk can still be loaded, which takes
+    A server calls this when it starts to serve. Entries on disk can still be loaded, in
     milliseconds.
     """
     global _frozen
@@ -303,7 +308,8 @@ def is_frozen() -> bool:
 
 
 class Places(NamedTuple):
-    """The stores to look for entries in: prebuilt ones, and one for new entries."""
+    """The stores in which entries are looked for: prebuilt stores, and the store for new
+    entries."""
 
     prebuilt: tuple[Store, ...]
     store: Store | None
@@ -336,13 +342,13 @@ def obtain(
     use: _Use[_Result],
     places: Places | None = None,
 ) -> _Result:
-    """Find the kernel's entry, or compile it; return the result of `use` for it.
+    """Find the kernel's entry, or compile the kernel; return the result of `use` for the entry.
 
     `use` raises DamagedEntry or RefusedEntry for an entry that must not be used. If the compiled
     kernel cannot be stored, `use` gets the `Built` in memory.
     """
     places = places or Places.from_environment()
-    problems: list[CacheError] = []  # with entries of this key
+    problems: list[CacheError] = []  # problems with entries of this key
     for prebuilt in places.prebuilt:
         result = _find(prebuilt, key, use, problems)
         if result is not None:
@@ -388,14 +394,14 @@ def _find(
     locked: bool = False,
     counted: bool = True,
 ) -> _Result | None:
-    """The result of `use` for the entry of a key, or None if the store has no usable one.
+    """The result of `use` for the entry of a key, or None if the store has no usable entry.
 
     The reasons why entries were passed over are added to `problems`. Damaged entries are moved to
-    the quarantine if this process holds the lock of their key (`locked`) or the key is open.
-    Without `counted`, a result is not counted as a use of its entry.
+    the quarantine if this process holds their key's lock (`locked`), or if the key is open. Without
+    `counted`, a result does not count as a use of its entry.
     """
     put_aside = _put_aside if locked else None
-    if key.is_open:  # nobody compiles under the lock of such an entry's own key
+    if key.is_open:  # nobody compiles under the lock of the entry's own key
         put_aside = _lock_and_put_aside
     for digest in _candidates(store, key, problems):
         started = time.perf_counter()
@@ -456,7 +462,7 @@ def _pass_over(
 
 
 def _lock_and_put_aside(store: Store, digest: str, problem: CacheError) -> None:
-    """`_put_aside` under the lock of the entry's key, where it is taken only if still damaged."""
+    """`_put_aside` under the lock of the entry's key, if the entry is still damaged then."""
     with store.locked(digest) as held:
         if not held:
             warn_once(f"damaged {problem}", "%s", problem)
@@ -479,7 +485,7 @@ def _is_bad(store: Store, digest: str) -> bool:
 
 
 def _add(problem: CacheError, problems: list[CacheError]) -> None:
-    """Add a problem unless an equal one is there: entries are looked for several times."""
+    """Add a problem unless an equal problem is listed: entries are looked for several times."""
     if str(problem) not in map(str, problems):
         problems.append(problem)
 
@@ -487,10 +493,10 @@ def _add(problem: CacheError, problems: list[CacheError]) -> None:
 def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -> Iterator[str]:
     """The digests under which a store may hold the kernel, best first.
 
-    With a compiler installed there is one. Without it, the compiler's version, and perhaps its CUDA
-    flavour, is unknown, and every entry that agrees in all other fields is a candidate: first those
-    built with the version of the runtime library, then the newest. Entries whose key cannot be
-    read are passed over, and added to `problems`: one of them may be the kernel's.
+    With a compiler installed there is one candidate. Without a compiler, its version and perhaps
+    its CUDA flavour are unknown, and every entry that agrees in all other fields is a candidate.
+    Entries built with the runtime library's version come first, then the newest. Entries whose key
+    cannot be read are passed over, and added to `problems`: one of them may be the kernel's.
     """
     if not key.is_open:
         yield key.digest
@@ -510,7 +516,7 @@ def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -
 
 
 class _Known(NamedTuple):
-    """An entry's digest, and the versions that it was built with."""
+    """An entry's digest, and the versions with which the entry was built."""
 
     toolchain: tuple[str | None, ...]
     digest: str
@@ -523,7 +529,7 @@ class _Known(NamedTuple):
 class _Index:
     """The entries of a store by the digest of their key without the compiler's fields.
 
-    Opening an entry takes a quarter of a millisecond, so each is opened only once.
+    Opening an entry takes a quarter of a millisecond, so each entry is opened only once.
     """
 
     def __init__(self) -> None:
@@ -532,7 +538,7 @@ class _Index:
         self._by_open_digest: dict[str, list[_Known]] = {}
 
     def read(self, store: Store, problems: list[CacheError]) -> None:
-        """Add the entries that are new in the store; pass over those that cannot be read."""
+        """Add the entries that are new in the store; pass over entries that cannot be read."""
         bad: list[tuple[str, CacheError]] = []
         with self._lock:
             for key in _readable_keys(store, self._known, bad, problems):
@@ -548,7 +554,7 @@ class _Index:
             return [entry for entry in agreeing if admits(key.toolchain, entry.toolchain)]
 
 
-# By the root of the store.
+# Root of the store -> its index.
 _indexes: dict[Path, _Index] = {}
 
 
@@ -560,8 +566,8 @@ def _readable_keys(
 ) -> Iterator[KeyDescription]:
     """The keys of all entries that can be opened. Warns if the store itself cannot be read.
 
-    The digests of damaged and refused entries are added to `bad`, and to `problems` why the store
-    cannot be read.
+    Digests of damaged and refused entries are added to `bad`; the reason why the store cannot be
+    read is added to `problems`.
     """
     contents = store.contents()
     for text in contents.problems:
@@ -597,7 +603,7 @@ def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
     try:
         done = store.quarantine(digest)
     except RefusedEntry:
-        return  # the whole store is refused: reported when the kernel cannot be stored
+        return  # the whole store is refused, which is reported when the kernel cannot be stored
     except OSError as error:
         warn_once(f"damaged {problem}", "%s; it cannot be moved aside: %s", problem, error)
         return
@@ -613,8 +619,8 @@ def _compile(
     places: Places,
     problems: Collection[CacheError],
 ) -> Built:
-    """Compile a kernel for want of an entry. A CompileError says why no entry could be used."""
-    from . import compiler  # not for a hit
+    """Compile a kernel that has no entry. A CompileError says why no entry could be used."""
+    from . import compiler  # a hit needs no compiler
 
     store = places.store
     logger.info("compiling %s %s for %s", key.kernel, key.specialisation, key.arch)
@@ -650,7 +656,8 @@ def _compile(
 
 
 def _store(store: Store, kernel: KernelDef, spec: Any, built: Built, use: _Use[_Result]) -> _Result:
-    """Publish a compiled kernel and `use` the entry, or if that fails the `Built` in memory."""
+    """Publish a compiled kernel and `use` the entry. If publishing fails, `use` the `Built` in
+    memory."""
     try:
         if PTX not in built.files:
             raise CacheError("no directory has room to compile in")
@@ -725,7 +732,7 @@ def _reasons(
 
 
 def with_reasons(message: str, problems: Collection[CacheError]) -> str:
-    """A message about a kernel with the reasons that it lacks why no entry could be used."""
+    """A message about a kernel, plus the missing reasons why no entry could be used."""
     return "\n".join([message, *(line for line in _not_usable(problems) if line not in message)])
 
 
@@ -736,7 +743,7 @@ def _not_usable(problems: Collection[CacheError], shown: int = 10) -> list[str]:
 
 
 def _describe_key(key: KeyDescription) -> str:
-    """A line that describes the digest of a miss, or of the build that would satisfy it."""
+    """A line with the digest of a miss, or of the build that would satisfy the miss."""
     if not key.is_open:
         return f"key {key.digest}"
     dsl = key.dsl or toolchain.runtime_version()

@@ -10,8 +10,8 @@ The description is text that people can read and compare:
     arch: sm_90a
     ...
 
-Two specialisations have the same text only if they are the same, type by type: `True`, `1`
-and `1.0` are three different values.
+Two specialisations have the same text only if values and types agree: `True`, `1` and `1.0` are
+three different values.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class KernelDef:
 
     Attributes:
         name: shown in logs, tables and errors.
-        target: `"package.module:Class"`. The module is imported only to compile; then
-            `k = Class(spec)` is compiled for the arguments `k.fake_args()`, the last of which
-            is `make_fake_stream(use_tvm_ffi_env_stream=True)`.
+        target: `"package.module:Class"`. The module is imported only to compile; then `k =
+            Class(spec)` is compiled for the arguments `k.fake_args()`. The last argument is
+            `make_fake_stream(use_tvm_ffi_env_stream=True)`.
         options: further options for `cute.compile`.
         package: the package whose sources are part of the key; by default the first component of
-            `target`. Sources of packages outside site-packages always are.
-        sources: further modules whose sources are part of the key: those that the kernel imports
+            `target`. Sources of packages outside site-packages are always part of the key.
+        sources: further modules whose sources are part of the key: modules that the kernel imports
             by a computed name. A package stands for all modules in it.
     """
 
@@ -73,7 +73,7 @@ class KernelDef:
         if isinstance(sources, str):
             raise TypeError(f"sources is {sources!r}, must be a tuple of module names")
         object.__setattr__(self, "sources", tuple(self.sources))
-        # Hashed once: a KernelDef is looked up at every call of an operator.
+        # Hashed once, because every call of an operator looks up a KernelDef.
         values = (self.name, self.target, self.options, self.package, self.sources)
         object.__setattr__(self, "_hash", hash(values))
 
@@ -93,7 +93,7 @@ def canonical_text(value: object, where: str) -> str:
     """The unique text of a plain value.
 
     Raises TypeError, naming `where`, for anything but int, bool, str, float, None, enum members,
-    torch.dtype and tuples of them. A tensor's hash is its identity, so a key made from one would
+    torch.dtype and tuples of them. A tensor's hash is its identity, so a key with a tensor would
     never match.
     """
     kind = type(value)  # not isinstance: numpy.float64 is a float with another repr
@@ -136,16 +136,16 @@ def spec_items(spec: object) -> tuple[tuple[str, str], ...]:
 
 @dataclass_transform(frozen_default=True)
 def spec(cls: _Class) -> _Class:
-    """Decorator of a specialisation: it makes a class a frozen dataclass for use in keys.
+    """Decorator that makes a class a frozen dataclass for use in keys: a specialisation.
 
-    The cache also takes a class with `dataclass(frozen=True)`. Beyond that, with this decorator
+    The cache also takes a class with `dataclass(frozen=True)`. This decorator adds:
 
     - a value that is not plain raises TypeError when the instance is made, not at its first use;
     - the hash is computed once, which makes the look-up of a warm kernel faster;
     - `True`, `1` and `1.0` are not equal, as in the key on disk.
 
     Args:
-        cls: the class to decorate, with annotated fields as a dataclass has them.
+        cls: the class to decorate, with annotated fields like a dataclass.
     """
     own_checks = getattr(cls, "__post_init__", None)
 
@@ -189,9 +189,9 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 class KeyDescription:
     """Everything that a kernel's code depends on, field by field.
 
-    Without a compiler, `dsl`, `cuda` and the versions of imported `packages` are None if nothing
-    else tells them. Such a description is *open*: it stands for every key that agrees with it in
-    all other fields.
+    Without a compiler, `dsl`, `cuda` and the versions of imported `packages` are None if they are
+    unknown. A description with such a None is *open*: it stands for every key that agrees in all
+    other fields.
     """
 
     kernel: str
@@ -242,7 +242,7 @@ class KeyDescription:
     @property
     def digest(self) -> str:
         """The SHA-256 of the text, in hexadecimal: the name of the entry."""
-        # No cached_property: before Python 3.12 it has a lock, which a fork may leave locked.
+        # No cached_property: before Python 3.12 its lock may stay locked after a fork.
         if "_digest" not in self.__dict__:
             self.__dict__["_digest"] = hashlib.sha256(self.text.encode()).hexdigest()
         digest: str = self.__dict__["_digest"]
@@ -254,12 +254,13 @@ class KeyDescription:
         return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
 
     def opened(self) -> KeyDescription:
-        """The same with None for the fields that only a machine with the compiler knows."""
+        """This description with None for the fields that only a machine with the compiler knows."""
         packages = tuple((name, None) for name, _ in self.packages)
         return dataclasses.replace(self, dsl=None, cuda=None, packages=packages)
 
     def admits(self, other: KeyDescription) -> bool:
-        """Whether `other` agrees with this description in every field that is not None here."""
+        """Whether `other` agrees with this description in each field that is not None in this
+        description."""
         return self.opened() == other.opened() and admits(self.toolchain, other.toolchain)
 
     def differences(self, other: KeyDescription) -> list[str]:
@@ -292,7 +293,7 @@ class KeyDescription:
 
 
 def admits(known: tuple[str | None, ...], other: tuple[str | None, ...]) -> bool:
-    """Whether `other` agrees with `known` wherever that is not None."""
+    """Whether `other` agrees with `known` wherever `known` is not None."""
     return all(x is None or x == y for x, y in zip(known, other, strict=True))
 
 
@@ -301,17 +302,17 @@ def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
 
     Args:
         kernel: the kernel.
-        spec: its specialisation.
+        spec: the kernel's specialisation.
         arch: such as `"sm_90a"`.
 
     Raises:
         TypeError: `spec` is not a frozen dataclass of plain values.
-        CacheError: the kernel's sources are not to be found.
+        CacheError: the kernel's sources are not found.
     """
     module = type(spec).__module__
     sources, packages = fingerprint(kernel.module, kernel.source_package, kernel.sources, module)
     dsl = toolchain.dsl_version()
-    absent = None if dsl is None else "absent"  # without a compiler nothing has to be importable
+    absent = None if dsl is None else "absent"  # without a compiler, packages may be missing
     return KeyDescription(
         kernel=kernel.name,
         target=kernel.target,

@@ -11,17 +11,17 @@ from .log import logger
 
 
 def _commands() -> list[list[str]]:
-    """The linkers to try: the user's compiler, the usual ones, and the bare linkers."""
+    """The linkers to try: the user's compiler, the usual compilers, and the bare linkers."""
     drivers = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     commands = [[name, "-nostdlib"] for name in drivers if name and shutil.which(name)]
     return commands + [[name] for name in ("ld", "ld.lld") if shutil.which(name)]
 
 
 def link(object_file: Path, library: Path) -> str | None:
-    """Link `object_file` into `library`. Return None, or the errors if no linker can do it.
+    """Link `object_file` into `library`. Return None, or the errors if every linker fails.
 
     No library is linked in, so that the result runs with any C library. libtvm_ffi and the DSL's
-    runtime, which are loaded first, define the symbols that it lacks.
+    runtime, loaded before, define the undefined symbols.
     """
     failures = []
     for command in _commands():

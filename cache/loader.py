@@ -1,6 +1,6 @@
 """Loads a function from the checked bytes of an entry, without the compiler.
 
-The bytes whose SHA-256 was checked are copied into an anonymous file in memory, which is sealed and
+The bytes with the checked SHA-256 are copied into an anonymous file in memory, which is sealed and
 loaded. So later changes of the entry on disk (eviction, damage, truncation by another client of a
 network file system) cannot affect a loaded kernel.
 """
@@ -32,8 +32,8 @@ class IncompatibleEntry(CacheError):
 def load(entry: Entry | Built) -> Callable[..., Any]:
     """The function of an entry, or of a kernel just compiled.
 
-    Raises DamagedEntry or RefusedEntry if its file is not the one that was stored,
-    IncompatibleEntry if it does not fit the libraries of this machine, CacheError if the runtime
+    Raises DamagedEntry or RefusedEntry if the entry's file has changed since it was stored,
+    IncompatibleEntry if the file does not fit this machine's libraries, CacheError if the runtime
     library is missing.
     """
     if entry.has(LIBRARY):
@@ -42,7 +42,8 @@ def load(entry: Entry | Built) -> Callable[..., Any]:
 
 
 def load_libraries() -> None:
-    """Load what every kernel needs, so that a fault of it is not taken for one of an entry.
+    """Load the libraries that every kernel needs, so that a library's fault is not blamed on an
+    entry.
 
     Raises CacheError: the runtime library is missing, truncated or cannot be loaded, or
     RefusedLibrary.
@@ -52,8 +53,8 @@ def load_libraries() -> None:
 
 
 def _tvm_ffi() -> Any:
-    with no_fork:  # a child forked during an import could never import the module
-        import tvm_ffi  # brings libtvm_ffi.so with it
+    with no_fork:  # a child forked during the import could never import tvm_ffi
+        import tvm_ffi  # loads libtvm_ffi.so
 
     return tvm_ffi
 
@@ -63,7 +64,8 @@ def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
     runtime = _open_runtime_library()
     fd = _file_in_memory(image, entry.key.kernel)
     try:
-        # ctypes resolves all symbols at once, so a missing one is an error here, not in a launch.
+        # ctypes resolves all symbols at once, so a missing symbol is an error here, not in a
+        # launch.
         library = ctypes.CDLL(_new_path(fd), mode=os.RTLD_LOCAL)
     except OSError as error:
         raise IncompatibleEntry(
@@ -82,7 +84,7 @@ def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
 
 
 def _load_object(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
-    """Load an object file that was never linked, with the compiler's own loader."""
+    """Load an unlinked object file, with the compiler's own loader."""
     logger.info(
         "%s has no %s (no linker where it was built): loading %s with the compiler's loader",
         _where(entry),
@@ -122,15 +124,15 @@ def _open_runtime_library() -> str:
 
 
 _ELF64 = b"\x7fELF\x02\x01"  # 64 bits, little endian
-_ELF_HEADER = struct.Struct("<32xQQ6xHHHH")  # offset of each table; entry size and count of each
+_ELF_HEADER = struct.Struct("<32xQQ6xHHHH")  # tables: offsets, entry sizes and counts
 _ELF_SEGMENT = struct.Struct("<8xQ16xQ")  # offset and size in the file
 
 
 def _check_extent(path: str) -> None:
     """Raise CacheError if a library is shorter than its ELF headers say.
 
-    The dynamic loader maps a truncated library, and the process dies by SIGBUS. Anything that is no
-    ELF file is left to it.
+    The dynamic loader maps a truncated library, and the process dies by SIGBUS. A file that is not
+    ELF is left to the loader.
     """
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -171,7 +173,7 @@ _paths_so_far = itertools.count()
 
 
 def _new_path(fd: int) -> str:
-    """A path to an open file that differs from all earlier ones.
+    """A path to an open file that differs from all earlier paths.
 
     The dynamic loader identifies libraries by path, and the numbers of closed descriptors are used
     again. So the path encodes a counter, as a series of "/" and "./".

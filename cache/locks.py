@@ -1,8 +1,8 @@
 """Advisory locks that end with the process that holds them.
 
 All locks are `flock` locks: the system (on NFS, the lock server) releases them when their holder
-dies. A lock that consists of a file's existence would outlive its holder, so there is no fallback
-to one. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
+dies. A lock that consists of a file's existence would outlive its holder, so such locks are no
+fallback. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
 publication is atomic, so at worst a kernel is compiled twice.
 
 A forked child would share its parent's locks and hold them after the parent's death, so it closes
@@ -31,7 +31,7 @@ _NOT_SUPPORTED = {
 }
 
 
-# While a thread holds this lock, no other thread can fork.
+# No other thread can fork while a thread holds this lock.
 no_fork = threading.RLock()
 
 
@@ -82,12 +82,12 @@ def try_lock(fd: int, *, shared: bool = False) -> LockState:
 
 @contextlib.contextmanager
 def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> Iterator[LockState]:
-    """Try to take the exclusive lock of the file `path`, which is created if it is missing.
+    """Try to take the exclusive lock of the file `path`; a missing file is created.
 
-    A relative path is looked up in the directory `dir_fd`, if that is given.
+    A relative path is looked up in the directory `dir_fd`, if given.
 
-    Only the holder of the lock may delete the file. So a lock taken on a file that is no longer at
-    `path` is worth nothing: the state is HELD_ELSEWHERE, and the caller should try again.
+    Only the holder of the lock may delete the file. So a lock on a file that is no longer at `path`
+    is worthless: the state is HELD_ELSEWHERE, and the caller should try again.
     """
     with own_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd) as fd:
         state = try_lock(fd)
@@ -100,7 +100,7 @@ def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> It
 def own_file(
     path: os.PathLike[str] | str, flags: int, mode: int, dir_fd: int | None = None
 ) -> Iterator[int]:
-    """A descriptor of a file to lock, which no child shares: a forked one closes it at once."""
+    """A descriptor of a file to lock. No child shares it: a forked child closes it at once."""
     with no_fork:
         fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
         file = _OwnFile(fd)

@@ -16,7 +16,7 @@ _reported_lock = threading.Lock()
 def configure_from_environment() -> None:
     """Show the package's log on stderr at the level that `CUTE_ATTN_LOG` names.
 
-    An application that sets up logging by itself leaves the variable unset.
+    An application that configures logging itself leaves the variable unset.
     """
     wanted = os.environ.get("CUTE_ATTN_LOG", "").strip().lower()
     if not wanted:
@@ -52,7 +52,7 @@ def forget_reports() -> None:
 
 def _after_fork_in_child() -> None:
     global _reported_lock
-    _reported_lock = threading.Lock()  # a thread of the parent may have held the old one
+    _reported_lock = threading.Lock()  # a thread of the parent may have held the old lock
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

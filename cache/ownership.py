@@ -1,10 +1,10 @@
 """Access to directories and files that no other user can have written, through descriptors only.
 
 Compiled kernels are native code, and the cache deletes whole trees: both are safe only in a
-directory that belongs to the user. So a path is walked once, component by component, the open
-directory is checked, and all later access goes through its descriptor. Another user who may write
-to a directory above can rename the cache, but no more: a directory that he puts in its place
-belongs to him and is refused, and his links are not followed.
+directory that belongs to the user. So a path is walked once, component by component; the open
+directory is checked, and all later access goes through its descriptor. Another user with write
+access to a directory above can rename the cache, but no more: that user's replacement directory is
+refused, and that user's links are not followed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # O_DIRECTORY too, because O_PATH alone does not trigger an automounter.
 _TRAVERSE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MOST_LINKS = 40  # as the kernel's own limit
+_MOST_LINKS = 40  # Linux's own limit
 _ROOT_UID = 0
 
 
@@ -36,9 +36,9 @@ class Directory:
     Their OSErrors name the whole path.
 
     Attributes:
-        fd: its descriptor, for use as `dir_fd` but not for reading.
-        path: its path, for messages only.
-        owners: the user ids that may own it and everything in it.
+        fd: the directory's descriptor, for use as `dir_fd` but not for reading.
+        path: the directory's path, for messages only.
+        owners: the user ids that may own the directory and everything in it.
     """
 
     def __init__(self, fd: int, path: Path, owners: frozenset[int]) -> None:
@@ -68,7 +68,8 @@ class Directory:
             return sorted(os.listdir(fd))
 
     def directory(self, name: str) -> Directory:
-        """Open a subdirectory. Raises NotADirectoryError for anything else but a link."""
+        """Open a subdirectory. Raises NotADirectoryError for anything that is neither a directory
+        nor a link."""
         path = self.path / name
         with self.named(name):
             try:
@@ -79,7 +80,7 @@ class Directory:
         return _checked(Directory(fd, path, self.owners))
 
     def make(self, name: str, mode: int) -> Directory:
-        """Open a subdirectory; it is created if it is missing."""
+        """Open a subdirectory; create a missing one."""
         with self.named(name), contextlib.suppress(FileExistsError):
             os.mkdir(name, mode & 0o700, dir_fd=self.fd)
             if mode & ~0o700:
@@ -87,11 +88,12 @@ class Directory:
         return self.directory(name)
 
     def file(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-        """A descriptor of a regular file. Raises DamagedEntry for anything else but a link."""
+        """A descriptor of a regular file. Raises DamagedEntry for anything that is neither a file
+        nor a link."""
         path = self.path / name
         with self.named(name):
             with contextlib.suppress(FileNotFoundError):
-                # Checked before opening: opening a device may have effects, and a link just fails.
+                # Checked before opening: opening a device may have effects; opening a link fails.
                 _check_file(path, os.lstat(name, dir_fd=self.fd), self.owners)
             flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
             fd = os.open(name, flags, mode, dir_fd=self.fd)
@@ -103,11 +105,12 @@ class Directory:
         return fd
 
     def move(self, name: str, to: Directory, new_name: str) -> None:
-        """Rename into another directory. A directory without write permission is given it first."""
+        """Rename into another directory. A directory without write permission is first made
+        writable."""
         with self.named(name):
             try:
                 os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
-            except PermissionError:  # a directory without permission to write takes its ".." along
+            except PermissionError:  # a move writes the moved directory's ".."
                 if not self.make_accessible(name):
                     raise
                 os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
@@ -152,7 +155,7 @@ class Directory:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[int]:
-        """A descriptor to read the directory's names with."""
+        """A descriptor for reading the directory's names."""
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             yield fd
@@ -161,7 +164,7 @@ class Directory:
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Make OSErrors name the whole path, since the system was given a part of it."""
+        """Make OSErrors name the whole path: the system sees only a part."""
         try:
             yield
         except OSError as error:
@@ -170,7 +173,7 @@ class Directory:
 
 
 def open_directory(path: Path, owners: frozenset[int], make_mode: int | None = None) -> Directory:
-    """Open the directory at an absolute path. With `make_mode`, create it if it is missing.
+    """Open the directory at an absolute path. With `make_mode`, create a missing directory.
 
     Links on the way are followed if they belong to root or to one of `owners`. Directories above
     are created with the user's umask.
@@ -234,9 +237,10 @@ def _link_target(here: Directory, name: str) -> str:
 
 
 def _may_be_root(here: Directory, link: os.stat_result) -> bool:
-    """Whether a link may belong to root outside of the user namespace, such as a container's.
+    """Whether a link may belong to root outside the user namespace, for example of a container.
 
-    There all unmapped users have the same id. So nobody else may write to the link's directory.
+    In a user namespace all unmapped users have one id. So nobody else may write to the link's
+    directory.
     """
     unnamed = int(Path("/proc/sys/kernel/overflowuid").read_text())
     all_named = "4294967295" in Path("/proc/self/uid_map").read_text().split()

@@ -1,7 +1,7 @@
 """Plans: functions from an operator's parameters to the kernels that its calls need.
 
-Plans are declared, because a spec file may call no other function. They are strict about types:
-an equal value of another type (1 for True) would make a key that no call looks for.
+Plans are declared, because a spec file may call only plans. Plans are strict about types: an equal
+value of another type (1 for True) would make a key that no call looks for.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
         def plan_scale(arch: str, *, dtype: str = "bfloat16", vector: int = 8):
             return [(SCALE, ScaleSpec(dtype, vector))]
 
-    Its arguments must be of the annotated types exactly: `1` is no `bool` and no `float`.
+    Arguments must have exactly the annotated types: `1` is no `bool` and no `float`.
 
     Args:
-        function: takes the architecture, and keyword parameters of TOML's types (bool, int, float,
-            str, lists of them) or None. It returns pairs of KernelDef and specialisation, and
-            raises NotImplementedError or ValueError for parameters that have no kernel.
+        function: a function of the architecture, and of keyword parameters of TOML's types (bool,
+            int, float, str, lists of them) or None. It returns pairs of KernelDef and
+            specialisation, and raises NotImplementedError or ValueError for parameters that have no
+            kernel.
 
     Raises:
-        TypeError: from a call of the plan: an argument has a wrong type, which the message names,
-            or the function does not return such pairs.
+        TypeError: raised by a call of the plan if an argument has a wrong type, which the message
+            names, or if the function does not return pairs of KernelDef and specialisation.
     """
     signature = inspect.signature(function)
     expected = functools.cache(lambda: _parameter_types(function))

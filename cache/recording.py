@@ -23,10 +23,10 @@ from .wire import NotPortable
 _Used = tuple[KernelDef, Any, str]
 
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 10.0  # for which `record`, and the end of the process, wait for the file's lock
-_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # then the kernel is recorded with a later one
+_PATIENCE_SECONDS = 10.0  # wait of `record`, and of the process's end, for the file's lock
+_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # then a later look-up records the kernel
 
-# The kernels that are not recorded yet, by file, and the files of which the last attempt failed.
+# Kernels not yet recorded, by file; and files for which the last attempt failed.
 _pending: dict[Path, list[_Used]] = {}
 _failing: set[Path] = set()
 _pending_lock = threading.Lock()
@@ -35,7 +35,7 @@ _pending_lock = threading.Lock()
 def _after_fork_in_child() -> None:
     global _pending_lock
     _pending_lock = threading.Lock()
-    _pending.clear()  # the parent records them
+    _pending.clear()  # the parent records these kernels
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -44,23 +44,23 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def record(path: str | os.PathLike[str] | None) -> None:
     """Record every kernel that this process has used or will use in a spec file.
 
-    The file gets a `[[kernel]]` table for each kernel that is not in it yet, when the kernel is
-    first loaded. What is in the file stays, so that several runs, or the ranks of one, may share a
-    file: `python -m cute_attn.cache build` and `cute_attn.warmup` take it like one written by hand.
-    `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a time,
-    the one given last. Kernels that run in the emulator are not recorded.
+    When a kernel is first loaded, the file gets a `[[kernel]]` table, unless it already has one for
+    the kernel. Existing tables stay, so that several runs, or the ranks of a run, may share a file.
+    `python -m cute_attn.cache build` and `cute_attn.warmup` take the file like a hand-written spec
+    file. `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a
+    time, the file given last. Kernels that run in the emulator are not recorded.
 
-    If the file cannot be written later on, there is one warning, and the kernels are recorded when
-    that is possible again.
+    If the file becomes unwritable, there is one warning; the kernels are recorded once it is
+    writable again.
 
     Args:
-        path: of the file, which is created if need be; None stops recording, except to the file
-            that `CUTE_ATTN_RECORD` names.
+        path: path of the file, which is created if missing; None stops recording, except to the
+            file that `CUTE_ATTN_RECORD` names.
 
     Raises:
         CacheError: the file cannot be written, is not a spec file, or another process has held its
             lock for 10 seconds.
-        TypeError: `path` is no path.
+        TypeError: `path` is neither a path nor None.
     """
     if path is None:
         settings.record_to(None)
@@ -77,10 +77,10 @@ def record(path: str | os.PathLike[str] | None) -> None:
 
 
 def record_use(path: Path, kernel: KernelDef, spec: Any, arch: str) -> None:
-    """Record a kernel that a look-up has loaded, and those that could not be recorded before.
+    """Record a kernel that a look-up has loaded, and earlier kernels that could not be recorded.
 
-    Raises nothing: if it fails, a warning says so, and the next kernel or the end of the process
-    tries again.
+    Raises nothing: a failure gives a warning, and the next kernel or the end of the process tries
+    again.
     """
     with _pending_lock:
         _pending.setdefault(path, []).append((kernel, spec, arch))
@@ -103,7 +103,7 @@ def _record_pending(path: Path, patience: float) -> CacheError | None:
         return error
     _failing.discard(path)
     recorded = set(map(id, waiting))
-    with _pending_lock:  # other threads may have added some, or have recorded the same
+    with _pending_lock:  # other threads may have added kernels, or recorded these
         _pending[path] = [used for used in _pending[path] if id(used) not in recorded]
     return None
 
@@ -120,10 +120,10 @@ atexit.register(_at_exit)
 
 
 def add(path: Path, used: Iterable[_Used], patience: float = _PATIENCE_SECONDS) -> None:
-    """Add the kernels to the file that are not in it yet.
+    """Add to the file the kernels that it does not have yet.
 
     Args:
-        path: of the file.
+        path: path of the file.
         used: the kernels: (kernel, specialisation, arch).
         patience: seconds to wait for the file's lock.
 
@@ -132,7 +132,7 @@ def add(path: Path, used: Iterable[_Used], patience: float = _PATIENCE_SECONDS) 
     """
     try:
         _check_regular(path)
-        # Non-blocking, since a pipe may have taken the file's place meanwhile.
+        # Non-blocking, since a pipe may have replaced the file.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
         with own_file(path, flags, 0o666) as fd:
             _lock(fd, path, patience)
@@ -168,7 +168,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _append(fd: int, data: bytes) -> None:
-    """Append all of `data`, or nothing if that fails: half a table would spoil the whole file."""
+    """Append all of `data`, or on failure nothing: half a table would spoil the whole file."""
     size = os.fstat(fd).st_size
     try:
         while data:

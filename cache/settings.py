@@ -14,7 +14,7 @@ from .errors import CacheError
 from .log import warn_once
 
 LAYOUT = "v1"
-"""Name of the directory in a cache directory that holds everything; it is the format's version."""
+"""Name of the directory, inside a cache directory, that holds everything: the format's version."""
 
 DEFAULT_MAX_BYTES = 5 * 2**30
 
@@ -26,28 +26,29 @@ def _working_directory() -> Path | None:
         return None
 
 
-_START = _working_directory()  # what relative paths in the environment refer to, also after a chdir
+_START = _working_directory()  # base of relative paths in the environment, also after a chdir
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def cache_directory() -> Path | None:
-    """`CUTE_ATTN_CACHE_DIR`, else the platform's; None if the user has no home directory."""
+    """`CUTE_ATTN_CACHE_DIR`, else the platform's cache directory; None if the user has no home
+    directory."""
     chosen = _named("CUTE_ATTN_CACHE_DIR")
     if chosen is not None:
         return chosen
-    import platformdirs  # takes 6 ms, so only if the variable is not set
+    import platformdirs  # the import takes 6 ms, so only without the variable
 
     try:
         default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
     except RuntimeError:  # neither HOME nor a passwd entry
         return None
-    return default if default.is_absolute() else None  # older versions: "~/.cache/cute_attn"
+    return default if default.is_absolute() else None  # older platformdirs: "~/.cache/cute_attn"
 
 
 def prebuilt_directories() -> list[Path]:
     """The directories in `CUTE_ATTN_PREBUILT`, in order of preference.
 
-    One that holds no kernels stays in the list, after one warning: it may be mounted later.
+    A directory without kernels stays in the list, after one warning: it may be mounted later.
     """
     paths = _prebuilt()
     for path in paths:
@@ -80,7 +81,8 @@ def named_runtime_library() -> Path | None:
 
 
 def for_children() -> dict[str, str]:
-    """The environment of a child process, in which the paths above are the same as here."""
+    """The environment of a child process, in which the paths above mean the same as in this
+    process."""
     names = ("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_RECORD", "CUTE_ATTN_RUNTIME_LIBRARY")
     paths = {name: str(path) for name in names if (path := _named(name))}
     return {**os.environ, **paths, "CUTE_ATTN_PREBUILT": os.pathsep.join(map(str, _prebuilt()))}
@@ -98,8 +100,8 @@ def _prebuilt() -> list[Path]:
 
 
 def absolute(text: str, start: Path | None = None) -> Path:
-    """A path as a shell in the directory `start` would read it: `~` is the home directory, if the
-    user has one. The default of `start` is the working directory."""
+    """The absolute form of a path, as a shell in the directory `start` reads it: `~` is the home
+    directory, if the user has one. `start` is by default the working directory."""
     path = Path(text)
     with contextlib.suppress(RuntimeError):
         path = path.expanduser()
@@ -107,7 +109,7 @@ def absolute(text: str, start: Path | None = None) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether path is a file; False if this user cannot see it."""
+    """Whether path is a file that this user can see."""
     return os.path.isfile(path)  # noqa: PTH113
 
 

@@ -1,4 +1,4 @@
-"""Reads spec files, which list the kernels that a server needs, to build or to warm them up.
+"""Reads spec files, which list the kernels of a server to build or to warm up.
 
     [[operator]]
     plan = "cute_attn.ops.lightning:plan_decode"
@@ -16,8 +16,8 @@ is for all architectures. The other keys are the plan's parameters.
     arch = "sm_90a"
     fields = { dtype = "bfloat16" }
 
-Such tables, which `record` writes, name one kernel each: the values of its KernelDef, and the class
-and the fields of its specialisation. `recorded_by` is the version of the kernel's package then.
+`record` writes such tables. Each names one kernel: the values of its KernelDef, and the class and
+the fields of its specialisation. `recorded_by` is the version of the kernel's package at the time.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
     """The kernels that a spec file lists for an architecture, with their specialisations.
 
     Args:
-        path: of the TOML file.
+        path: path of the TOML file.
         arch: such as `"sm_90a"`.
 
     Raises:
-        CacheError: the file cannot be read or lists nothing for `arch`, a plan fails, or a recorded
-            kernel is one of another version; the message names it.
+        CacheError: the file cannot be read or lists nothing for `arch`, a plan fails, or a kernel
+            was recorded by another version; the message names the plan or kernel.
         TypeError: `arch` is not a string.
         ValueError: `arch` is not of the form `sm_90a`.
         NotImplementedError: `arch` is older than compute capability 8.0.
@@ -63,8 +63,8 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The `[[operator]]` and `[[kernel]]` tables of a file. Raises CacheError if it is not a spec
-    file."""
+    """The `[[operator]]` and `[[kernel]]` tables of a file. Raises CacheError for a file that is no
+    spec file."""
     try:
         with path.open("rb") as file:
             text = decoded(file, path)
@@ -80,7 +80,8 @@ _LARGEST_FILE = 64 * 2**20
 
 
 def decoded(file: BinaryIO, path: Path) -> str:
-    """The text of a spec file. Raises CacheError if it is too long, as of a device, or no UTF-8."""
+    """The text of a spec file. Raises CacheError if the text is too long (a device) or not
+    UTF-8."""
     data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
         raise CacheError(f"{path} is longer than {_LARGEST_FILE} bytes: it is no spec file")
@@ -91,7 +92,7 @@ def decoded(file: BinaryIO, path: Path) -> str:
 
 
 def request_of(table: dict[str, Any]) -> dict[str, Any]:
-    """What a table asks for: all in it but the version that recorded it."""
+    """The request of a table: everything but the version that recorded the table."""
     return {key: value for key, value in table.items() if key != _RECORDED_BY}
 
 
@@ -123,7 +124,7 @@ def parse(text: str, path: Path) -> list[dict[str, Any]]:
     return found
 
 
-# The keys that each kind of table must have, and their form.
+# The keys that each kind of table must have, and the form of their values.
 _NEEDED = {
     "operator": {"plan": "package.module:function"},
     "kernel": {
@@ -136,7 +137,7 @@ _NEEDED = {
 
 
 def _architectures(table: dict[str, Any]) -> list[str]:
-    """The architectures that a table names; empty if it is for all."""
+    """The architectures that a table names; empty for a table for all architectures."""
     named = table.get("arch", [])
     return [named] if isinstance(named, str) else list(named)
 
@@ -150,7 +151,7 @@ class Plan(NamedTuple):
 
 
 def read_plan(path: str | os.PathLike[str], architectures: list[str]) -> Plan:
-    """`plan_for` the tables of a file. Raises CacheError also if it is not a spec file."""
+    """`plan_for` the tables of a file. Also raises CacheError for a file that is no spec file."""
     return plan_for(read_plans(Path(path)), architectures, str(path))
 
 
@@ -160,7 +161,7 @@ def plan_for(
     """Call the plans of the tables for each architecture. `where` is the file's name for messages.
 
     Raises CacheError if a plan cannot be imported, is not declared with `planner`, or does not take
-    the parameters; the message names it.
+    the parameters; the message names the plan.
     """
     requests: list[tuple[KernelDef, Any, str]] = []
     refusals: list[str] = []
@@ -193,7 +194,7 @@ def plan_for(
 
 
 def _others(tables: list[dict[str, Any]]) -> str:
-    """What else a file is for, as a clause."""
+    """A clause that says what else a file is for."""
     named = sorted({arch for table in tables for arch in _architectures(table)})
     return f", only for {', '.join(named)}: record or list what it needs" if named else ""
 
@@ -232,7 +233,7 @@ def kernel_table(kernel: KernelDef, spec: Any, arch: str) -> str:
 
 
 def _to_toml(value: Any) -> str:
-    """A value of a request as TOML, which has no None: it is ["none"]."""
+    """A value of a request as TOML. TOML has no None; ["none"] stands for it."""
     if value is None:
         return '["none"]'
     if isinstance(value, list | tuple):

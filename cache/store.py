@@ -6,11 +6,11 @@ Layout, below a root of mode 0700:
     v1/locks/           a lock file for each key being compiled, and one for eviction
     v1/staging/         entries being written or removed, each with a lock file
     v1/quarantine/      damaged entries
-    v1/ledger           the total size when it was last measured, and the sizes added since
+    v1/ledger           the total size at the last measurement, and the sizes added since
 
 An entry appears by one rename of a complete and synced directory, and disappears by one rename, so
-no reader ever sees half of it, not even on NFS. A killed process leaves files only in `staging`,
-from which nothing is loaded; they are removed when their lock is free.
+no reader ever sees half an entry, not even on NFS. A killed process leaves files only in `staging`,
+from which nothing is loaded; these files are removed when their lock is free.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _REMOVED = "removed"  # name of an entry in a staging directory that is being de
 
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
-_SILENT_WAIT_SECONDS = 10.0  # then a warning names the holder of the lock
-_LONGEST_WAIT_SECONDS = 600.0  # then compile without the lock: publication is atomic
+_SILENT_WAIT_SECONDS = 10.0  # after which a warning names the lock's holder
+_LONGEST_WAIT_SECONDS = 600.0  # after which to compile without the lock: publication is atomic
 _LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
 _TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # without locks, leftovers are recognised by age
 
-# The ledger is an estimate: a process killed after publishing an entry does not note it. So
+# The ledger is an estimate: a process killed after publishing an entry does not record its size. So
 # everything is measured again after this many entries.
 _ENTRIES_BETWEEN_COUNTS = 64
 _LARGEST_LEDGER = 64 * 2**10
-# Eviction goes a little below the limit, so that a full cache is not measured at each entry.
+# Eviction goes a little below the limit, so that a full cache is not measured for each new entry.
 _HEADROOM = 1 / 32
 
 
@@ -63,10 +63,10 @@ class Evicted(NamedTuple):
 
     Attributes:
         entries: number of entries removed.
-        bytes: bytes freed, including entries that other processes removed meanwhile.
+        bytes: bytes freed, including entries that other processes removed at the same time.
         in_use: number of entries that stay because a process has loaded them.
         remaining: bytes that the store takes afterwards.
-        problems: a message for each thing that could not be removed.
+        problems: a message for each file or directory that could not be removed.
     """
 
     entries: int = 0
@@ -80,8 +80,8 @@ class Contents(NamedTuple):
     """Result of `Store.contents`.
 
     Attributes:
-        digests: of all entries, sorted; the entries were not opened.
-        problems: a message for each thing that cannot be read or is no part of a cache.
+        digests: digests of all entries, sorted; the entries were not opened.
+        problems: a message for each file or directory that cannot be read or is no part of a cache.
     """
 
     digests: tuple[str, ...]
@@ -97,7 +97,7 @@ class _Removal(enum.Enum):
 
 
 class _Candidate(NamedTuple):
-    """An entry that may be evicted. They sort in the order of eviction."""
+    """An entry that may be evicted. Candidates sort in the order of eviction."""
 
     last_use: float
     digest: str
@@ -107,13 +107,14 @@ class _Candidate(NamedTuple):
 class Store:
     """The entries below one root directory.
 
-    Every access, also to delete, goes through descriptors of checked directories: see `ownership`.
-    So every method that touches the directory may raise RefusedEntry.
+    Every access, including deletion, goes through descriptors of checked directories: see
+    `ownership`. So every method that touches the directory may raise RefusedEntry.
 
     Args:
         root: the directory, an absolute path; created when the first entry is published.
-        read_only: whether it is a prebuilt directory, which may belong to root and is not changed.
-        public: whether every user may read its entries, as those of a prebuilt directory.
+        read_only: whether the root is a prebuilt directory, which may belong to root and is not
+            changed.
+        public: whether every user may read the entries, as in a prebuilt directory.
     """
 
     def __init__(self, root: Path, *, read_only: bool = False, public: bool = False) -> None:
@@ -132,7 +133,7 @@ class Store:
     # -- reading
 
     def open(self, digest: str) -> Entry | None:
-        """The entry of a key, or None if there is none.
+        """The entry of a key, or None if the store has no such entry.
 
         Raises DamagedEntry, RefusedEntry, or OSError if the directory cannot be read.
         """
@@ -158,7 +159,7 @@ class Store:
             return shard.directory(digest)
 
     def contents(self) -> Contents:
-        """List all entries without opening them, and everything that is no part of a cache.
+        """List all entries, without opening them, and everything that is no part of a cache.
 
         Raises nothing.
         """
@@ -186,7 +187,8 @@ class Store:
         return list(self.contents().digests)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every entry that can be opened. Each is closed when the next one is requested."""
+        """Yield every entry that can be opened. An entry is closed when the next entry is
+        requested."""
         for digest in self.digests():
             try:
                 entry = self.open(digest)
@@ -203,8 +205,8 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A temporary directory in `staging`, removed afterwards.
 
-        The path, for this process and its children, leads through a descriptor, so that it stays
-        valid if a directory above is renamed.
+        The path, for this process and its children, leads through a descriptor, and so stays valid
+        if a directory above is renamed.
 
         Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
@@ -223,9 +225,10 @@ class Store:
                 state = attempt.enter_context(self._lock_file(parent, f"{name}.lock"))
                 if state is not LockState.HELD_ELSEWHERE:
                     break
-                attempt.close()  # a sweep holds the lock file, and will delete it
+                attempt.close()  # a sweep holds the lock file and will delete the file
             stack.push(attempt)
-            # Locked before the directory exists, because one without a held lock is a leftover.
+            # Locked before the directory exists: a directory without a held lock counts as a
+            # leftover.
             directory = stack.enter_context(parent.make(name, 0o700))
             try:
                 yield directory
@@ -236,7 +239,7 @@ class Store:
                     parent.remove(f"{name}.lock")
 
     def check_writable(self) -> None:
-        """Write a file of the size of an entry, and remove it.
+        """Write a file of an entry's size, and remove it.
 
         Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
@@ -244,7 +247,7 @@ class Store:
             _write_synced(staging.at("probe"), bytes(_SIZE_OF_A_PROBE), self._file_mode)
 
     def publish(self, built: Built) -> Path:
-        """Write an entry, unless another process has published it meanwhile. Return its path.
+        """Write an entry, unless another process has just published it. Return its path.
 
         Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
@@ -267,7 +270,7 @@ class Store:
         return self.entry_path(digest)
 
     def _make_directory(self, name: str) -> Directory:
-        """Open a directory of the cache, created if it is missing."""
+        """Open a directory of the cache; create a missing one."""
         with (
             open_directory(self.root, self._owners, self._directory_mode) as root,
             root.make(LAYOUT, self._directory_mode) as base,
@@ -288,7 +291,7 @@ class Store:
 
     @contextlib.contextmanager
     def compiling(self, digest: str, published: Callable[[], bool]) -> Iterator[None]:
-        """Hold a key's lock, or wait for another process's lock until `published` returns True.
+        """Hold a key's lock, or wait for the process that holds it until `published` returns True.
 
         If the store cannot be written to, or locks do not work, nothing is held.
         """
@@ -321,13 +324,13 @@ class Store:
     def locked(self, digest: str) -> Iterator[bool]:
         """Hold a key's lock without waiting for it; False if another process holds it.
 
-        As `compiling`, True if the store cannot be written to or locks do not work.
+        True, as in `compiling`, if the store cannot be written to or locks do not work.
         """
         with contextlib.ExitStack() as held:
             yield self._take_compile_lock(digest, held)
 
     def _take_compile_lock(self, digest: str, held: contextlib.ExitStack) -> bool:
-        """Whether to go on: with the lock in `held`, or without one if locks do not work."""
+        """Whether to go on: with the lock in `held`, or without a lock if locks do not work."""
         attempt = contextlib.ExitStack()
         try:
             with self._make_directory(_LOCKS) as directory:
@@ -345,7 +348,7 @@ class Store:
         return True
 
     def _holder(self, name: str) -> str:
-        """Who holds the lock of a file in `locks`, in words."""
+        """The holder of a lock file in `locks`, in words."""
         with contextlib.suppress(OSError, CacheError, ValueError):
             with self._make_directory(_LOCKS) as directory:
                 fd = directory.file(name)
@@ -359,13 +362,14 @@ class Store:
     # -- cleaning up
 
     def quarantine(self, digest: str) -> str | None:
-        """Move an entry to the quarantine; return what was done, or None if it was gone already.
+        """Move an entry to the quarantine; return what was done, or None if the entry was already
+        gone.
 
-        If its shard is not a directory, that is moved instead. Anything that cannot be moved, such
-        as an entry in a lower layer of an overlay, is deleted.
+        If the entry's shard is not a directory, the shard is moved instead. Anything that cannot be
+        moved, such as an entry in a lower layer of an overlay, is deleted.
 
-        Call it while holding the key's lock, after finding the entry damaged under that lock.
-        Otherwise it may remove another process's new entry.
+        Call this while holding the key's lock, after finding the entry damaged under that lock.
+        Otherwise the call may remove another process's new entry.
         """
         with self._make_directory(_QUARANTINE) as quarantine, self._open_base() as base:
             try:
@@ -379,7 +383,7 @@ class Store:
                 return _put_aside(shard, digest, quarantine)
 
     def sweep(self) -> int:
-        """Remove what dead processes left in `staging`; return the number of things removed.
+        """Remove leftovers of dead processes in `staging`; return the number of leftovers removed.
 
         Raises RefusedEntry, and OSError if the directory cannot be read.
         """
@@ -409,7 +413,7 @@ class Store:
         return False
 
     def make_room(self, max_bytes: int, added: str) -> Evicted:
-        """Add the entry `added` to the ledger, and evict others if the store has grown too large.
+        """Add the entry `added` to the ledger, and evict other entries if the store is too large.
 
         While the ledger says that there is room, no entry is listed or measured.
         """
@@ -423,7 +427,7 @@ class Store:
             if _fits(base, max_bytes):
                 return Evicted()
             with self._evicting():
-                if _fits(base, max_bytes):  # another process has evicted meanwhile
+                if _fits(base, max_bytes):  # another process has just evicted
                     return Evicted()
                 self.sweep()
                 evicted = self._evict(base, max_bytes, int(max_bytes * (1 - _HEADROOM)), added)
@@ -440,10 +444,11 @@ class Store:
         return evicted
 
     def evict(self, max_bytes: int, keep: str = "") -> Evicted:
-        """Remove quarantined, then least recently used entries, until all fits in `max_bytes`.
+        """Remove quarantined, then least recently used entries, until the store fits in
+        `max_bytes`.
 
-        Entries that a process has loaded stay, and so does the entry `keep`. The size is that of
-        everything in the directory, in allocated bytes. Only one process evicts at a time.
+        The entry `keep` and entries that a process has loaded stay. The size counts everything in
+        the directory, in allocated bytes. Only one process evicts at a time.
         """
         try:
             base = self._open_base()
@@ -488,7 +493,7 @@ class Store:
     @contextlib.contextmanager
     def _lock_file(self, directory: Directory, name: str) -> Iterator[LockState]:
         """`try_lock_file` in a directory of the cache. The state is UNSUPPORTED if the file system
-        reports every lock as held."""
+        reports all locks as held."""
         with contextlib.ExitStack() as stack:
             with directory.named(name):
                 state = stack.enter_context(try_lock_file(name, directory.fd))
@@ -497,7 +502,7 @@ class Store:
             yield state
 
     def _locks_work(self, directory: Directory) -> bool:
-        """Whether a new file, which nobody else can have locked, can be locked. Tried once."""
+        """Whether a new file, which nobody else can have locked, can be locked; tried once."""
         if self._have_locks is None:
             name = f"probe-{os.urandom(8).hex()}"
             with directory.named(name), try_lock_file(name, directory.fd) as state:
@@ -513,13 +518,13 @@ class Store:
         candidates = _candidates(base, problems)
         total = sum(candidate.bytes for candidate in candidates)
         damaged = _sizes(base, _QUARANTINE)
-        staged = _sizes(base, _STAGING, own=False)  # without the empty directory of this eviction
+        staged = _sizes(base, _STAGING, own=False)  # not counting this eviction's empty directory
         total += sum(damaged.values()) + sum(staged.values())
         excess = total - down_to if total > max_bytes else 0
         freed = removed = in_use = 0
         if damaged and excess > 0:
             with noting(problems), base.directory(_QUARANTINE) as quarantine:
-                for name, size in damaged.items():  # kept only for whoever examines the damage
+                for name, size in damaged.items():  # kept only for examining the damage
                     if freed < excess:
                         with noting(problems):
                             quarantine.remove(name)
@@ -539,7 +544,8 @@ class Store:
         return Evicted(removed, freed, in_use, total - freed, tuple(problems))
 
     def remove(self, digest: str) -> bool:
-        """Delete an entry unless it is in use. Return whether this call did. Raises OSError."""
+        """Delete an entry unless it is in use. Return whether this call deleted it. Raises
+        OSError."""
         try:
             with self._open_base() as base:
                 return self._remove(base, digest) is _Removal.REMOVED
@@ -547,7 +553,8 @@ class Store:
             return False
 
     def _remove(self, base: Directory, digest: str) -> _Removal:
-        """Delete an entry, or a file in its place, unless it is in use. Raises OSError."""
+        """Delete an entry, or a file in place of one, unless the entry is in use. Raises
+        OSError."""
         with contextlib.ExitStack() as stack:
             try:
                 shard = stack.enter_context(base.directory(digest[:2]))
@@ -595,9 +602,9 @@ class Store:
         return problems
 
     def tidy(self) -> list[str]:
-        """Delete the quarantine, what dead processes left, and the locks that nobody holds.
+        """Delete the quarantine, leftovers of dead processes, and locks that nobody holds.
 
-        Returns a message for each thing that could not be removed.
+        Returns a message for each file or directory that could not be removed.
         """
         problems: list[str] = []
         try:
@@ -619,13 +626,13 @@ class Store:
                     with noting(problems):
                         _remove_free_lock(locks, name)
             for name in (_STAGING, _LOCKS):
-                with contextlib.suppress(OSError):  # not empty: in use
+                with contextlib.suppress(OSError):  # a directory that is not empty is in use
                     os.rmdir(name, dir_fd=base.fd)
         return problems
 
 
 def _sign(directory: Directory, name: str) -> None:
-    """Write this process's id and host name into a lock file, for the messages of those waiting."""
+    """Write this process's id and host name into a lock file, for messages of waiting processes."""
     with contextlib.suppress(OSError, CacheError):  # a full disk
         fd = directory.file(name, os.O_WRONLY | os.O_TRUNC)
         try:
@@ -668,7 +675,7 @@ def _sync_directory(directory: Directory) -> None:
 
 
 def _put_aside(parent: Directory, name: str, quarantine: Directory) -> str | None:
-    """Move `name` into the quarantine, or delete it if that fails; return what was done."""
+    """Move `name` into the quarantine, or if the move fails delete it; return what was done."""
     moved = f"{name}-{os.urandom(4).hex()}"
     try:
         parent.move(name, quarantine, moved)
@@ -681,14 +688,15 @@ def _put_aside(parent: Directory, name: str, quarantine: Directory) -> str | Non
 
 
 def _remove_in_place(shard: Directory, digest: str) -> None:
-    """Delete an entry that readers may see: `meta.json` first, since no entry is without it."""
+    """Delete an entry that readers may see: `meta.json` first, since it makes a directory an
+    entry."""
     with contextlib.suppress(OSError, CacheError), shard.directory(digest) as entry:
         entry.remove(META)
     shard.remove(digest)
 
 
 def _open_to_lock(shard: Directory, digest: str) -> int | None:
-    """A descriptor to lock an entry with; None if no process can have loaded the entry.
+    """A descriptor for locking an entry; None if no process can have loaded the entry.
 
     Raises FileNotFoundError if there is no entry.
     """
@@ -700,7 +708,7 @@ def _open_to_lock(shard: Directory, digest: str) -> int | None:
         return None
     with directory, contextlib.suppress(OSError, CacheError):
         try:
-            return directory.file(META, os.O_RDWR)  # NFS locks only what is open for writing
+            return directory.file(META, os.O_RDWR)  # NFS locks only files open for writing
         except PermissionError:
             return directory.file(META)
     return None
@@ -721,7 +729,7 @@ def _remove_free_lock(locks: Directory, name: str) -> None:
 def _allocated(
     parent_fd: int, name: str, depth: int = 8, own: bool = True
 ) -> tuple[int, os.stat_result | None]:
-    """The bytes that `name` takes with its contents, and the status of its file `uses`.
+    """The bytes of `name` and its contents, and the status of its file `uses`.
 
     Without `own`, only the contents are counted.
     """
@@ -733,7 +741,7 @@ def _allocated(
         try:
             with os.scandir(fd) as items:
                 for item in items:
-                    if item.name == _REMOVED:  # another process is about to free it
+                    if item.name == _REMOVED:  # another process is about to delete this directory
                         continue
                     if item.is_dir(follow_symlinks=False) and depth:
                         total += _allocated(fd, item.name, depth - 1)[0]
@@ -748,14 +756,15 @@ def _allocated(
 
 
 def _sizes(base: Directory, name: str, own: bool = True) -> dict[str, int]:
-    """The bytes of each thing in a directory; without `own`, only of its contents."""
+    """The bytes of each file and directory in a directory; without `own`, only of their
+    contents."""
     with contextlib.suppress(OSError, CacheError), base.directory(name) as directory:
         return {item: _allocated(directory.fd, item, own=own)[0] for item in directory.names()}
     return {}
 
 
 def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
-    """All entries, least recently used first; before them, files in the place of entries."""
+    """All entries, least recently used first. Files in place of entries come before all entries."""
     now = time.time()
     found: list[_Candidate] = []
     ahead: list[tuple[_Candidate, str]] = []
@@ -769,7 +778,8 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                     size, uses = _allocated(shard.fd, digest)
                     used = uses or status
                     moment = used.st_mtime if stat.S_ISDIR(status.st_mode) else 0.0
-                    # A time far in the future is made up if the inode's change time is not.
+                    # A time far in the future is wrong if the inode's change time is not in the
+                    # future.
                     made_up = moment > now + _TOLERATED_SKEW_SECONDS and used.st_ctime <= now
                     candidate = _Candidate(0.0 if made_up else moment, digest, size)
                     if candidate.last_use > now:
@@ -777,8 +787,8 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                         ahead.append((candidate, path))
                     else:
                         found.append(candidate)
-    # The clock has been set back since these were used. They get the current time, in their order;
-    # else they would count as the newest until the clock catches up.
+    # The clock has been set back since these entries were used. Such entries get the current time,
+    # in their order; otherwise they would count as the newest until the clock catches up.
     for i, (candidate, path) in enumerate(sorted(ahead)):
         moment = now + 1e-6 * i
         with contextlib.suppress(OSError):
@@ -791,12 +801,13 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
 
 
 def _start_ledger(base: Directory) -> None:
-    """Empty the ledger before measuring, so that entries published meanwhile are added to it."""
+    """Empty the ledger before measuring, so that entries published during the measurement are added
+    to it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with contextlib.suppress(OSError):
         try:
             os.close(base.file(_LEDGER, flags))
-        except CacheError:  # something else is in its place
+        except CacheError:  # another kind of file is in its place
             base.remove(_LEDGER)
             os.close(base.file(_LEDGER, flags))
 

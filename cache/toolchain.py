@@ -1,8 +1,8 @@
 """The versions that a compiled kernel depends on, found without importing the compiler.
 
-If the compiler is not installed (a server image with prebuilt kernels), its version is unknown and
-the key is *open*: an entry matches by all other fields. Loading then checks that the installed
-runtime library defines every symbol that the entry needs.
+Without the compiler (a server image with prebuilt kernels), its version is unknown and the key is
+*open*: an entry matches by all other fields. Loading then checks that the installed runtime library
+defines every symbol that the entry needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .ownership import open_directory
 
 RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
 
-# Environment variables of the DSL that change the code it emits, except for the architecture,
-# which is always given as an option.
+# Environment variables of the DSL that change its code, except the architecture's, which is always
+# given as an option.
 _CODE_CHANGING_VARIABLES = (
     "AUTO_M2S",
     "COMPILER_BACKEND",
@@ -41,15 +41,16 @@ _CODE_CHANGING_VARIABLES = (
 
 
 class RuntimeLibrary(NamedTuple):
-    """`libcute_dsl_runtime.so`, which every compiled kernel calls into."""
+    """`libcute_dsl_runtime.so`, which every compiled kernel calls."""
 
     path: Path
     cuda: str | None
-    """`"cu12"` or `"cu13"`, a component of the path; None if it has no such component."""
+    """`"cu12"` or `"cu13"`, a component of the path; None for a path without such a component."""
 
 
 def compile_options(kernel_options: str) -> str:
-    """A kernel's own options, followed by the DSL's environment variables that change its code."""
+    """A kernel's own options, followed by the DSL's environment variables that change the kernel's
+    code."""
     variables = (f"CUTE_DSL_{name}" for name in _CODE_CHANGING_VARIABLES)
     settings = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
     return " ".join([*kernel_options.split(), *settings])
@@ -66,13 +67,13 @@ def _installed_version(distribution: str) -> str | None:
 
 @functools.cache
 def dsl_version() -> str | None:
-    """The version of the installed compiler, or None if there is none."""
+    """The version of the installed compiler, or None if no compiler is installed."""
     return _installed_version("nvidia-cutlass-dsl")
 
 
 @functools.cache
 def runtime_version() -> str | None:
-    """The version of the runtime library, or None if no installed distribution tells it."""
+    """The version of the runtime library, or None if no installed distribution names it."""
     cuda = runtime_library().cuda
     version = _installed_version(f"nvidia-cutlass-dsl-libs-{cuda}") if cuda else None
     return version or dsl_version()
@@ -80,7 +81,7 @@ def runtime_version() -> str | None:
 
 @functools.cache
 def cuda_flavour() -> str | None:
-    """`"cu12"` or `"cu13"`: the toolkit that the compiler emits code with; None if unknown."""
+    """`"cu12"` or `"cu13"`: the compiler's CUDA toolkit; None if unknown."""
     flavours = _installed_flavours()
     if dsl_version() is not None and flavours:
         return _chosen_flavour(flavours)
@@ -92,7 +93,7 @@ def cuda_flavour() -> str | None:
 
 @functools.cache
 def tvm_ffi_abi() -> str:
-    """The version of the TVM-FFI ABI: its releases 0.1.x share one."""
+    """The version of the TVM-FFI ABI, which all releases 0.1.x share."""
     version = _installed_version("apache-tvm-ffi")
     if version is None:
         raise CacheError("apache-tvm-ffi is not installed: compiled kernels are called through it")
@@ -103,8 +104,8 @@ def tvm_ffi_abi() -> str:
 def host_platform() -> str:
     """Operating system, machine and C library: `"linux-x86_64-glibc"`.
 
-    The C library's version is left out because an object refers to no symbol of it, and the CPU
-    model because objects are compiled for the machine's baseline (see `compiler`).
+    The C library's version is left out because objects refer to none of its symbols. The CPU model
+    is left out because objects are compiled for the machine's baseline (see `compiler`).
     """
     libc = platform.libc_ver()[0] or "libc"
     return f"{sys.platform}-{platform.machine()}-{libc}"
@@ -113,8 +114,8 @@ def host_platform() -> str:
 def _installed_flavours() -> dict[int, Path]:
     """CUDA major version -> runtime library, for each installed wheel.
 
-    Of two of one version, as in an environment on top of another, it is the one that is first on
-    Python's path: the compiler is that one too.
+    Of two wheels with one CUDA version, as in an environment on top of another, Python's path
+    decides: the first wheel also has the compiler in use.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}
@@ -127,7 +128,8 @@ def _installed_flavours() -> dict[int, Path]:
 
 
 def _chosen_flavour(flavours: dict[int, Path]) -> str:
-    """The flavour that the DSL uses: the newest that the driver supports, or the newest of all."""
+    """The flavour that the DSL uses: the newest that the driver supports, or the newest
+    installed."""
     driver = _driver_cuda_major() if len(flavours) > 1 else None
     usable = [major for major in flavours if driver is None or major <= driver]
     return f"cu{max(usable or flavours)}"
@@ -144,7 +146,8 @@ def _driver_cuda_major() -> int | None:
 def runtime_library() -> RuntimeLibrary:
     """The runtime library: `CUTE_ATTN_RUNTIME_LIBRARY`, else the installed wheel's.
 
-    Raises CacheError if there is none, RefusedLibrary if others may write to the one that is named.
+    Raises CacheError if no library is found, RefusedLibrary if others may write to the named
+    library.
     """
     path = settings.named_runtime_library()
     if path is not None:
@@ -172,23 +175,24 @@ def runtime_library() -> RuntimeLibrary:
     try:
         _refuse_strangers(path)
     except RefusedEntry as refusal:
-        # Whoever can change the library can change the packages beside it, so refusing is no help.
+        # Anyone who can change the library can also change the packages beside it, so refusing the
+        # library does not help.
         warn_once(f"runtime {path}", "loaded all the same, as the Python around it: %s", refusal)
     return RuntimeLibrary(path, cuda)
 
 
 def _refuse_strangers(library: Path) -> None:
-    """Raise RefusedEntry if a library or its directory belongs to, or can be written by, others
-    than this user, root and the owner of the running Python.
+    """Raise RefusedEntry if anyone but this user, root and the running Python's owner owns or can
+    write to a library or its directory.
     """
     owners = frozenset({os.geteuid(), 0, Path(sys.prefix).stat().st_uid})
     library = Path(os.path.realpath(library))
     with contextlib.suppress(OSError), open_directory(library.parent, owners) as directory:
-        os.close(directory.file(library.name))  # an OSError is ignored: loading will report it
+        os.close(directory.file(library.name))  # loading will report an OSError
 
 
 def forget() -> None:
-    """Look again at the environment: for tests, and after installing a package."""
+    """Read the environment again: for tests, and after installing a package."""
     for function in (
         dsl_version,
         runtime_version,

@@ -28,7 +28,7 @@ _MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes about 1 GB
 
 
 class Failure(NamedTuple):
-    """A kernel that did not compile."""
+    """A kernel that failed to compile."""
 
     key: KeyDescription
     message: str
@@ -38,9 +38,9 @@ class WarmupReport(NamedTuple):
     """Result of `warmup`.
 
     Attributes:
-        kernels: number of different kernels requested.
+        kernels: number of distinct kernels requested.
         compiled: keys of the kernels that this call compiled.
-        found: number of kernels that were in memory or on disk already.
+        found: number of kernels that were already in memory or on disk.
         failures: the kernels that failed, each with its message.
         seconds: duration of the call.
         refusals: a message for each table of a spec file that gave no kernel.
@@ -79,24 +79,25 @@ def warmup(
     jobs: int | None = None,
     progress: bool | None = None,
 ) -> WarmupReport:
-    """Load a list of kernels; those that are not cached are first compiled in parallel.
+    """Load a list of kernels; kernels that are not cached are first compiled in parallel.
 
     Afterwards every kernel is in memory, and `cute_attn.cache.freeze` can be called.
 
     Args:
-        requests: pairs of kernel and specialisation, of which duplicates are dropped, or the path
-            of a spec file. If there is none, a warning says so.
+        requests: pairs of kernel and specialisation, or the path of a spec file. Duplicates are
+            dropped; an empty list gives a warning.
         arch: by default `cute_attn.cache.current_arch`.
-        jobs: how many processes compile at once; by default one per CPU, at most 16. With 1, or if
-            there is one kernel to compile, this process compiles.
-        progress: whether to show a progress bar on stderr; by default if that is a terminal.
+        jobs: number of processes that compile at once; by default one per CPU, at most 16. With 1
+            job, or 1 kernel to compile, this process compiles.
+        progress: whether to show a progress bar on stderr; by default if stderr is a terminal.
 
     Raises:
-        CompileError: at the end, if kernels failed, or if a table of the file has none for `arch`
-            or is one of another version; it names each, and has the attribute `report`.
+        CompileError: at the end, if kernels failed, or if a table of the file has no kernel for
+            `arch` or was recorded by another version. The message names each; the attribute
+            `report` has details.
         TypeError: as `cute_attn.cache.get`, or an argument has a wrong type.
         ValueError: `arch` is not of the form `sm_90a`, or `jobs` is less than 1.
-        CacheError: as `cute_attn.cache.get`; or the file cannot be read, or has no kernel for
+        CacheError: as `cute_attn.cache.get`; or the file cannot be read, or lists nothing for
             `arch`.
     """
     arch = check_arch(current_arch() if arch is None else arch)
@@ -113,7 +114,8 @@ def warmup(
     outcome = Outcome()
     if missing and places.store is not None:
         outcome = compile_all(missing, places.store, jobs=jobs, progress=progress)
-    # Load what the workers stored, and compile here what they could not store.
+    # Load the kernels that the workers stored; compile in this process the kernels that they could
+    # not store.
     failures = [
         Failure(key, jit.with_reasons(message, problems[key])) for key, message in outcome.failures
     ]
@@ -150,7 +152,7 @@ def warmup(
 def _requested(
     requests: Iterable[tuple[KernelDef, Any]] | str | os.PathLike[str], arch: str
 ) -> tuple[list[tuple[KernelDef, Any]], list[str]]:
-    """The pairs that are requested, and a message for each table of a file without a kernel."""
+    """The requested pairs, and a message for each table of a file that gives no kernel."""
     if isinstance(requests, str | os.PathLike):
         plan = read_plan(requests, [arch])
         if not plan.requests:
@@ -175,7 +177,7 @@ def check_jobs(jobs: int | None) -> None:
 
 
 def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
-    """The jobs for (kernel, specialisation, arch), each key once, in the order given."""
+    """The jobs for (kernel, specialisation, arch), each key once, in the given order."""
     jobs: dict[str, Job] = {}
     for kernel, spec, arch in requests:
         key = describe(kernel, spec, arch)
@@ -252,7 +254,7 @@ def _run_workers(
     store: Store,
     done: Callable[[Job, str | None], None],
 ) -> list[Job]:
-    """Compile in `number` processes; return the jobs left over if none of these can be started."""
+    """Compile in `number` processes; return the jobs left over if no process can be started."""
     pending: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)

@@ -20,7 +20,7 @@ END = "\n"
 
 
 class NotPortable(Exception):
-    """A class that another process could not import: defined in `__main__` or in a function."""
+    """A class that another process cannot import, because `__main__` or a function defines it."""
 
 
 def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
 def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
     """The inverse of `encode_request`; imports the module of the specialisation.
 
-    Raises TypeError if the class is no dataclass, has no such field, or has others without default.
+    Raises TypeError if the class is no dataclass, lacks a field of the request, or has further
+    fields without default.
     """
     cls = _find_class(request["class"])
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

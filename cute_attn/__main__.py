@@ -1,4 +1,4 @@
-"""The package's command line, `python -m cute_attn`: its version, environment and files.
+"""The command line `python -m cute_attn`: the package's version, environment and files.
 
 `python -m cute_attn.cache` looks after compiled kernels.
 """
@@ -21,7 +21,7 @@ from .settings import Settings, settings
 
 PACKAGE = Path(__file__).parent
 
-# Distributions that a fault may come from, besides those that reports of benchmarks name.
+# Distributions that may cause a fault, besides the distributions in reports of benchmarks.
 OTHERS = (
     "nvidia-cutlass-dsl-libs-cu12",
     "nvidia-cutlass-dsl-libs-cu13",
@@ -85,7 +85,7 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """(name, value) of all that `env` prints."""
+    """(name, value) of each line that `env` prints."""
     yield "cute_attn", f"{__version__}, {PACKAGE}"
     yield "commit", _said(lambda: environment.source_commit() or "not of a checkout")
     yield "Python", f"{platform.python_version()}, {sys.executable}"
@@ -111,7 +111,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _said(find: Callable[[], object]) -> str:
-    """What `find` returns, or why it does not: a broken part must not hide the others."""
+    """The result of `find`, or its error as text: a broken part must not hide the other parts."""
     try:
         return str(find())
     except Exception as error:
@@ -119,7 +119,8 @@ def _said(find: Callable[[], object]) -> str:
 
 
 def _part(name: str) -> Any:
-    """A module of this package, which can be missing: cute_attn.cache is before an install."""
+    """A module of this package, which may be missing: cute_attn.cache is missing before an
+    install."""
     return importlib.import_module(f".{name}", __package__)
 
 

@@ -31,7 +31,7 @@ class Emulation:
         self._loading = threading.Lock()
 
     def function(self, kernel: KernelDef, spec: Any) -> Callable[..., Any]:
-        """A kernel's function in the emulator, from the object and PTX that the cache holds."""
+        """A kernel's function in the emulator, made from the cache's object file and PTX."""
         key = kernel, spec
         if key not in self._functions:
             with self._loading:
@@ -76,9 +76,9 @@ def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Itera
             o = cute_attn.lightning_attn_decode(q, k, v, state, decay)
         print(emulator.report)
 
-    `CUTE_ATTN_EMULATE=1` does the same for a whole process. The context manager is in force only
-    in the thread or task that enters it. A thread started within is not affected, unless it runs
-    in a copy of the context, as with `asyncio.to_thread`:
+    `CUTE_ATTN_EMULATE=1` does the same for a whole process. The context manager is in force only in
+    the thread or task that enters it. A thread started inside it is not affected, unless the thread
+    runs in a copy of the context, as with `asyncio.to_thread`:
 
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(function,)).start()
@@ -92,8 +92,8 @@ def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Itera
         TypeError: arch is not a string, or emulator not an Emulator.
         ValueError: arch is not of the form "sm_90a".
         NotImplementedError: arch is older than "sm_80".
-        cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with,
-            or no pyelftools.
+        cute_attn.emulator.EmulatorUnavailable: no C compiler to build the emulator is installed, or
+            no pyelftools.
     """
     from .emulator import Emulator
 

@@ -1,8 +1,8 @@
 """The bridge between operators and compiled kernels: (kernel, Spec, arch) -> callable.
 
-Each family lists its kernels in its `table.py`. A KernelDef there holds the import path of a kernel
-class, so that the class, and with it the compiler, is imported only to compile. Device code does
-not depend on the cache, nor the cache on kernels.
+Each family lists its kernels in its `table.py`. A KernelDef in the table holds the import path of a
+kernel class, so that the class, and with it the compiler, is imported only to compile. Device code
+does not depend on the cache, nor the cache on kernels.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def num_sms(device: torch.device) -> int:
 
 
 def num_clusters(device: torch.device, size: int) -> int:
-    """How many clusters of `size` CTAs, each of which fills an SM, run at once on the device, or in
-    the emulator for CPU tensors; at least 1.
+    """The number of clusters that run at once on the device, or in the emulator for CPU tensors; at
+    least 1. A cluster has `size` CTAs, each of which fills an SM.
 
-    On a GPU there may be fewer than the SMs would hold, since a cluster is in one GPC.
+    A GPU may run fewer clusters than its SMs could hold, since a cluster lies in one GPC.
     """
     at_most = max(1, num_sms(device) // size)
     if device.type == "cpu" or size == 1:
@@ -90,7 +90,7 @@ _PROBE = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry probe(
 
 @functools.cache
 def _resident_clusters(device_index: int, size: int) -> int:
-    """The CUDA driver's answer, for a kernel that takes all of an SM's shared memory."""
+    """The CUDA driver's count of clusters, for a kernel that takes all of an SM's shared memory."""
 
     binding = driver.binding()
     optin = binding.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -104,7 +104,7 @@ def _resident_clusters(device_index: int, size: int) -> int:
     shape = attribute.value.clusterDim
     shape.x, shape.y, shape.z = size, 1, 1
     config.attrs, config.numAttrs = [attribute], 1
-    # torch makes its context current only with its first own call that needs it.
+    # torch makes its CUDA context current only at its first own call that needs the context.
     driver.ask("cuCtxPushCurrent", driver.ask("cuDevicePrimaryCtxRetain", device))
     try:
         module = driver.ask("cuModuleLoadData", _PROBE)
@@ -143,16 +143,17 @@ def warmup(
     Args:
         requests: (kernel, Spec) pairs, as the `plan_*` functions of `cute_attn.ops` return them, or
             the path of a TOML spec file such as those in `cute_attn/models`.
-        arch: "sm_90a", "sm_100a" ...; None is the current device's.
-        jobs: compilers to run at once; None is one for each core, at most 16.
+        arch: "sm_90a", "sm_100a" ...; None means the current device's.
+        jobs: number of compilers that run at once; None means one per core, at most 16.
         progress: show a progress bar; None shows one on a terminal.
 
     Raises:
-        cute_attn.cache.CompileError: kernels failed, or tables of the file have none for `arch` or
-            are those of another version; it names each, and all others are ready.
+        cute_attn.cache.CompileError: kernels failed, or tables of the file have no kernel for
+            `arch` or were recorded by another version. The message names each; all other kernels
+            are ready.
         cute_attn.cache.FrozenCacheMiss: a kernel is missing after `cute_attn.cache.freeze`.
         cute_attn.cache.CacheError: the file cannot be read, a plan in it fails, or it lists nothing
-            for `arch`; or there is neither a device nor `arch`.
+            for `arch`; or neither a device nor `arch` is given.
         ValueError: `arch` is not of the form "sm_90a", or `jobs` is less than 1.
     """
     return cache.warmup(requests, arch=arch, jobs=jobs, progress=progress)

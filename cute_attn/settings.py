@@ -14,14 +14,14 @@ _on_reload: list[Callable[[], None]] = []
 
 
 class Settings:
-    """The settings in force. Each is read from the environment at its first use.
+    """The settings in force. Each setting is read from the environment at its first use.
 
     Attributes:
-        scheduler: what `scheduler=None` means to the attention operators: "clc" with `FA_CLC=1`,
-            else "static".
+        scheduler: the meaning of `scheduler=None` in the attention operators: "clc" with
+            `FA_CLC=1`, else "static".
         kda_split: whether `chunk_kda` may split a few long sequences to fill the GPU; False with
             `CUTE_ATTN_KDA_SPLIT=0`.
-        workspace_bytes: the most bytes of a workspace that only makes a call faster;
+        workspace_bytes: upper limit of a workspace whose only use is to make a call faster;
             `CUTE_ATTN_WORKSPACE_MIB` in MiB.
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
 
@@ -73,8 +73,8 @@ def _switch(name: str) -> str:
 def reload_settings() -> Settings:
     """Read the environment again, and return the settings now in force.
 
-    Call it after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB` or
-    `CUTE_ATTN_EMULATE` in `os.environ` if an operator was called before.
+    Call this after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB` or
+    `CUTE_ATTN_EMULATE` in `os.environ`, if an operator was called before.
 
     Raises:
         ValueError: a variable has an invalid value; the message names it.
@@ -83,10 +83,10 @@ def reload_settings() -> Settings:
     for forget in _on_reload:
         forget()
     now = settings()
-    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid one raises here
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid value raises
     return now
 
 
 def on_reload(forget: Callable[[], None]) -> None:
-    """Call `forget`, which drops what was derived from the settings, at each reload."""
+    """Call `forget`, which drops values derived from the settings, at each reload."""
     _on_reload.append(forget)

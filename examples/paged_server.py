@@ -261,7 +261,7 @@ class Server:
 def logits_of(
     model: Model, request: Request, attention: Callable[..., tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Of the generated tokens, all at once."""
+    """The logits of the generated tokens, all at once."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q[None], k[None], v[None], causal=True)[0][0]

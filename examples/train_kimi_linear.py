@@ -146,7 +146,7 @@ def plain_attention(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor,
 
 
 def gradients(model: Model, tokens: Tensor, attention: Attention) -> list[Tensor]:
-    """Of the parameters that q, k, v, the gates and beta are made of."""
+    """The gradients of the parameters from which q, k, v, the gates and beta are computed."""
     model.zero_grad()
     with torch.autocast(tokens.device.type, DTYPE):
         model.loss(tokens, attention).backward()

@@ -89,7 +89,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Te
 
 
 def gradients(model: Model, tokens: Tensor, attention: Attention) -> Tensor:
-    """Of the layers' projections to q, k and v, as one vector."""
+    """The gradients of the layers' projections to q, k and v, as one vector."""
     model.zero_grad()
     with torch.autocast(tokens.device.type, torch.bfloat16):
         model.loss(tokens, attention).backward()

@@ -136,7 +136,7 @@ def test_urls_are_those_of_the_repository_that_builds(checkout: Path) -> None:
 
 
 def test_the_readme_of_a_release_has_no_relative_links(checkout: Path) -> None:
-    """It is shown where the package is offered, without the files around it."""
+    """The README is shown where the package is offered, without the files around it."""
     before = (checkout / "README.md").read_text()
     assert release.main(["urls", "https://code.example/someone/cute_attn"], checkout) == 0
     after = (checkout / "README.md").read_text()

@@ -234,6 +234,60 @@ def test_commits_with_a_long_subject_are_refused(length: int, refused: bool) -> 
     assert "at most 72 characters" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
+# ---- docstrings
+
+# Beginnings by which a docstring refers to a neighbour that its reader may not see.
+PRONOUNS = re.compile(r"(The same|Those|That of|As of)\b")
+
+# Folders whose docstrings are still to be mended.
+UNMENDED = ("cute_attn/bench/", "cute_attn/kernels/attention/", "cute_attn/ops/attention/")
+
+
+def beginnings_with_a_pronoun(source: str) -> list[tuple[int, str]]:
+    """Line and first line of each docstring, attributes' included, that begins with a pronoun."""
+    return [
+        (node.lineno, text.strip().partition("\n")[0])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(text := node.value.value, str) and PRONOUNS.match(text.strip())
+    ]
+
+
+def test_docstrings_name_their_subject() -> None:
+    """An editor or a page shows a docstring without the one before it."""
+    paths = {
+        path.relative_to(ROOT).as_posix(): path
+        for folder in ("cache", "cute_attn", "docs", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {"cache/jit.py", "cute_attn/launch.py", "tests/test_repository.py"} <= paths.keys()
+    found = [
+        f"{name}:{line}: {text}"
+        for name, path in sorted(paths.items())
+        if not name.startswith(UNMENDED)
+        for line, text in beginnings_with_a_pronoun(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "refused"),
+    [
+        ("The same for keys.", True),
+        ("Those of x.\n\nMore.", True),
+        ("\n    That of `wrap`.", True),
+        ("As of many sequences.", True),
+        ("The rows of x, in the same order as those of y.", False),
+        ("Thoseness.", False),
+    ],
+)
+def test_docstrings_that_begin_with_a_pronoun_are_found(docstring: str, refused: bool) -> None:
+    for source in ("{}", "def f():\n    {}", "class C:\n    x = 1\n    {}"):
+        before = source.partition("{}")[0].count("\n")
+        found = beginnings_with_a_pronoun(source.format(repr(docstring)))
+        assert [line for line, _ in found] == ([before + 1] if refused else [])
+
+
 # ---- rooms: which may import which (docs/design.md)
 
 # Where a family of kernels names them to the cache, which device code must know nothing of.

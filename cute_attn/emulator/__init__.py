@@ -1,4 +1,4 @@
-"""A functional emulator of compiled kernels: it runs their PTX without a GPU, and checks it.
+"""A functional emulator of compiled kernels: it runs and checks their PTX without a GPU.
 
     from cute_attn.emulator import Emulator
 
@@ -7,7 +7,7 @@
     function(q, k, v, o)                 # CPU torch tensors, changed in place
     print(emulator.report)
 
-docs/emulator.md describes what it models, what it checks, and how it was validated.
+docs/emulator.md describes what the emulator models and checks, and how it was validated.
 """
 
 from __future__ import annotations

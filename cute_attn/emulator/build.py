@@ -4,7 +4,8 @@
     <cache>/emulator/<digest>/engine.so        the library, by digest of its object files
 
 <cache> is the directory of `cute_attn.cache`: `CUTE_ATTN_CACHE_DIR`, else the user's cache
-directory. Every file is written elsewhere and renamed, so that it is complete once it exists.
+directory. Every file is written under another name and renamed, so that an existing file is
+complete.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ directory: Path | None = None
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
 _NATIVE = "-march=native"
 _KEPT = 4
-"""The cache keeps this many engines, and every build as new as the oldest of them."""
+"""The number of engines that the cache keeps; builds newer than the oldest of these are kept
+too."""
 _SETTLED_SECONDS = 24 * 60 * 60
-"""A build that was used within this time may still be in use, and is not evicted."""
+"""A build used within this time may still be in use, and is not evicted."""
 _TIMEOUT_SECONDS = 900
 
 
@@ -56,7 +58,7 @@ class Compiler(NamedTuple):
     command: tuple[str, ...]
     flags: tuple[str, ...]
     identity: str
-    """Its version, and the processor if `-march=native` is used."""
+    """The compiler's version, and the processor if `-march=native` is used."""
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -85,7 +87,7 @@ def compiler() -> Compiler:
     """`$CC`, or the first of cc, gcc and clang that compiles an empty file.
 
     Raises:
-        EmulatorUnavailable: there is none.
+        EmulatorUnavailable: no compiler is installed.
     """
     failures = []
     for text in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
@@ -144,9 +146,9 @@ _chosen_root: dict[None, Path] = {}
 
 
 def _root() -> Path:
-    """The directory of all builds: a temporary one if the cache cannot be written."""
+    """The directory of all builds: a temporary directory if the cache cannot be written."""
     root = _chosen_root.get(None)
-    # setdefault: concurrent threads all take the directory that the first one has chosen.
+    # setdefault: concurrent threads all take the first thread's directory.
     return root or _chosen_root.setdefault(None, _choose_root())
 
 
@@ -156,8 +158,8 @@ def _choose_root() -> Path:
     if root is not None:
         try:
             root.parent.parent.mkdir(parents=True, exist_ok=True)
-            # The kernel cache, too, refuses a directory that others can write to, and a umask of
-            # 002 would let the group.
+            # The kernel cache also refuses a directory that others can write to; with a umask of
+            # 002 the group could write.
             root.parent.mkdir(mode=0o700, exist_ok=True)
             root.mkdir(mode=0o700, exist_ok=True)
             if os.access(root, os.W_OK):
@@ -171,7 +173,7 @@ def _choose_root() -> Path:
 
 
 def _remove_if_of(process: int, scratch: str) -> None:
-    if os.getpid() == process:  # at the exit of a forked child the parent still needs it
+    if os.getpid() == process:  # a forked child must not remove the parent's
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -185,7 +187,8 @@ def _digest(*parts: bytes | str) -> str:
 
 
 def _make(target: Path, arguments: Sequence[str]) -> Path:
-    """Run the compiler to make `target`, unless it exists. Other processes may do so as well."""
+    """Run the compiler to make `target`, unless it exists. Other processes may do this at the same
+    time."""
     if target.exists():
         _check_ownership(target)
         return target
@@ -223,10 +226,10 @@ def _object_target(source: Path) -> Path:
 
 
 def object_file(source: Path) -> Path:
-    """The object file of a C source; the headers beside it count as part of it.
+    """The object file of a C source; the headers beside a source count as part of it.
 
     Raises:
-        EmulatorUnavailable: there is no compiler, or it fails.
+        EmulatorUnavailable: no compiler is installed, or the compiler fails.
     """
     made = _compile(source, _object_target(source))
     _used([made])
@@ -236,7 +239,7 @@ def object_file(source: Path) -> Path:
 def _compile(source: Path, target: Path) -> Path:
     there = target.exists()
     made = _make(target, [*compiler().flags, "-c", str(source)])
-    if not there and _object_target(source) != target:  # edited meanwhile: the digest is wrong
+    if not there and _object_target(source) != target:  # edited: the digest is wrong
         made.unlink(missing_ok=True)
         raise EmulatorUnavailable(f"{source}, or a header, has changed while it was compiled")
     return made
@@ -246,9 +249,9 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
     """Link object files into a shared library at `library`.
 
     Raises:
-        EmulatorUnavailable: there is no compiler, or it fails.
+        EmulatorUnavailable: no compiler is installed, or the compiler fails.
     """
-    # Symbols bind within the library: the real CUDA runtime may be loaded, with the same names.
+    # Symbols bind within the library: the real CUDA runtime, with equal names, may be loaded.
     return _make(library, ["-shared", "-Wl,-Bsymbolic", *flags, *map(str, inputs), "-lm"])
 
 
@@ -263,16 +266,16 @@ def _one_at_a_time() -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked in between has the descriptor too
         _locks.discard(fd)
         os.close(fd)
 
 
-_locks: set[int] = set()  # descriptors of threads that build
+_locks: set[int] = set()  # descriptors of building threads' locks
 
 
 def _after_fork() -> None:
-    """Close the locks of threads that did not come along into the forked process."""
+    """Close the locks of threads that do not exist in the forked process."""
     for fd in _locks:
         os.close(fd)
     _locks.clear()
@@ -282,11 +285,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _evict(library: Path) -> None:
-    """Drop builds that have not been used for a while, except those of the newest engines.
+    """Drop builds that have not been used for a while, except the newest engines' builds.
 
-    Times of use are those of the directories, which `_used` sets. A process that has loaded a
-    library keeps it, as its file stays until it is unmapped; one that is about to links again what
-    it does not find. Called with the lock held, so that nobody is building here.
+    `_used` records the time of use as the directory's time. A process that has loaded a library
+    keeps it: the file stays until it is unmapped. A process about to load a library that is gone
+    links it again. The caller holds the lock, so no other process is building.
     """
     builds = []
     for path in _root().iterdir():
@@ -311,7 +314,7 @@ def _used(paths: Iterable[Path]) -> None:
 
 
 def _announce(missing: int) -> None:
-    """Log why the call takes long; warnings show without any configuration of logging."""
+    """Log why the call takes long, as a warning: warnings show without configuring logging."""
     if missing:
         logger.warning(
             "compiling the emulator's engine (%d C files with %s), once for this machine: up to a "
@@ -322,10 +325,10 @@ def _announce(missing: int) -> None:
 
 
 def engine_library() -> Path:
-    """The engine as a shared library, built if it is not in the cache.
+    """The engine as a shared library; built if not in the cache.
 
     Raises:
-        EmulatorUnavailable: there is no compiler, or it fails.
+        EmulatorUnavailable: no compiler is installed, or the compiler fails.
     """
     sources = sorted(ENGINE.glob("*.c"), key=lambda path: -path.stat().st_size)
     targets = [_object_target(source) for source in sources]

@@ -1,4 +1,4 @@
-"""The cubins in an object file, and the registers that ptxas gave their kernels.
+"""The cubins in an object file, and the registers that ptxas gave the kernels.
 
 The cache has its own reader of .nv.info (`cache/cubin.py`, for an entry's record): the cache must
 work without the rest of the package, and the emulator without the cache.
@@ -14,9 +14,9 @@ EM_CUDA = 190  # machine of an ELF file that holds code for a GPU
 
 # Entries of .nv.info: format, attribute and two bytes, which are the value or its size.
 _HAS_SIZED_VALUE = 0x04
-_REGISTER_COUNT = 0x2F  # index of the kernel's symbol, registers
+_REGISTER_COUNT = 0x2F  # value: index of the kernel's symbol, registers
 _INSTRUCTION_BYTES = 16
-# The lowest 12 bits of USETMAXREG, which increases and decreases alike, on sm_90a to sm_120a.
+# The lowest 12 bits of USETMAXREG, whether it increases or decreases, on sm_90a to sm_120a.
 _OPCODE_BITS, _USETMAXREG = 0xFFF, 0x9C8
 
 
@@ -25,9 +25,9 @@ class RegisterUse:
     """The registers of a kernel in its machine code.
 
     Attributes:
-        registers: of a thread, at launch.
-        sets_registers: whether it has any USETMAXREG. ptxas drops all of them if it does not know
-            at compile time how many registers the kernel is launched with.
+        registers: registers per thread at launch.
+        sets_registers: whether the kernel has a USETMAXREG. ptxas drops all of them if the number
+            of registers at launch is unknown at compile time.
     """
 
     registers: int
@@ -35,7 +35,7 @@ class RegisterUse:
 
 
 def cubins(object_file: bytes) -> list[bytes]:
-    """The cubins, which are ELF files, in an object file of the compiler."""
+    """The cubins (ELF files) in an object file of the compiler."""
     found = []
     at = object_file.find(b"\x7fELF", 1)
     while at >= 0:

@@ -1,4 +1,5 @@
-"""The emulator: run a compiled function on CPU tensors, and see what its kernels do."""
+"""The emulator: run a compiled function on CPU tensors, and check and report what its kernels
+do."""
 
 from __future__ import annotations
 
@@ -43,19 +44,20 @@ class Emulator:
 
     Args:
         num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster are
-            resident even if there are fewer.
+            resident even if there are fewer SMs.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
             warps, and when each asynchronous operation reads and writes, by `seed`;
-            "adversarial" delays every asynchronous effect until no warp can run.
-        seed: of the random choices; the same seed gives the same run.
-        checks: "all", "none", or the names of some, as in `Emulator.CHECKS`.
+            "adversarial" delays each asynchronous effect until no warp can run.
+        seed: seed of the random choices; equal seeds give equal runs.
+        checks: "all", "none", or names of checks in `Emulator.CHECKS`.
         on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"
             them in the report. A deadlock always raises.
         numerics: "exact" accumulates matrix products as tensor cores do, bit for bit; "fast" uses
             plain float32. None: "fast" if `checks` is "none", else "exact".
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         traced: keep the events that `trace` writes.
-        progress: called now and then as progress(done, total) with numbers of clusters.
+        progress: function that is called from time to time with numbers of clusters, as
+            progress(done, total).
 
     Raises:
         ValueError: an argument has none of the values above.
@@ -107,16 +109,16 @@ class Emulator:
         """A function that runs `compiled` in this emulator.
 
         Args:
-            compiled: what `cute.compile` returned, with options "--enable-tvm-ffi --keep-ptx"; or
-                an entry of `cute_attn.cache`, or its directory.
-            names: of its barriers, buffers and warps.
+            compiled: the result of `cute.compile` with options "--enable-tvm-ffi --keep-ptx", or an
+                entry of `cute_attn.cache`, or the entry's directory.
+            names: names of the kernel's barriers, buffers and warps.
 
         Returns:
             The function, which takes CPU tensors in place of CUDA tensors.
 
         Raises:
-            ValueError: it was compiled without PTX, or the directory holds no entry.
-            UnsupportedInstruction: its PTX has an instruction that is not emulated.
+            ValueError: the function was compiled without PTX, or the directory holds no entry.
+            UnsupportedInstruction: the PTX has an instruction that is not emulated.
         """
         image, ptx, function = _parts(compiled)
         return self.load_object(image, ptx, function, names)
@@ -127,9 +129,9 @@ class Emulator:
         """Like `load`, for an object file.
 
         Args:
-            image: its bytes, as `export_to_c` writes them.
-            ptx: the PTX that it was compiled from.
-            function: its exported name.
+            image: the object file's bytes, as `export_to_c` writes them.
+            ptx: the PTX from which the object file was compiled.
+            function: the function's exported name.
             names: as for `load`.
 
         Returns:
@@ -145,15 +147,15 @@ class Emulator:
 
         Args:
             tensor: the tensor.
-            name: of the tensor, for reports.
+            name: the tensor's name, for reports.
         """
         self._exposed.append((name, tensor))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline so far, for Perfetto or chrome://tracing.
+        """Write the timeline of all calls so far, for Perfetto or chrome://tracing.
 
         Args:
-            path: of the JSON file.
+            path: path of the JSON file.
 
         Raises:
             ValueError: the Emulator was made without `traced=True`.
@@ -180,7 +182,7 @@ class Emulator:
 
     def _launch(self, program: Program, launch: Launch) -> None:
         parameters = _parameter_block(program, launch)
-        # Each launch makes other random choices, so that repeated calls find more.
+        # Each launch makes different random choices, so that repeated calls find more.
         self._machine.reseed(self._seed + len(self.report.launches))
         started = time.perf_counter()
         run = self._machine.launch(
@@ -256,16 +258,16 @@ class EmulatedFunction:
         """Run the function.
 
         Args:
-            arguments: those of the compiled function. CPU torch tensors stand for CUDA tensors, and
-                are changed in place.
+            arguments: the compiled function's arguments. CPU torch tensors stand for CUDA tensors,
+                and are changed in place.
 
         CUDA memory is aligned to 512 bytes, CPU memory to 64. If the host code refuses a tensor for
-        its alignment, the call runs on aligned copies, and what the kernels write is copied back.
+        its alignment, the call runs on aligned copies, and changed bytes are copied back.
 
         Raises:
             FindingsError: a check found an error, see `Emulator`.
             RuntimeError: called by `progress` of the same emulator, during a launch.
-            Exception: what the compiled host code raises on arguments that it does not take.
+            Exception: the compiled host code's exception for arguments that it does not take.
         """
         with self._emulator._machine.calls:
             launches = len(self._emulator.report.launches)
@@ -278,7 +280,7 @@ class EmulatedFunction:
                     raise
                 exposed = {t.untyped_storage().data_ptr() for _, t in self._emulator._exposed}
                 given = {t.untyped_storage().data_ptr() for _, t in tensors_in(arguments)}
-                if exposed & given:  # kernels have the tensor's address, so a copy would not do
+                if exposed & given:  # kernels have the tensor's address, so a copy does not help
                     raise
             with aligned_copies(arguments) as copies:
                 self._run(copies)
@@ -308,7 +310,7 @@ def _checks(checks: str | Iterable[str]) -> frozenset[str]:
 
 
 def _parts(compiled: Any) -> tuple[bytes, str, str]:
-    """The object file, its PTX, and the exported name of the function."""
+    """The object file, its PTX, and the function's exported name."""
     if isinstance(compiled, str | os.PathLike):
         directory = Path(compiled)
         missing = [name for name in (_OBJECT, _PTX) if not (directory / name).is_file()]

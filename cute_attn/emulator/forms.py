@@ -64,7 +64,7 @@ class _PatternReader:
         return "".join(parts)
 
     def _group(self, end: str) -> str:
-        """Alternatives up to `end`. If the first one has a dot, all do: `{.rn|rz}`."""
+        """Alternatives up to `end`. If the first alternative has a dot, all do: `{.rn|rz}`."""
         slot = len(self.slots)
         self.slots.append(())
         numbers, alternatives = [], []
@@ -100,7 +100,7 @@ class Token:
 
     @property
     def entries(self) -> int:
-        """The number of its entries in the packed instruction."""
+        """The number of the token's entries in the packed instruction."""
         return 2 if self.is_pair or self.kind == "T" else 1
 
 
@@ -120,7 +120,7 @@ def parse_signature(text: str) -> tuple[Token, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One instruction of the engine: a line in a table of a family file."""
+    """One form of the engine: a line in a table of a family's file."""
 
     index: int
     pattern: str
@@ -131,7 +131,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A form that matches an opcode, and the values of its modifiers."""
+    """A form that matches an opcode, with the values of the opcode's modifiers."""
 
     form: Form
     tokens: tuple[Token, ...]
@@ -140,7 +140,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The form chosen for an instruction, and which operand each token takes."""
+    """The form chosen for an instruction, and the operand that each token takes."""
 
     match: Match
     sources: tuple[int, ...]
@@ -159,7 +159,7 @@ _REGISTER_OF_WIDTH = {"32": "w", "64": "d", "128": "q"}
 
 
 def _scalar_cost(token: Token, shape: str) -> int | None:
-    """How badly a single operand fits a token: 0 is an exact fit, None means that it does not."""
+    """How badly a single operand fits a token: 0 is an exact fit, None no fit."""
     width = token.width
     if shape == "_":
         return 0 if token.kind == "d" else None
@@ -171,7 +171,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
         if shape == _REGISTER_OF_WIDTH[width]:
             return 0
         # A destination may be wider than the instruction, or (ld, cvt) narrower: the engine
-        # extends or truncates. A form of the same width is preferred.
+        # extends or truncates. A form of equal width is preferred.
         return 10 if {shape, _REGISTER_OF_WIDTH[width]} == {"w", "d"} else None
     if width == "p":
         return 0 if shape in "p!is" else None
@@ -185,7 +185,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
 
 
 def _cost(token: Token, shape: str) -> int | None:
-    """How badly an operand of this shape fits a token: 0 is exact, None means that it does not."""
+    """How badly an operand of this shape fits a token: 0 is an exact fit, None no fit."""
     match token.kind:
         case "a" | "T" | "L" | "F":
             return 0 if shape == token.kind else None
@@ -243,7 +243,7 @@ class _Candidate:
 
 @dataclass
 class FormTable:
-    """All forms of an engine, and the search for the one that fits an instruction."""
+    """All forms of an engine, and the search for the form that fits an instruction."""
 
     forms: Sequence[Form]
     _by_head: dict[str, list[_Candidate]] = field(init=False, repr=False, default_factory=dict)
@@ -290,7 +290,8 @@ class FormTable:
                 yield Match(candidate.form, candidate.tokens, modifiers)
 
     def plan(self, opcode: str, shapes: tuple[str, ...]) -> Plan:
-        """The first of the forms that fit an opcode with operands of these shapes best."""
+        """The best fitting form for an opcode with operands of these shapes; of several, the
+        first."""
         key = (opcode, shapes)
         found = self._plans.get(key)
         if found is None:

@@ -51,9 +51,9 @@ class HostFunction:
     """A compiled function whose launches go to `on_launch`.
 
     Args:
-        image: its object file, as `export_to_c` writes it.
-        name: its exported name.
-        on_launch: called for each launch; the call raises what it raises.
+        image: the function's object file, as `export_to_c` writes it.
+        name: the function's exported name.
+        on_launch: called for each launch; its exceptions are raised by the call.
         num_sms, capability: properties of the device that the host code sees.
     """
 
@@ -69,7 +69,7 @@ class HostFunction:
         import tvm_ffi  # loads the libtvm_ffi.so that the object needs
 
         self._on_launch = on_launch
-        self._errors: list[BaseException] = []  # of the launches of the call under way
+        self._errors: list[BaseException] = []  # exceptions of the current call's launches
         self._hook = _HOOK(self._launched)
         self._library = _link(image)
         self._library.emulator_set_hook(self._hook, num_sms, *capability)
@@ -99,7 +99,7 @@ class HostFunction:
 
     def __call__(self, *arguments: Any) -> None:
         self._errors.clear()
-        keep: list[_AsCuda] = []  # alive until the call is over: the host code has bare pointers
+        keep: list[_AsCuda] = []  # alive until the call ends: the host code has bare pointers
         given = [_as_device(argument, keep) for argument in arguments]
         try:
             self._function(*given)
@@ -117,7 +117,7 @@ def _link(image: bytes) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
         object_file = Path(scratch) / "function.o"
         object_file.write_bytes(image)
-        # The dynamic loader identifies a library by its file, hence a new name for each.
+        # The dynamic loader identifies a library by its file, so each library gets a new name.
         library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
         build.link(library, [object_file, build.object_file(_STAND_IN)])
         return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
@@ -167,7 +167,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 class _AsCuda:
-    """A CPU tensor that presents its memory, by DLPack, as that of a CUDA device."""
+    """A CPU tensor that presents its memory, by DLPack, as memory of a CUDA device."""
 
     def __init__(self, tensor: Any) -> None:
         name = str(tensor.dtype).removeprefix("torch.")
@@ -228,20 +228,20 @@ def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
     return found
 
 
-_ALIGNMENT = 512  # of what PyTorch allocates on a CUDA device
+_ALIGNMENT = 512  # of PyTorch's allocations on a CUDA device
 
 
 @contextlib.contextmanager
 def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The arguments, with tensors in copies that are aligned as on a CUDA device: each storage
-    begins at a multiple of 512 bytes.
+    """The arguments, with tensors copied and aligned as on a CUDA device: each storage begins at a
+    multiple of 512 bytes.
 
-    At the end only changed bytes are copied back, as those between the elements may belong to
+    At the end only changed bytes are copied back, since bytes between the elements may belong to
     other tensors. Tensors that overlap also overlap in the copies.
     """
     import torch
 
-    spans: dict[int, tuple[Any, int, int]] = {}  # address -> storage, its first and end byte
+    spans: dict[int, tuple[Any, int, int]] = {}  # address -> storage, first byte, end byte
     for _, tensor in tensors_in(arguments):
         if tensor.numel():
             storage, first, end = tensor.untyped_storage(), *_span(tensor)
@@ -265,7 +265,7 @@ def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the byte past its last."""
+    """A tensor's first byte in its storage, and the byte past its last byte."""
     first = tensor.storage_offset() * tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""The engine as a shared library: its C interface through ctypes, its enumerations, its forms."""
+"""The engine as a shared library: C interface through ctypes, enumerations, forms."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Engine:
-    """The library with typed functions, and its forms of instructions."""
+    """The library with typed functions, and the engine's forms of instructions."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
@@ -145,7 +145,7 @@ class Engine:
         assert _names(library.emu_special_register_name) == SPECIAL_REGISTERS
 
     def program(self, program: Program) -> int:
-        """The engine's copy of a program; it lives as long as the program."""
+        """The engine's copy of a program; the copy lives as long as the program."""
         handle = program.handles.get(self)
         if handle is None:
             handle = self.library.emu_program_new(
@@ -170,12 +170,12 @@ def _names(function: Callable[[int], bytes | None]) -> tuple[str, ...]:
 
 @functools.cache
 def engine() -> Engine:
-    """The engine, built if it is not in the cache.
+    """The engine; built if not in the cache.
 
     Raises:
         EmulatorUnavailable: there is no C compiler to build it with, or no pyelftools.
     """
-    _check_elf_reader()  # not after a build that takes a minute
+    _check_elf_reader()  # before a build that takes a minute
     return Engine(str(build.engine_library()))
 
 

@@ -50,8 +50,8 @@ _SPECIAL_NUMBERS = {name: number for number, name in enumerate(SPECIAL_REGISTERS
 
 _NO_OPERAND = bytes(OPERAND.size)
 
-# These instructions access registers after they have been issued, or the engine tracks their
-# registers one by one: their registers must not share words with others.
+# These instructions access registers after the issue, or the engine tracks their registers one by
+# one. Such registers must not share words with other registers.
 _ASYNCHRONOUS = ("wgmma", "tcgen05")
 
 _VECTOR_PARTS = {
@@ -105,11 +105,11 @@ class Value:
         self.negated = False
         self.register: Register | None = None
         self.immediate = 0
-        self.constant: Immediate | None = None  # as written: its type follows from the form
-        self.variable: Variable | None = None  # a .shared one, whose offset is not known yet
+        self.constant: Immediate | None = None  # as written; the form gives the type
+        self.variable: Variable | None = None  # a .shared variable, whose offset is not known yet
         self.label: tuple[_Frame, int] | None = None
         self.elements: tuple[Value, ...] = ()
-        self.parts: tuple[Value, ...] = ()  # of a pair or tensor address: its two entries
+        self.parts: tuple[Value, ...] = ()  # the two entries of a pair or tensor address
         self.record: bytes | None = None
         self.list_at = -1
 
@@ -172,8 +172,8 @@ def lower(
 ) -> Program:
     """The program of one kernel of a module; `kernel` may be omitted if there is only one.
 
-    `memory` holds the module's variables; kernels of one module share it. `registers` is how the
-    machine code uses registers, if that is known.
+    `memory` holds the module's variables; kernels of one module share it. `registers` is the
+    machine code's use of registers, if known.
     """
     function = module.kernel(kernel)
     return _Lowering(module, function, table, memory or ModuleMemory(module)).program(registers)
@@ -241,7 +241,7 @@ class _Lowering:
         )
 
     def _append_function(self, frame: _Frame) -> None:
-        """Append the instructions of a function. The hot loop of the lowering."""
+        """Append the instructions of a function. This is the hot loop of the lowering."""
         function = frame.function
         items = self.items
         table_plan = self.table.plan
@@ -280,8 +280,8 @@ class _Lowering:
     def _most_registers(self) -> int:
         """The most registers that a thread has at launch; 0 is no limit.
 
-        This is used only without machine code. The assembler gives a kernel no more registers than
-        its largest setmaxnreg.inc.
+        Used only without machine code. The assembler gives a kernel no more registers than its
+        largest setmaxnreg.inc.
         """
         limits = list(self.kernel.directive("maxnreg"))
         increases = [
@@ -319,7 +319,7 @@ class _Lowering:
     # -- names
 
     def _enter(self, frame: _Frame, scope: Scope) -> dict[Operand, Value]:
-        """Reserve memory for the variables of a scope and of those around it, once."""
+        """Reserve memory, once, for the variables of a scope and of the scopes around it."""
         for outer in scope.outwards():
             if outer in frame.values:
                 break
@@ -356,7 +356,8 @@ class _Lowering:
         return value
 
     def _named(self, frame: _Frame, scope: Scope, name: str) -> Value | None:
-        """A register, a vector register or an element of one; None for any other name."""
+        """A register, a vector register or an element of a vector register; None for any other
+        name."""
         found = scope.find_register(name)
         if found is not None:
             declared, kind = found
@@ -378,7 +379,7 @@ class _Lowering:
         return None
 
     def _value(self, frame: _Frame, scope: Scope, operand: Operand) -> Value:
-        """What an operand means in a scope. Equal operands share one object."""
+        """The meaning of an operand in a scope. Equal operands share one object."""
         cache = frame.values[scope]
         value = cache.get(operand)
         if value is None:

@@ -35,11 +35,11 @@ from .variables import ModuleMemory
 def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
     """The lowered kernels of a PTX text, by symbol. They share the module's variables.
 
-    Register counts come from the machine code in `object_file`, if there is any.
+    Register counts come from the machine code in `object_file`, if given.
 
     Raises:
         PtxError: the text cannot be parsed.
-        UnsupportedInstruction: it has an instruction that is not emulated.
+        UnsupportedInstruction: the PTX has an instruction that is not emulated.
     """
     module = parse(text)
     memory = ModuleMemory(module)
@@ -51,7 +51,7 @@ def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
 
 
 class Turn:
-    """A lock. A thread that takes it twice gets an error instead of a deadlock."""
+    """A lock. A thread that takes the lock twice gets an error instead of a deadlock."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -70,7 +70,7 @@ class Turn:
 
     @property
     def is_anothers(self) -> bool:
-        """Whether another thread holds it."""
+        """Whether another thread holds the lock."""
         return self._lock.locked() and self._owner != threading.get_ident()
 
 
@@ -79,15 +79,15 @@ class Run:
     """The results of a launch.
 
     Attributes:
-        stopped: it did not run to its end.
-        findings: of this launch.
+        stopped: whether the launch ended early.
+        findings: findings of this launch.
         by_opcode: warp-instructions executed, by opcode with its modifiers.
-        by_instruction: the same by number of the instruction in the program.
-        by_warp: the same by the warp's index in its CTA.
+        by_instruction: warp-instructions executed, by the instruction's number in the program.
+        by_warp: warp-instructions executed, by the warp's index in its CTA.
         counters: the engine's counters, by name.
         mma: kind, shape (m, n, k) and number of matrix instructions.
-        output: what the kernel printed.
-        events: of the trace, if the machine keeps one.
+        output: text that the kernel printed.
+        events: events of the trace, if the machine keeps a trace.
     """
 
     stopped: bool
@@ -107,20 +107,20 @@ class Run:
 
 
 class Machine:
-    """A machine of the engine: its options, and the memory that kernels may touch.
+    """A machine of the engine: options, and the memory that kernels may touch.
 
     Machines share no mutable state, so that each may run in its own thread. Launches of one
     machine wait for each other. A caller that sets regions and names before a launch holds `calls`.
 
     Args:
-        num_sms: how many CTAs are resident at a time.
+        num_sms: number of CTAs that are resident at a time.
         schedule: 0 fair, 1 random, 2 adversarial.
-        seed: of all random choices.
+        seed: seed of all random choices.
         checks: names from `CHECKS`.
-        numerics: of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.
+        numerics: arithmetic of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         tracing: keep the events of each launch.
-        max_findings: further findings are only counted.
+        max_findings: number of findings kept; further findings are only counted.
         slice: instructions that a warp runs before the next warp's turn.
     """
 
@@ -165,12 +165,12 @@ class Machine:
             self._library.emu_set(self._handle, name.encode(), value)
 
     def _forked(self) -> None:
-        """Called in a forked process, in which the other threads do not exist."""
+        """Reset the machine in a forked process, in which the other threads do not exist."""
         if self.calls.is_anothers:
             self.calls = Turn(self.calls.what)
         if self._launching.is_anothers:
             self._launching = Turn(self._launching.what)
-            self._finalizer.detach()  # its launch never ends here, so it is never freed
+            self._finalizer.detach()  # its launch never ends in this process
             self._make()
 
     def reseed(self, seed: int) -> None:
@@ -213,8 +213,8 @@ class Machine:
     ) -> Run:
         """Run a kernel to its end, or to an error after which it cannot go on.
 
-        `progress(done, total)` is called now and then with numbers of clusters; an exception of it
-        ends the launch and is raised here.
+        `progress(done, total)` is called from time to time with numbers of clusters; its exceptions
+        end the launch and are raised here.
 
         Raises:
             ValueError: the kernel was compiled for other sizes; a driver would refuse it as well.
@@ -372,7 +372,7 @@ def _three(sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _place(program: Program, instruction: int) -> tuple[int | None, str, str | None]:
-    """Line, text and source of an instruction, if there is one."""
+    """Line, text and source of an instruction, if the finding has one."""
     if instruction < 0:
         return None, "", None
     source = program.module.source(program.location(instruction))

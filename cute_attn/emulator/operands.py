@@ -25,7 +25,7 @@ class PtxError(ValueError):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operand:
-    """An operand as it is written. Equal texts share one object within the process."""
+    """An operand as written. Equal texts share one object within the process."""
 
     text: str
 

@@ -59,14 +59,14 @@ class Program:
     strings: tuple[str, ...]
     """Names of called functions (F operands)."""
     opcodes: tuple[str, ...]
-    """The distinct opcodes; `opcode_numbers` holds each instruction's index in them."""
+    """The distinct opcodes; `opcode_numbers` holds each instruction's index in this list."""
     opcode_numbers: tuple[int, ...]
     register_names: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     shared: dict[str, int]
-    """Offsets of the shared variables; the dynamic ones all begin at `static_shared`."""
+    """Offsets of the shared variables; all dynamic variables begin at `static_shared`."""
     handles: dict[object, int] = field(default_factory=dict, repr=False)
-    """The copies in each engine; see `library.Engine.program`."""
+    """Copies of the program, by engine; see `library.Engine.program`."""
 
     @property
     def static_shared(self) -> int:

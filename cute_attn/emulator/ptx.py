@@ -49,9 +49,9 @@ class Variable:
     element_bytes: int
     linkage: str = ""
     initialiser: str = ""
-    """As written, without the equals sign."""
+    """The initialiser as written, without the equals sign."""
     pointer: bool = False
-    """Declared `.ptr`."""
+    """Whether the parameter is declared `.ptr`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Scope:
         return None
 
     def outwards(self) -> Iterator[Scope]:
-        """This scope and those around it."""
+        """This scope and the scopes around it."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
@@ -367,7 +367,7 @@ class _Parser:
             self.result.functions[name] = function
 
     def _parameters(self) -> list[Variable]:
-        """The list up to the closing parenthesis; the opening one has been consumed."""
+        """The list up to the closing parenthesis; the opening parenthesis has been consumed."""
         inner = self.take(r"((?:[^()]|\([^()]*\))*)\)")[1]
         found = []
         for piece in split_operands(inner):
@@ -377,7 +377,7 @@ class _Parser:
     # -- function bodies
 
     def _body(self, function: Function) -> None:
-        """Everything up to the closing brace. The hot loop of the parser."""
+        """Everything up to the closing brace. This is the hot loop of the parser."""
         scope = function.scope = Scope(None)
         for variable in (*function.parameters, *function.returns):
             if variable.space == "reg":
@@ -506,7 +506,7 @@ def _parse_variables(text: str, linkage: str) -> list[Variable]:
         position = match.end()
         word = match[1]
         if word in ("global", "const", "shared", "local", "param", "reg", "tex"):
-            space = space or word  # a second one, after .ptr, is the space pointed to
+            space = space or word  # a second space, after .ptr, is the space pointed to
         elif word == "align":
             number = re.compile(r"\s*(\d+)").match(text, position)
             if number is None:

@@ -8,7 +8,7 @@ from .variables import align
 
 
 class Register:
-    """A register of the program: its place in the register file, and where it is live."""
+    """A register of the program: its place in the register file, and its live range."""
 
     __slots__ = ("bits", "first", "last", "name", "number", "offset", "region", "shared")
 
@@ -26,9 +26,9 @@ class Register:
         """Record an access by an instruction. Sources are recorded before destinations.
 
         Args:
-            index: of the instruction.
-            region: number of the stretch of instructions between two labels.
-            defines: whether it writes the register in all lanes that execute.
+            index: the instruction's index.
+            region: number of the region between two labels that holds the instruction.
+            defines: whether the instruction writes the register in all lanes that execute.
         """
         if self.first < 0:
             self.first, self.region = index, region
@@ -39,11 +39,11 @@ class Register:
 
 
 def place(registers: Iterable[Register]) -> int:
-    """Allocate the registers. Returns the words that a warp needs for them.
+    """Allocate the registers. Returns the number of words that a warp needs for its registers.
 
     Registers that are live only between two labels, and written before they are read, share words
-    with others of their width. Each register keeps its own number, by which the engine tracks in
-    which lanes it is defined.
+    with other registers of their width. Each register keeps its own number, by which the engine
+    tracks the lanes in which the register is defined.
     """
     births: dict[int, list[Register]] = {}
     deaths: dict[int, list[Register]] = {}
@@ -67,7 +67,7 @@ def place(registers: Iterable[Register]) -> int:
             else:
                 register.offset = words
                 words += size
-        for register in deaths.get(index, ()):  # its words are free from the next instruction on
+        for register in deaths.get(index, ()):  # the words are free from the next instruction on
             free[max(register.bits, 32)].append(register.offset)
     for register in predicates:
         register.offset = words

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the kernel does wrong.
+    """An error, or a note, that a check found in a kernel's run.
 
     Attributes:
-        check: which check found it, such as "race"; `CHECKS` lists them.
-        severity: "error", or "note" for what is wrong by the specification and yet works on
+        check: the check that found it, such as "race"; `CHECKS` lists all checks.
+        severity: "error", or "note" for code that is wrong by the specification but works on
             hardware as compiled today.
         message: what happened, in words.
         kernel: the kernel's symbol.
         line: the instruction's line in the PTX text.
-        ptx: that line itself.
-        source: "file:line" of the Python source, where the PTX has line information.
-        other_line: PTX line of the conflicting instruction, if there is one.
-        other_ptx: that line itself.
-        other_source: its "file:line" of the Python source.
-        cta: linear index of the CTA that executed it.
-        warp: index in the CTA of the warp that executed it.
+        ptx: the text of that line.
+        source: "file:line" of the Python source, if the PTX has line information.
+        other_line: PTX line of the conflicting instruction, if any.
+        other_ptx: the text of the conflicting instruction's line.
+        other_source: "file:line" of the conflicting instruction.
+        cta: linear index of the CTA that executed the instruction.
+        warp: index in the CTA of the warp that executed the instruction.
         count: occurrences of this finding at the same instruction.
     """
 
@@ -70,7 +70,7 @@ class FindingsError(RuntimeError):
         super().__init__(f"{len(errors)} findings:\n" + "\n".join(errors))
 
     def __reduce__(self) -> tuple[type[FindingsError], tuple[list[Finding]]]:
-        return type(self), (self.findings,)  # from another process, too
+        return type(self), (self.findings,)  # so that another process can raise it
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class LaunchRecord:
     """One launch.
 
     Attributes:
-        kernel: its symbol.
+        kernel: the kernel's symbol.
         grid: CTAs in x, y and z.
         block: threads of a CTA in x, y and z.
         cluster: CTAs of a cluster in x, y and z.
-        dynamic_shared: bytes.
+        dynamic_shared: bytes of dynamic shared memory.
         instructions: warp-instructions executed.
         seconds: wall time of the emulation.
     """
@@ -105,11 +105,12 @@ class Report:
         by_opcode: warp-instructions by opcode with its modifiers.
         by_warp: warp-instructions by the warp's index in its CTA, or its role's name.
         bytes: bytes moved, by path ("tma_load", "shared_store" ...).
-        mma: matrix instructions and their floating-point operations, by kind and shape:
+        mma: number of matrix instructions and of floating-point operations, by kind and shape:
             `mma["wgmma bf16 m64n128k16"] == (count, flops)`.
-        counters: the engine's other counters, such as shared-memory wavefronts and their ideal.
-        findings: as reported, each once per pair of instructions.
-        output: what the kernels printed.
+        counters: the engine's other counters, such as shared-memory wavefronts and their ideal
+            number.
+        findings: findings of all launches, each once per pair of instructions.
+        output: text that the kernels printed.
     """
 
     launches: list[LaunchRecord] = field(default_factory=list)
@@ -133,12 +134,14 @@ class Report:
 
     @property
     def bank_conflicts(self) -> float:
-        """Shared-memory wavefronts over the fewest that the same accesses can take; 1 is best."""
+        """Shared-memory wavefronts, divided by the fewest that these accesses can take; 1 is
+        best."""
         return self._over_ideal("shared_wavefronts")
 
     @property
     def uncoalesced(self) -> float:
-        """32-byte sectors of global memory touched, over the fewest for the same bytes."""
+        """32-byte sectors of global memory touched, divided by the fewest for these bytes; 1 is
+        best."""
         return self._over_ideal("global_sectors")
 
     def _over_ideal(self, name: str) -> float:

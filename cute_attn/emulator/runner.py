@@ -21,9 +21,9 @@ class Buffer:
 
     Attributes:
         array: a numpy array, torch tensor, bytearray or ctypes array.
-        initialised: False if the kernel has to write it before it reads it.
-        writable: False if the kernel may only read it.
-        name: of the memory in findings.
+        initialised: False if the kernel must write the memory before it reads it.
+        writable: False if the kernel may only read the memory.
+        name: the memory's name in findings.
     """
 
     array: Any
@@ -48,13 +48,13 @@ def run_ptx(
 
     Args:
         text: the PTX, or a parsed module.
-        kernel: its symbol; needed if the module has several kernels.
+        kernel: the kernel's symbol; needed if the module has several kernels.
         grid, block, cluster: sizes, as one to three numbers. Without `cluster` the size that the
             kernel requires.
         args: one for each parameter: integers, floats, bytes, or arrays (see `Buffer`), whose
             addresses are passed.
-        dynamic_shared: bytes.
-        machine: to run on; by default a new `Machine(**options)`.
+        dynamic_shared: bytes of dynamic shared memory.
+        machine: the machine to run on; by default a new `Machine(**options)`.
     """
     module = parse(text) if isinstance(text, str) else text
     program = lower(module, engine().forms, kernel)

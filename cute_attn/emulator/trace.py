@@ -23,8 +23,8 @@ class TraceEvent:
         kind: "wait", "async", "mma" or "instant".
         name: the label of the interval.
         cta, warp: the row.
-        start, end: in warp-instructions.
-        detail: shown when the interval is selected.
+        start, end: times in warp-instructions.
+        detail: text shown when the interval is selected.
     """
 
     kind: str

@@ -22,7 +22,7 @@ def align(value: int, alignment: int) -> int:
 class ModuleMemory:
     """The .global and .const variables of a module, in initialised memory of this process.
 
-    The memory lives as long as the module is loaded: a launch sees what earlier ones wrote.
+    The memory lives as long as the module is loaded: a launch sees the writes of earlier launches.
     """
 
     def __init__(self, module: Module) -> None:
@@ -55,7 +55,7 @@ class ModuleMemory:
         ctypes.memmove(self._addresses[variable.name], data, len(data))
 
     def regions(self) -> Iterator[tuple[int, int, str, bool]]:
-        """Address, bytes, name and whether it may be written, of every variable."""
+        """Address, bytes, name and writability of every variable."""
         for name, variable in self._variables.items():
             yield self._addresses[name], variable.bytes, name, variable.space == "global"
 
@@ -101,15 +101,16 @@ _INTEGERS_OF_16_BITS = ("b16", "u16", "s16")
 def immediate_bits(constant: Immediate, kind: str, bits: int) -> int:
     """A constant as 64 bits, for an instruction of type `kind` with operands of `bits` bits.
 
-    Integers are sign-extended, except 16-bit ones, which are zero-extended like all 16-bit values.
-    Floats are converted to the type of the instruction. As in the assembler, a 0f... constant of an
-    f64 instruction is not converted: its 32 bits become the lower half of the operand.
+    Integers are sign-extended, except 16-bit integers, which are zero-extended like all 16-bit
+    values. Floats are converted to the type of the instruction. As in the assembler, a 0f...
+    constant of an f64 instruction is not converted: its 32 bits become the lower half of the
+    operand.
     """
     value = constant.value
     if constant.kind == "int":
         assert isinstance(value, int)
         return value & (0xFFFF if kind in _INTEGERS_OF_16_BITS else MASK64)
-    if isinstance(value, int):  # the bits of a NaN
+    if isinstance(value, int):  # an int holds the bits of a NaN
         return _nan_bits(value, constant.kind, bits if kind.startswith("f") else None)
     if kind in ("f16", "bf16"):
         return _half_bits(value, kind)

@@ -6,9 +6,9 @@
     o, state = fla.ops.kda.chunk_kda(...)      # or a layer or model that calls it
 
 At each call flash-linear-attention asks its registered backends, in order of priority, whether they
-take it. A backend's verifier may decline with a reason; then the next backend is asked, and finally
-the library's own Triton kernels run. `fla.backends` logs the first call that is declined, and the
-first that is taken, at level info.
+take the call. A backend's verifier may decline with a reason; then the next backend is asked, and
+finally the library's own Triton kernels run. `fla.backends` logs, at level info, the first call
+that is declined and the first call that is taken.
 """
 
 from __future__ import annotations
@@ -42,34 +42,35 @@ NAME = "cute_attn"
 ENVIRONMENT_VARIABLE = "FLA_CUTE_ATTN"
 PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
 
-LN2_RECIPROCAL = 1.4426950408889634  # factor of G, for base 2
+LN2_RECIPROCAL = 1.4426950408889634  # converts G to base 2
 
 
 def register() -> None:
     """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
 
-    The backend takes calls of `chunk_kda`, with gradients and without, and calls without gradients
-    of `fused_recurrent_kda` and of `fused_recurrent_kda_fwd`, which servers call with states in
-    slots that are updated in place; speculative decoding and any number of value heads for a query
-    head (GVA) are included. Where it declines a `chunk_kda` that needs gradients, it still takes
-    stages of the forward, which the backward runs again: `kda_gate_chunk_cumsum`,
+    The backend takes calls of `chunk_kda`, with gradients and without. Without gradients it also
+    takes `fused_recurrent_kda` and `fused_recurrent_kda_fwd`, which servers call with states in
+    slots that are updated in place. Speculative decoding and any number of value heads per query
+    head (GVA) are included. If the backend declines a `chunk_kda` that needs gradients, it still
+    takes stages of the forward, which the backward runs again: `kda_gate_chunk_cumsum`,
     `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
-    It declines, with a reason in the log of `fla.backends`: context parallelism (`cp_context`),
-    head dimensions and dtypes without a kernel, gradients at a K without a kernel on the GPU's
-    architecture, chunks of 32, intermediate states of packed sequences without `cu_seqlens_cpu`, a
-    beta for each channel, a `scale` or `lower_bound` that is a tensor, a `lower_bound` that is not
-    negative, initial states of other dtypes than float32 and bfloat16 or of another number than
-    the sequences, in-place states of packed sequences, or that are not contiguous and aligned, and
-    gradients of the recurrent functions. Keywords that the library ignores are ignored.
+    The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
+    (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
+    on the GPU's architecture, chunks of 32, intermediate states of packed sequences without
+    `cu_seqlens_cpu`, a beta for each channel, a `scale` or `lower_bound` that is a tensor, a
+    `lower_bound` that is not negative, initial states of other dtypes than float32 and bfloat16 or
+    of another number than the sequences, in-place states of packed sequences, or that are not
+    contiguous and aligned, and gradients of the recurrent functions. Keywords that the library
+    ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0; and `chunk_kda` converts an initial state in bfloat16, which the library refuses.
 
-    The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; the gradient of a
-    call is computed by whoever computed the call.
-    FLA_DISABLE_BACKEND_DISPATCH=1 disables all backends if it is set before the import. This needs
-    flash-linear-attention 0.6 or later. Registering again changes nothing.
+    The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; a call that the
+    backend has taken keeps the backend's gradient. FLA_DISABLE_BACKEND_DISPATCH=1, set before the
+    import, disables all backends. The backend needs flash-linear-attention 0.6 or later.
+    Registering again changes nothing.
     """
     from fla.backends import BaseBackend
     from fla.backends import register as register_backend
@@ -119,8 +120,8 @@ _INTRA = (
 )  # fmt: skip
 _RECOMPUTE = ("k", "v", "beta", "A", "gk", "q", "cu_seqlens", "chunk_indices", "use_graph")
 
-# Arguments of `chunk_kda` that are passed on. use_graph and max_num_seqs are not: the kernels find
-# the chunks on the device anyway.
+# Arguments of `chunk_kda` that are passed on. use_graph and max_num_seqs are left out: the kernels
+# find the chunks on the device anyway.
 _HANDED_ON = (
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
@@ -150,7 +151,7 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _taken(given: Arguments, names: Iterable[str]) -> Arguments:
-    """The given arguments, as our operators take them. The library takes whatever is true or false
+    """The given arguments, converted for our operators. The library takes any true or false value
     for a flag, None included, and NumPy's numbers."""
     found = {name: given[name] for name in names if name in given}
     for name, x in found.items():
@@ -179,7 +180,7 @@ def _declines_dtypes_and_sizes(
     dtypes: tuple[str, ...] = DTYPES,
     head_dims: Mapping[str, tuple[int, ...]] = HEAD_DIMS,
 ) -> Reason:
-    """Why the dtypes or sizes of k, v, beta, g or gk, and q and A if given, have no kernel."""
+    """Why no kernel has the dtypes or sizes of k, v, beta, g or gk, and of q and A if given."""
     first = given["k"]
     if not runs_on(first.device):
         return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
@@ -206,14 +207,15 @@ def _declines_numbers(given: Arguments) -> Reason:
         if isinstance(given.get(name), Tensor):
             return f"{name} is a tensor, and {NAME} takes numbers"
     bound = given.get("lower_bound")
-    gated = given.get("use_gate_in_kernel") or "k" not in given  # the gate alone
+    gated = given.get("use_gate_in_kernel") or "k" not in given  # a call of the gate alone has no k
     if bound is not None and gated and not bound < 0:
         return f"lower_bound is {bound}, and {NAME} takes negative ones"
     return None
 
 
 def _declines_state(given: Arguments, dtypes: tuple[str, ...]) -> Reason:
-    """Why an initial state has no kernel: of one of these dtypes, for each sequence."""
+    """Why an initial state has no kernel. A state must have one of these dtypes; there must be a
+    state per sequence."""
     state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
     if state is None:
         return None
@@ -242,7 +244,7 @@ def _declines_gradients(given: Arguments) -> Reason:
 
 
 def _declines_gradients_of_chunk_kda(given: Arguments) -> Reason:
-    """Why a call that has kernels without gradients has none with them."""
+    """Why no kernel computes gradients for a call whose forward has kernels."""
     if not _needs_gradients(given):
         return None
     k, v = given["k"], given["v"]
@@ -380,8 +382,8 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     given = _named(_RECURRENT, args, kwargs)
     q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
     rest = _taken(given, _OF_BOTH_STEPS)
-    # What the library ignores: a wish for eigenvalues below 0 without the sigmoid, and parameters
-    # without the gate.
+    # The library ignores allow_neg_eigval without the sigmoid, and the gate's parameters without
+    # the gate.
     if not rest.get("use_beta_sigmoid_in_kernel"):
         rest["allow_neg_eigval"] = False
     if not rest.get("use_gate_in_kernel"):
@@ -389,7 +391,7 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     if not given.get("inplace_final_state", True):
         rest |= _taken(given, ("initial_state", "output_final_state", "cu_seqlens"))
         return fused_recurrent_kda(q, k, v, g, beta, **rest)
-    # The defaults of these two functions differ.
+    # `kda_decode` and the library's function have different defaults.
     activations = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
     for name in (*activations, "state_v_first"):
         rest.setdefault(name, False)
@@ -405,7 +407,7 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
         state,
         **rest,
         state_indices=indices,
-        # Without slots to choose from, the library ignores how many were accepted.
+        # Without indices of slots, the library ignores num_accepted_tokens.
         num_accepted_tokens=None if indices is None else given.get("num_accepted_tokens"),
         out=given.get("out"),
     )

@@ -14,10 +14,11 @@ padding:
 - `[batch, 1, 1, 1]` int32: the number of keys used (a static cache that is not full).
 - `[batch, 1, 1, 1 + queries + keys]` int32, with padding: the number of keys used, a permutation of
   the queries that moves padding to the front, and a permutation of the keys that moves padding to
-  the end. Permuted like this, the sequences end at the last query and start at the first key, as
-  the kernel requires. This costs a copy of k and v, but no wait for the GPU.
+  the end. After the permutation the sequences end at the last query and start at the first key, as
+  the kernel requires. The permutation costs a copy of k and v, but the host does not wait for the
+  GPU.
 
-It has four dimensions because transformers passes on such a mask unchanged.
+The mask has four dimensions because transformers passes on a four-dimensional mask unchanged.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ NAME = "cute_attn"
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
-    It supports inference and training of models whose attention layers have head_dim 64, 128 or 256
-    on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16, float16,
-    or float32 under autocast to one of them: causal and bidirectional attention, causal sliding
-    windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on either side or
-    in between. A sliding window counts tokens, not padding, as in FlashAttention; eager attention
-    differs if there is padding in between. With padding, k and v are copied in each layer, so a
-    batch without padding should come without a mask, as it does from `generate`.
+    Supported are inference and training of models whose attention layers have head_dim 64, 128 or
+    256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16,
+    float16, or float32 under autocast to either dtype. Masks may be causal, bidirectional, or
+    causal sliding windows; softcap, sinks, grouped heads, dynamic and static caches, and padding on
+    either side or in between work too. A sliding window counts tokens, not padding, as in
+    FlashAttention; eager attention differs if there is padding in between. With padding, k and v
+    are copied in each layer, so give a batch without padding no mask, as `generate` does.
 
     A model raises NotImplementedError if it needs dropout, attention weights as an output, other
     masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
     anything that `cute_attn.flash_attn_func` has no kernel for.
 
-    It needs transformers 5.16.1 or later.
+    The integration needs transformers 5.16.1 or later.
 
     Args:
         name: the value for `attn_implementation`.
@@ -75,7 +76,7 @@ def _mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """The mask for `_attention`; arguments are those of transformers' `sdpa_mask`.
+    """The mask for `_attention`; takes the arguments of transformers' `sdpa_mask`.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
@@ -108,15 +109,15 @@ def _mask(
 
 
 def _any_padding(attention_mask: Tensor) -> bool:
-    """Whether the mask may have padding. Only here the host waits for the device."""
+    """Whether the mask may have padding. The host waits for the device only here."""
     return torch.compiler.is_compiling() or not bool(attention_mask.all())
 
 
 def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
     """Raise NotImplementedError unless the mask is causal, full, or a causal sliding window.
 
-    transformers describes a mask by a function of positions. Its own functions are recognised by
-    their code and closures; a user's function could do anything.
+    transformers describes a mask by a function of positions. The library's own functions are
+    recognised by their code and closures; a user's function could do anything.
     """
     from transformers import masking_utils
 
@@ -169,7 +170,7 @@ def _attention(
     Args:
         query, key, value: `[batch, heads, tokens, head_dim]`.
         attention_mask: the result of `_mask`.
-        sliding_window: how many keys a query sees, including its own.
+        sliding_window: number of keys that a query sees, including its own.
         s_aux: the learnable sink.
     """
     _check_request(dropout, others)
@@ -204,8 +205,8 @@ def _attention(
 
 
 def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where autocast is on, in its dtype if any is float32: as of torch's own attention. Norms and
-    rotary embeddings leave float32 there."""
+    """q, k and v, converted to autocast's dtype if autocast is on and one of them is float32, as
+    torch's own attention does. Under autocast, norms and rotary embeddings return float32."""
     given = query, key, value
     device = query.device.type
     if torch.float32 in {x.dtype for x in given} and torch.is_autocast_enabled(device):

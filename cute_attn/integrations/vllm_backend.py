@@ -1,12 +1,12 @@
 """The attention backend that `vllm.register` names to vLLM; importing it needs vLLM.
 
 The KV cache of a layer is `[num_blocks, heads_k, block_size, 2 * head_size]`, vLLM's standard
-shape: a token's key beside its value. vLLM chooses the order of the other dimensions in memory. A
-block is a page of `flash_attn_varlen_func`, which reads keys and values in place.
+shape, with a token's key beside its value. vLLM chooses the order of the other dimensions in
+memory. A block is a page of `flash_attn_varlen_func`, which reads keys and values in place.
 
-Everything that changes from step to step is in tensors that only the device reads; numbers that
-the host gives (the longest query, the longest sequence) choose how the work is divided, and no
-result depends on them. So a CUDA graph of any batch may be replayed for another of its size.
+Everything that changes from step to step is in tensors that only the device reads. Numbers that the
+host gives (the longest query, the longest sequence) choose how the work is divided; no result
+depends on them. So a CUDA graph of a batch may be replayed for any batch of the same size.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ try:
 except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
-BLOCK_STEP = 16  # what block_size is a multiple of
-# The head sizes with a kernel, by the compute capability's major number.
+BLOCK_STEP = 16  # block_size is a multiple of 16
+# Head sizes that have a kernel, by the compute capability's major number.
 HEAD_SIZES = {9: (64, 128, 256), 10: (256,)}
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it chooses a backend."""
+    """The properties that vLLM asks for before it chooses a backend."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = False
@@ -82,8 +82,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The order of blocks, heads, tokens and content in memory, which is that of vLLM's layout,
-        NHD or HND: KV connectors copy blocks by the layout. Only some releases ask for this."""
+        """The order of blocks, heads, tokens and content in memory: vLLM's layout, NHD or HND, by
+        which KV connectors copy blocks. Only some releases of vLLM ask for the order."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         if include_num_layers_dimension:
@@ -108,8 +108,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_combination(cls, head_size: int, *others: Any, **named: Any) -> str | None:
-        """A reason against the combination; vLLM's releases differ in what is between the dtype of
-        the KV cache and the device's capability, which is last."""
+        """A reason against the combination. vLLM's releases pass different arguments between the KV
+        cache's dtype and the last argument, the device's capability."""
         capability = named.get("device_capability") or others[-1]
         sizes = HEAD_SIZES.get(capability.major, ())
         if sizes and head_size not in sizes:
@@ -125,16 +125,17 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
 @dataclass
 class CuteAttnMetadata:
-    """What a step hands to the attention of every layer.
+    """The metadata of a step, for the attention of every layer.
 
     Attributes:
-        num_actual_tokens: rows of the queries that count; those behind them pad a CUDA graph.
-        max_query_len, max_seq_len: of the batch; upper bounds.
-        query_start_loc: `[requests + 1]`: where a request's queries start.
-        seq_lens: `[requests]`: a request's keys, those of this step included.
+        num_actual_tokens: rows of queries that count; further rows are padding of a CUDA graph.
+        max_query_len, max_seq_len: upper bounds for the batch.
+        query_start_loc: `[requests + 1]`: the first row of each request's queries.
+        seq_lens: `[requests]`: number of each request's keys, including this step's keys.
         block_table: `[requests, max_blocks]`.
-        slot_mapping: where in the cache a token's key and value go; negative: nowhere.
-        causal: whether keys behind a query are masked.
+        slot_mapping: each token's slot in the cache for its key and value; a negative slot stores
+            nothing.
+        causal: whether keys after a query are masked.
     """
 
     num_actual_tokens: int
@@ -162,7 +163,8 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CuteAttnMetadata:
-        """`common_prefix_len` is not used: the prefix is in every request's blocks."""
+        """Make a step's metadata. `common_prefix_len` is not used: the prefix is in every request's
+        blocks."""
         given = common_attn_metadata
         if not isinstance(given.causal, bool):
             raise NotImplementedError(
@@ -174,7 +176,7 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             )
         return CuteAttnMetadata(
             num_actual_tokens=given.num_actual_tokens,
-            max_query_len=int(given.max_query_len),  # NumPy's in chunked local attention
+            max_query_len=int(given.max_query_len),  # a NumPy number in chunked local attention
             max_seq_len=int(given.max_seq_len),
             query_start_loc=given.query_start_loc,
             seq_lens=given.seq_lens,
@@ -254,8 +256,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of `query`, `[tokens, heads, head_size]`, to `output`, of that shape,
-        and return it. `key` and `value` are in the cache already."""
+        """Write the attention of `query`, `[tokens, heads, head_size]`, to `output`, of query's
+        shape, and return `output`. `key` and `value` are in the cache already."""
         if output is None:
             raise ValueError("output is None, must be a tensor: the backend accepts a buffer")
         if output_scale is not None or output_block_scale is not None:
@@ -293,7 +295,7 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         """Write keys and values, `[tokens, heads_k, head_size]`, to their slots."""
         if self.kv_sharing_target_layer_name is not None:
-            return  # another layer has written them
+            return  # another layer has written keys and values
         k, v = self.pages(kv_cache)
         if reshape_and_cache_flash is not None and key.is_cuda:
             reshape_and_cache_flash(
@@ -301,7 +303,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             )
             return
         block_size = k.shape[1]
-        # A token without a slot writes what there is already to block 0, which vLLM gives to none.
+        # A token without a slot rewrites the present contents of block 0, which vLLM gives to no
+        # request.
         slots = slot_mapping.clamp(min=0)
         where = slots // block_size, slots % block_size
         valid = (slot_mapping >= 0)[:, None, None]

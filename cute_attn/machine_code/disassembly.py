@@ -11,14 +11,14 @@ from pathlib import Path
 
 
 class DisassemblyError(RuntimeError):
-    """There is no nvdisasm, or it does not support the architecture."""
+    """nvdisasm is not installed, or does not support the architecture."""
 
 
 def find_nvdisasm() -> Path:
-    """The path of nvdisasm: $NVDISASM, on PATH, in a CUDA toolkit, nvidia-cuda-nvdisasm or triton.
+    """The path of nvdisasm: from $NVDISASM, PATH, a CUDA toolkit, nvidia-cuda-nvdisasm or triton.
 
     Raises:
-        DisassemblyError: there is none.
+        DisassemblyError: nvdisasm is not installed.
     """
     if (named := os.environ.get("NVDISASM")) and Path(named).is_file():
         return Path(named)
@@ -65,7 +65,7 @@ def disassemble(cubin: bytes, nvdisasm: Path) -> str:
 
 
 def version(nvdisasm: Path) -> str:
-    """The last line of what `nvdisasm --version` prints, which names its build."""
+    """The last line that `nvdisasm --version` prints, which names the build."""
     done = subprocess.run(
         [nvdisasm, "--version"], capture_output=True, text=True, timeout=30, check=False
     )

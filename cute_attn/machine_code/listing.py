@@ -4,7 +4,7 @@
     for loop in function.loops(): ...       # natural loops
     blocks = function.path(loop, gain)      # one path through a loop's body
 
-It parses only what the analysis of a loop body needs: operands stay text.
+Only what the analysis of a loop body needs is parsed: operands stay text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _TABLE = re.compile(r"BRANCH_TARGETS\s+([^\"]*)")
 _REGISTERS = re.compile(r"\.x(\d+)$")
 
-# Bits of the second 64-bit word: the clocks that the warp stalls after the instruction. They are
-# not documented by NVIDIA, but by arXiv:1804.06826, from Volta on.
+# Bits of the second 64-bit word: the clocks that the warp stalls after the instruction. NVIDIA does
+# not document these bits; arXiv:1804.06826 does, from Volta on.
 _STALL_SHIFT, _STALL_MASK = 41, 0xF
 
 
@@ -43,8 +43,8 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        predicate: such as "P0", "!UP1"; "" if there is none.
-        opcode: with its modifiers, such as "FADD2.RM".
+        predicate: such as "P0", "!UP1"; "" without a predicate.
+        opcode: opcode with modifiers, such as "FADD2.RM".
         stall: clocks until the warp's next instruction; None in a listing without encodings.
     """
 
@@ -61,7 +61,7 @@ class Instruction:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The labels that it may branch to."""
+        """The labels to which the instruction may branch."""
         if self.base == "BRX":
             table = _TABLE.search(self.operands)
             return tuple(re.findall(r"\.L\w+", table[1])) if table else ()
@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next instruction may follow it."""
+        """Whether execution may go on to the next instruction."""
         if self.predicate not in ("", "PT"):
             return True
         if self.base in ("EXIT", "RET", "BRX"):
@@ -84,7 +84,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """The registers of a lane that it moves: N of `.xN`, 2 for 64 bits, 4 for 128."""
+        """Registers per lane that the instruction moves: N of `.xN`, 2 for 64 bits, 4 for 128."""
         if match := _REGISTERS.search(self.opcode):
             return int(match[1])
         bits = {"64": 64, "128": 128}
@@ -100,11 +100,11 @@ class Loop:
 
 
 class Function:
-    """A kernel: its basic blocks in the order of the listing, block 0 the entry.
+    """A kernel's basic blocks, in the order of the listing; block 0 is the entry.
 
     Attributes:
-        blocks: the instructions of each.
-        successors: for each block the blocks that may follow it.
+        blocks: the instructions of each block.
+        successors: for each block, the blocks that may follow.
     """
 
     def __init__(self, name: str, instructions: list[Instruction], labels: dict[str, int]):
@@ -167,7 +167,7 @@ class Function:
 
     @cached_property
     def back_edges(self) -> list[tuple[int, int]]:
-        """(from, to) of the branches back to a block that dominates them."""
+        """(from, to) of each branch back to a block that dominates the branch."""
         return [
             (number, successor)
             for number, following in enumerate(self.successors)
@@ -176,7 +176,7 @@ class Function:
         ]
 
     def loops(self) -> list[Loop]:
-        """The natural loops, smallest first; loops with the same header are one."""
+        """The natural loops, smallest first; loops with a common header are one loop."""
         predecessors: list[list[int]] = [[] for _ in self.blocks]
         for number, following in enumerate(self.successors):
             for successor in following:
@@ -198,10 +198,10 @@ class Function:
         return [i for block in sorted(loop.blocks) for i in self.blocks[block]]
 
     def path(self, loop: Loop, gain: Callable[[Instruction], float]) -> list[int]:
-        """The blocks of one path from a loop's header back to it.
+        """The blocks of one path from a loop's header back to the header.
 
-        It is the path with the largest sum of `gain`, and among those the one with the fewest
-        instructions. It goes through an inner loop at most once.
+        The path has the largest sum of `gain`, and among such paths the fewest instructions. It
+        goes through an inner loop at most once.
         """
         back = set(self.back_edges)
         best: dict[int, tuple[float, float, list[int]] | None] = {}
@@ -238,8 +238,8 @@ class Function:
     def path_with(
         self, loop: Loop, counts: Callable[[Instruction], bool], total: int
     ) -> list[int] | None:
-        """The blocks of the path from a loop's header back to it that has the fewest instructions
-        among those with `total` instructions that count; None if there is no such path."""
+        """The blocks of the shortest path from a loop's header back to the header with exactly
+        `total` instructions that count; None if no path has so many."""
         back = set(self.back_edges)
 
         @functools.cache
@@ -265,7 +265,7 @@ def functions(text: str) -> list[Function]:
     """The functions of an nvdisasm listing.
 
     Raises:
-        ListingError: there is none, or one branches out of itself.
+        ListingError: the listing has no function, or a function branches out of itself.
     """
     found: list[Function] = []
     name = ""

@@ -1,4 +1,5 @@
-"""What a warp executes for a tile in the middle of a loop over tiles: no mask, no waiting."""
+"""Instructions that a warp executes for a tile in the middle of a loop over tiles: no mask, no
+waiting."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ MMAS = ("HMMA", "HGMMA")
 
 
 def middle_tile(cubin: bytes, through: Collection[str]) -> list[Instruction]:
-    """The instructions of the shortest way through the loop with the most MMAs that meets all MMAs,
-    and of the opcodes `through` as many as there are.
+    """The instructions of the shortest path through the loop with the most MMAs. The path includes
+    all of the loop's MMAs, and as many instructions of the opcodes `through` as any path.
 
     Raises:
-        DisassemblyError: there is no nvdisasm.
+        DisassemblyError: nvdisasm is not installed.
         ListingError: the code has several kernels, or no loop with an MMA.
     """
     (function,) = functions(disassemble(cubin, find_nvdisasm()))

@@ -1,8 +1,9 @@
 """The cost of a loop over tiles of scores on a Blackwell SM: instructions by kind, clocks by unit.
 
-A role's loop over tiles is recognised by the instructions in it. Counted are those on the path
-of a tile in the middle: no mask, no rescaling, no waiting. Their number divided by a unit's
-published rate is the clocks for which the unit is busy; the busiest unit bounds the kernel.
+A role's loop over tiles is recognised by its instructions. The model counts instructions on the
+path of a tile in the middle: no mask, no rescaling, no waiting. A unit's count divided by its
+published rate is the number of clocks for which the unit is busy; the busiest unit bounds the
+kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, field
 from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
-SCHEDULERS = 4  # of an SM: each issues one instruction per clock, for every fourth warp
-SQUARE = 128  # queries and keys, on a pair of SMs: what kernels with different tiles compare by
+SCHEDULERS = 4  # per SM; each issues one instruction per clock, for every fourth warp
+SQUARE = 128  # queries and keys, on a pair of SMs: a common unit for kernels with different tiles
 
 
 class AnalysisError(ValueError):
-    """A kernel whose loops are not as expected, so that a count could be wrong."""
+    """A kernel has unexpected loops, so that a count could be wrong."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Product:
     """A matrix product of a tile, made of MMAs that accumulate.
 
     Attributes:
-        mma: (M, N, K) of an MMA, of all CTAs that share it.
-        mmas: how many there are.
+        mma: (M, N, K) of an MMA, over all CTAs that share the MMA.
+        mmas: number of MMAs.
         a_in_tmem: whether the first operand is in tensor memory, rather than in shared memory.
     """
 
@@ -39,12 +40,13 @@ class Product:
     a_in_tmem: bool = False
 
     def flop(self, ctas: int) -> int:
-        """FLOP of one CTA."""
+        """FLOP of the product in one CTA."""
         m, n, k = self.mma
         return self.mmas * 2 * m * n * k // ctas
 
     def operand_bytes(self, ctas: int) -> int:
-        """Bytes that the MMAs read from the shared memory of one CTA: its parts of A and of B."""
+        """Bytes that the MMAs read from the shared memory of one CTA: the CTA's parts of A and
+        B."""
         m, n, k = self.mma
         return self.mmas * 2 * (n + (0 if self.a_in_tmem else m)) * k // ctas
 
@@ -54,12 +56,12 @@ class Role:
     """A warp role.
 
     Attributes:
-        warps: how many warps have it.
+        warps: number of warps with the role.
         owns: whether a loop with these instructions is the role's.
-        columns: of tensor memory that a warp reads for a tile; 0 if this does not tell the tiles of
-            the role's loop, but its loads or MMAs do.
-        broadcast: words that a warp reads from shared memory for a tile, in vectors of four words,
-            the same in all of its lanes: such a load takes a clock, others one for each 128 bytes.
+        columns: columns of tensor memory that a warp reads for a tile; 0 if the loop's loads or
+            MMAs give its number of tiles instead.
+        broadcast: words that a warp reads from shared memory for a tile in vectors of four words
+            that are equal in all lanes: such a load takes a clock, other loads one per 128 bytes.
     """
 
     warps: int
@@ -76,9 +78,10 @@ class Geometry:
         tile: (queries, keys) of a cluster.
         cluster: CTAs of a cluster.
         ctas: number of CTAs that share an MMA.
-        products: of the CTAs that share MMAs.
+        products: products of the CTAs that share MMAs.
         loads: TMA loads per tile.
-        filled_bytes: what other units and other CTAs write to the CTA's shared memory for a tile.
+        filled_bytes: bytes that other units and other CTAs write to the CTA's shared memory for a
+            tile.
     """
 
     tile: tuple[int, int]
@@ -92,12 +95,13 @@ class Geometry:
 
     @property
     def squares(self) -> float:
-        """How many tiles of 128 queries and 128 keys a pair of CTAs has of a cluster's tile."""
+        """Tiles of 128 queries by 128 keys in a pair of CTAs' part of a cluster's tile."""
         queries, keys = self.tile
         return queries * keys / SQUARE**2 / (self.cluster / 2)
 
     def tiles(self, seqlen: int, causal: bool) -> int:
-        """The tiles of a head with as many queries as keys in which a query sees a key."""
+        """The number of a head's tiles in which a query sees a key, with as many queries as
+        keys."""
         queries, keys = self.tile
         lasts = range(queries, seqlen + queries, queries)
         return sum(-(-(min(last, seqlen) if causal else seqlen) // keys) for last in lasts)
@@ -113,13 +117,13 @@ class Geometry:
         return sum(product.operand_bytes(self.ctas) for product in self.products)
 
     def mmas(self, a_in_tmem: bool) -> int:
-        """The MMAs of a tile with this kind of first operand."""
+        """Number of a tile's MMAs with this kind of first operand."""
         return sum(p.mmas for p in self.products if p.a_in_tmem == a_in_tmem)
 
 
 # -- kinds of instructions ------------------------------------------------------------------------
 
-# The kind is the first that matches. These are the columns of the table of counts.
+# An instruction's kind is the first that matches. The kinds are the columns of the table of counts.
 KINDS: dict[str, str] = {
     "mma": r"UTC\w*MMA",
     "mufu_ex2": r"MUFU\.EX2",
@@ -157,9 +161,9 @@ def kind(instruction: Instruction) -> str:
 #     for fp32 add, multiply and fma (a packed instruction has two of each lane), 64 for integer
 #     multiplication, comparison, minimum, logic, shifts and conversions.
 #   tensor memory: 57 bytes a clock for a warp of each of the four schedulers, as measured on a B300
-#     for tcgen05.ld .x16 (github.com/ademeure/QuickRunCUDA, "D7"); times 148 SMs that is what
-#     arXiv:2512.02189 gives as 16 TB/s for reading, if one warp of an SM did it, and that paper has
-#     half as much for writing. Its own text says "per SM", which no register file could take.
+#     for tcgen05.ld .x16 (github.com/ademeure/QuickRunCUDA, "D7"); times 148 SMs this is
+#     the 16 TB/s of arXiv:2512.02189 for reading, if one warp of an SM did it. For writing the
+# paper has half as much. The paper's text says "per SM", which no register file could take.
 MMA_FLOP = 8192
 MUFU_LANES = 16
 FP32_LANES = 128
@@ -193,8 +197,8 @@ class RoleCount:
 
     Attributes:
         kinds: instructions by kind.
-        opcodes: the same by opcode without modifiers.
-        tmem_read, tmem_written, shared: bytes that its own instructions move.
+        opcodes: instructions by opcode without modifiers.
+        tmem_read, tmem_written, shared: bytes that the warp's own instructions move.
         schedule: sum of the compiler's stall counts in clocks: the least time of a warp that has
             its scheduler to itself and never waits. 0 if the listing has no counts.
     """
@@ -213,7 +217,7 @@ class KernelCount:
     """Counts of a kernel's roles.
 
     Attributes:
-        rescale: the correction role for a tile that rescales O; None if it never does.
+        rescale: counts of the correction role for a tile that rescales O; None if no tile does.
         local_accesses: loads and stores of local memory anywhere in the kernel: spills or arrays.
     """
 
@@ -232,7 +236,7 @@ def _is_mma(instruction: Instruction) -> bool:
 
 
 def _hands_over(instructions: Iterable[Instruction]) -> bool:
-    """Whether they wait for another role or signal one, as they do in every tile."""
+    """Whether the instructions wait for another role or signal one, as in every tile."""
     return any(_is(i, "SYNCS", "BAR") for i in instructions)
 
 
@@ -291,7 +295,8 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
 
 
 def _way_of_mmas(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
-    """A loop within, over parts of a product, runs as often as the tile's MMAs require."""
+    """Counts of a tile in a loop of MMAs. An inner loop, over parts of a product, counts as often
+    as the tile's MMAs require."""
     blocks = function.path(loop, lambda i: float(_is_mma(i)))
     nested = _nested(function, loop, blocks)
     for tiles, times in itertools.product(range(1, 5), range(1, 9 if nested else 2)):
@@ -311,7 +316,7 @@ def _way_of_mmas(function: Function, loop: Loop, role: str, geometry: Geometry) 
 
 
 def _nested(function: Function, loop: Loop, blocks: Iterable[int]) -> list[int]:
-    """Those of the blocks that are in a loop within this one, but no wait for another role."""
+    """The blocks that are in an inner loop without a wait for another role."""
     inner = [
         other.blocks
         for other in function.loops()
@@ -385,7 +390,7 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
     A descriptor may be one of several constants, as long as the shape is the same in all of them.
 
     Returns:
-        Whether all descriptors are known; those that a kernel computes are not checked.
+        Whether all descriptors are known; descriptors that a kernel computes are not checked.
 
     Raises:
         AnalysisError: an MMA has a shape that no product of the geometry has.
@@ -429,23 +434,23 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
 
 
 def loads(body: list[Instruction]) -> bool:
-    """Whether TMA loads are in it."""
+    """Whether the loop has TMA loads."""
     return any(_is(i, "UTMALDG") for i in body)
 
 
 def multiplies(body: list[Instruction]) -> bool:
-    """Whether MMAs are in it."""
+    """Whether the loop has MMAs."""
     return any(_is_mma(i) for i in body)
 
 
 def exponentiates(body: list[Instruction], at_least: int = WARP) -> bool:
-    """Whether it reads tensor memory, and has so many exponentials on the SFU."""
+    """Whether the loop reads tensor memory, and has this many exponentials on the SFU."""
     found = sum(_is(i, "MUFU.EX2") for i in body)
     return found >= at_least and any(_is(i, "LDTM") for i in body)
 
 
 def rescales(body: list[Instruction]) -> bool:
-    """Whether it reads and writes tensor memory, without exponentials.
+    """Whether the loop reads and writes tensor memory, without exponentials.
 
     The forward's epilogue also reads O, but does not write it back.
     """
@@ -457,7 +462,7 @@ LOAD, MMA = Role(1, loads), Role(1, multiplies)
 KIB = 1024
 
 # Both forwards: clusters of two CTAs with 128 rows each, 128 keys at a time. A TMA box is 128 bytes
-# wide, so that half of the keys (K) come in four, and half of the columns (V) in two.
+# wide, so that half of the keys (K) come in four boxes, and half of the columns (V) in two boxes.
 HD256_FORWARD = Geometry(
     tile=(256, 128),
     cluster=2,
@@ -483,7 +488,7 @@ class Clocks:
     """Clocks for which each unit of an SM is busy with one tile.
 
     Attributes:
-        units: clocks by name. "warp: ROLE" is the time that a warp of the role takes by itself.
+        units: clocks by name. "warp: ROLE" is the time of a warp of the role alone.
         floor: clocks of the MMAs, a lower bound for every kernel.
     """
 
@@ -492,7 +497,7 @@ class Clocks:
 
     @property
     def order(self) -> list[str]:
-        """The units, busiest first; the MMA comes before equally busy units."""
+        """The units, busiest first; of equally busy units, the MMA comes first."""
         return sorted(self.units, key=lambda unit: (-self.units[unit], unit != "mma"))
 
     @property
@@ -560,7 +565,7 @@ class TileCost:
     """The cost of a tile in a kernel.
 
     Attributes:
-        clocks: of a tile after which O is not rescaled.
+        clocks: clocks of a tile after which O is not rescaled.
         rescaling: clocks of a tile after which O is rescaled.
         shapes_checked: whether the PTX confirms the shapes of all MMAs; else they are assumed.
     """
@@ -575,9 +580,9 @@ def tile_cost(listing: str, ptx: str, geometry: Geometry, kernel: str = "") -> T
     """The cost of a tile in a kernel.
 
     Args:
-        listing: of `nvdisasm -c -hex`.
-        ptx: of the kernel's module.
-        kernel: part of the kernel's name, if there are several in the listing and the module.
+        listing: output of `nvdisasm -c -hex`.
+        ptx: PTX of the kernel's module.
+        kernel: part of the kernel's name, if the listing and the module have several kernels.
 
     Raises:
         AnalysisError: the kernel does not match `geometry`.

@@ -18,7 +18,7 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"!?U?P(?:[0-9T]|R)")
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 
-# These set no register, even if their first operand is one.
+# These opcodes set no register, even if their first operand is a register.
 _SETS_NOTHING = frozenset(
     (
         "BAR", "BRA", "BRX", "BSSY", "BSYNC", "CCTL", "CCTLL", "DEPBAR", "ERRBAR", "EXIT",
@@ -51,10 +51,11 @@ def unset_reads(function: Function) -> list[UnsetRead]:
 
     A register that only some paths set, or that is set under a predicate, counts as set: code often
     reads such a register and discards the value. A copy is no read; its target is unset if its
-    source is. Of a wide operand only the first register is checked; predicate registers are not.
+    source is. Of a wide operand only the first register is checked; predicate registers are not
+    checked.
     """
     back = set(function.back_edges)
-    # Reachable block -> registers that some path to it sets.
+    # Reachable block -> registers that some path to the block sets.
     before: dict[int, frozenset[Register]] = {0: frozenset()}
     waiting = [0]
     while waiting:
@@ -79,13 +80,14 @@ def unset_reads(function: Function) -> list[UnsetRead]:
 
 
 def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
-    """Add what an instruction sets to `known`, and return the unset registers that it reads."""
+    """Add the registers that an instruction sets to `known`; return the unset registers that it
+    reads."""
     target, sources = _target_and_sources(instruction)
     read = [
         (kind, int(number))
         for source in sources
         for kind, number in _REGISTER.findall(source)
-        if not source.startswith("gdesc")  # four registers, of which the first two are unused
+        if not source.startswith("gdesc")  # the first two of its four registers are unused
     ]
     unset = [register for register in read if register not in known]
     if _is_copy(instruction):
@@ -93,7 +95,8 @@ def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
             known.discard(target)
             return []
     elif instruction.base in ("LOP3", "ULOP3", "PRMT", "UPRMT"):
-        # Code that collects flags sets a register bit by bit: its old value does not matter.
+        # Code that collects flags sets a register bit by bit: the register's old value does not
+        # matter.
         unset = [register for register in unset if register != target]
     if target is not None:
         kind, first = target
@@ -111,7 +114,7 @@ def _target_and_sources(instruction: Instruction) -> tuple[Register | None, list
     operands = _split(instruction.operands)
     if instruction.base in _SETS_NOTHING or instruction.base.endswith("SETP"):
         return None, operands
-    # The first result of some, such as SHFL, is a predicate.
+    # The first result of some opcodes, such as SHFL, is a predicate.
     place = next((n for n, x in enumerate(operands) if not _PREDICATE.fullmatch(x)), None)
     if place is None:
         return None, operands

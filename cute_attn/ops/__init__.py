@@ -10,14 +10,14 @@ from ..families import FAMILIES
 def register_operators() -> None:
     """Define all `torch.ops.cute_attn.*`, which an exported program refers to by name.
 
-    A process that loads such a program (`torch.export.load`) need not use any of this package's
-    functions, each of which defines what it needs when it is first named.
+    This package's functions define their operators on first use. A process that loads an exported
+    program (`torch.export.load`) may use none of the functions, and calls this instead.
 
         cute_attn.register_operators()
         program = torch.export.load(path)
 
-    It takes as long as importing these functions, and loads neither the compiler nor a kernel.
-    Calling it again changes nothing.
+    The call takes as long as importing all functions, and loads neither the compiler nor a kernel.
+    A second call changes nothing.
     """
     for family in FAMILIES:
         importlib.import_module(family.operators)

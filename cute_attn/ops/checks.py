@@ -1,6 +1,6 @@
 """Checks of arguments that all operators share: tensors, dtypes, strides, numbers and flags.
 
-Nothing here reads device memory, and all of it works on fake tensors, except `check_state_address`.
+No check reads device memory, and all checks but `check_state_address` work on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
-_BATCHED = torch._C._dispatch_key_parse("Batched")  # by the vmap before that of torch.func
+_BATCHED = torch._C._dispatch_key_parse("Batched")  # of vmap before torch.func
 _unpack_dual = forward_ad.unpack_dual
 
 
@@ -32,14 +32,14 @@ _unpack_dual = forward_ad.unpack_dual
 
 
 def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that are not None, after checking that kernels can read them.
+    """Return the tensors that are not None; raise an exception if kernels cannot read one.
 
     Raises:
-        TypeError: one is no tensor, or its layout is not strided.
-        ValueError: one is on another device than the first, is a negated or conjugated view, or has
-            no memory.
-        NotImplementedError: one comes from a transform of torch.func, is a batch of gradients, or
-            has a tangent.
+        TypeError: an argument is no tensor, or has a layout that is not strided.
+        ValueError: a tensor is on another device than the first tensor, is a negated or conjugated
+            view, or has no memory.
+        NotImplementedError: a tensor comes from a transform of torch.func, is a batch of gradients,
+            or has a tangent.
     """
     given = required | {name: x for name, x in optional.items() if x is not None}
     first, reference = next(iter(required.items()))
@@ -55,7 +55,7 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise the exceptions of `check_tensors` for x, except those for its device and memory."""
+    """Raise the exceptions of `check_tensors` for x, except for its device and memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_transforms(**{name: x})
@@ -112,15 +112,15 @@ def check_dtypes_are(given: dict[str, Tensor], names: Sequence[str], dtype: torc
 
 
 def check_int32(given: dict[str, Tensor], names: Sequence[str]) -> None:
-    """Check the dtype of lengths and indices. uint32 is taken for int32, in place: compiled host
-    code does not tell them apart, so a warm call could not refuse it."""
+    """Check the dtype of lengths and indices. uint32 is reinterpreted as int32: compiled host code
+    does not tell the two apart, so a warm call could not refuse uint32."""
     for name in names:
         if name in given and given[name].dtype not in (torch.int32, torch.uint32):
             raise TypeError(f"{name} has dtype {given[name].dtype}, must be {torch.int32}")
 
 
 def check_shapes(given: dict[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
-    """Check the shapes of those tensors that are given."""
+    """Check the shapes of the tensors that are given."""
     for name, shape in expected.items():
         if name in given and tuple(given[name].shape) != tuple(shape):
             raise ValueError(f"{name} has shape {list(given[name].shape)}, must be {list(shape)}")
@@ -141,7 +141,7 @@ def check_contiguous(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 
 def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for an expanded tensor: these are written."""
+    """Raise ValueError if a tensor that the operator writes is expanded."""
     for name in names:
         if name in given and any(
             stride == 0 and size > 1
@@ -170,8 +170,8 @@ def check_state_address(state: Tensor, vector_bytes: int, name: str = "state") -
 
 
 def exceeds(size: Any, most: int) -> bool:
-    """Whether a size is more than `most`. A symbolic one is not: a graph would be guarded by the
-    limit, and the call with numbers is checked like any other."""
+    """Whether a size is more than `most`; False for a symbolic size. A comparison would make a
+    guard in the graph, and the call with numbers is checked anyway."""
     return isinstance(size, int) and size > most
 
 
@@ -188,7 +188,8 @@ def check_flags(**flags: Any) -> None:
 
 
 def require_flags(*flags: Any) -> None:
-    """Raise TypeError unless each is a flag. `check_flags` names the one that is not."""
+    """Raise TypeError unless each value is a flag. `check_flags` raises an error that names the
+    argument."""
     for value in flags:
         if not isinstance(value, _FLAGS):
             raise TypeError(f"a flag is {value!r}, must be a bool")
@@ -200,7 +201,7 @@ def is_int(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise unless value is None or a number that float32 holds, 0 or a normal one."""
+    """Raise unless value is None or a number that is 0 or normal in float32."""
     if value is None:
         return
     check_is_number(name, value)
@@ -213,7 +214,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_is_number(name: str, value: Any) -> None:
-    """Raise TypeError unless value is a number. A bool and a tensor are not."""
+    """Raise TypeError unless value is a number; bools and tensors are no numbers."""
     if isinstance(value, bool) or not isinstance(
         value, int | float | torch.SymInt | torch.SymFloat
     ):

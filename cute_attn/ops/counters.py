@@ -8,21 +8,22 @@ from torch import Tensor
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 _raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
 
-SPARE = 2**16  # counters of a device for launches in graphs
+SPARE = 2**16  # counters per device for launches in graphs
 
-# (device, stream) -> the counter of launches on it, which follow one another
+# (device, stream) -> the counter of the stream's launches, which follow one another
 _counters: dict[tuple[int, int], Tensor] = {}
-# device -> counters that no launch in a graph has yet
+# device -> counters not yet given to a launch in a graph
 _spare: dict[int, list[Tensor]] = {}
 
 
 def counter_for(x: Tensor, device: int | None = None) -> Tensor:
     """A counter, `[1]` int32, that is 0 for the next launch with x on the current stream.
 
-    The kernel leaves it at 0 (see `kernels.common.scheduler.CounterScheduler`), so launches on one
-    stream share one. A launch in a CUDA graph, which may be replayed on any stream, gets its own
-    for good. It is set to 0 before the capture, by the first launch on any stream: a node of the
-    graph would take 2 us of each replay. `device` is the number of x's, if the caller has it.
+    The kernel leaves the counter at 0 (see `kernels.common.scheduler.CounterScheduler`), so
+    launches on one stream share a counter. A CUDA graph may be replayed on any stream, so each of
+    its launches keeps a counter of its own. The first launch on any stream sets spare counters to
+    0, before the capture: a node of the graph would take 2 us of each replay. `device` is the index
+    of x's device, if the caller has it.
     """
     if device is None:
         device = x.get_device()
@@ -41,7 +42,8 @@ def counter_for(x: Tensor, device: int | None = None) -> Tensor:
 
 
 def _of_graph(x: Tensor, device: int) -> Tensor:
-    """Of a launch that is captured. Once there is none to spare, the graph sets one to 0."""
+    """A counter for a captured launch. If no spare counter is left, the graph sets a new
+    counter to 0."""
     spare = _spare.get(device)
     if not spare or not len(spare[0]):
         return x.new_zeros(1, dtype=torch.int32)

@@ -1,8 +1,8 @@
 """Lightning Attention decode: the operator.
 
-A model calls `lightning_attn_decode` for every layer and token, so a warm call does no more than
-look up the loaded kernel and call it. The compiled host code checks, before it launches, what the
-look-up's key leaves open: sizes, strides, overlaps, the other tensors' dtypes and devices.
+A model calls `lightning_attn_decode` for every layer and token, so a warm call only looks up the
+loaded kernel and calls it. Before the launch, the compiled host code checks all that the look-up's
+key leaves open: sizes, strides, overlaps, the other tensors' dtypes and devices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .operator import (
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
-_EMULATED_SMS = 132  # of the GPU that an emulator stands for; its own few SMs are arbitrary
+_EMULATED_SMS = 132  # of the emulated GPU; the emulator's own number of SMs is arbitrary
 
 
 def lightning_attn_decode(
@@ -80,7 +80,7 @@ def lightning_attn_decode(
     Arithmetic is float32 for all dtypes.
 
     Args:
-        q: `[B, H, K]`, or `[B, T, H, K]` for T new tokens a sequence; bfloat16, float16 or
+        q: `[B, H, K]`, or `[B, T, H, K]` for T new tokens per sequence; bfloat16, float16 or
             float32. The last dimension must be contiguous; the other strides are free, so that
             views of one packed projection are read in place.
         k: of q's shape and dtype.
@@ -96,22 +96,22 @@ def lightning_attn_decode(
             sequences may have the same slot.
         out: tensor to write the output to, with the shape and dtype of the result. It must not
             overlap another argument.
-        state_layout: "vk" (K contiguous, the faster one) or "kv" (V contiguous).
+        state_layout: "vk" (K contiguous, the faster layout) or "kv" (V contiguous).
         num_accepted_tokens: `[B]` int32, contiguous: enables speculative decoding, see below.
         draft_k: `[N, S, H, K]`, with num_accepted_tokens: each slot's records of the keys that the
             previous call drafted; dtype of q, last dimension contiguous.
-        draft_v: `[N, S, H, V]`: likewise the values.
+        draft_v: `[N, S, H, V]`: records of the values, as draft_k.
 
     Returns:
         o, `[B, H, V]` or `[B, T, H, V]`, dtype of q; `out` itself when given.
 
     Speculative decoding:
-        With `num_accepted_tokens` the state is a checkpoint. The call advances it by the first
-        `num_accepted_tokens[b]` of the slot's draft records and stores it. From there it computes
-        the outputs of its own T tokens without storing their state, because they are drafts until
-        the next call says how many were accepted. After the call, write its k and v to the
-        records: `draft_k[slots, :T] = k`. A call reads and writes the state once, for any number
-        of drafted tokens; a sequence needs memory for one state and S small records. Counts
+        With `num_accepted_tokens` the state is a checkpoint. The call advances the state by the
+        first `num_accepted_tokens[b]` of the slot's draft records and stores it. From this state
+        the call computes the outputs of its own T tokens. Their state is not stored: they are
+        drafts until the next call says how many were accepted. After the call, write its k and v to
+        the records: `draft_k[slots, :T] = k`. A call reads and writes the state once, for any
+        number of drafted tokens; a sequence needs memory for one state and S small records. Counts
         outside 0..S are clamped.
 
     Raises:
@@ -158,16 +158,16 @@ def plan_decode(
     aligned: bool = True,
     num_sms: int = 132,
 ) -> list[launch.Request]:
-    """The kernels that `lightning_attn_decode` uses for such tensors, for `cute_attn.warmup` and
-    spec files. They do not depend on the numbers of sequences, heads and tokens.
+    """The kernels that `lightning_attn_decode` uses for these tensors, for `cute_attn.warmup` and
+    spec files. The choice does not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
-        dtype: of q, k and v.
-        state_dtype: of the state.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
-        state_layout: as the operator's.
+        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        dtype: dtype of q, k and v.
+        state_dtype: dtype of the state.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
+        state_layout: as in the operator.
         multi_token: whether q is `[B, T, H, K]`, not `[B, H, K]`.
         indexed: whether state_indices is given.
         replay: whether num_accepted_tokens is given.
@@ -325,7 +325,7 @@ class _Decode(Operator[_Arguments]):
         return launch.get_for(a.q.device, kernel, spec), scale
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        return bool(self.prepare(a) != ready)  # the key leaves out whether rows are aligned
+        return bool(self.prepare(a) != ready)  # the key does not say whether rows are aligned
 
     def forward(  # type: ignore[override]
         self,
@@ -347,7 +347,7 @@ class _Decode(Operator[_Arguments]):
         try:
             if ready is None:
                 key = (
-                    # Whole shapes: to get the head dimensions from them would cost more.
+                    # The key has whole shapes: extracting the head dimensions would cost more.
                     q.shape, v.shape, q.dtype, state.dtype, q.get_device(), state_layout,
                     softmax_scale, type(softmax_scale), state_indices is None,
                     num_accepted_tokens is None,

@@ -1,7 +1,7 @@
-"""Checks that the tensors that an operator writes overlap nothing in memory.
+"""Checks that tensors that an operator writes overlap no other memory.
 
-The kernels' host code checks the same at each launch, in `kernels/common/overlap.py`, and
-`check_memory` names the tensors when it refuses. So both must have the same rules.
+The kernels' host code checks for overlap at each launch, in `kernels/common/overlap.py`. When it
+refuses, `check_memory` names the tensors, so both must have the same rules.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ def check_memory(
     written: dict[str, Tensor | None], read: dict[str, Tensor | None], pools: tuple[str, ...] = ()
 ) -> None:
     """Refuse a written tensor that overlaps itself or another argument: CTAs would read or
-    overwrite what others have written.
+    overwrite other CTAs' results.
 
     Args:
-        written: the tensors that the operator writes, by name; None for those not given.
+        written: the tensors that the operator writes, by name; None for a tensor not given.
         read: the other tensors.
         pools: names of tensors whose first dimension counts slots. The slots of two pools may
             interleave; the address ranges of all other tensors must be disjoint.
 
     Raises:
-        ValueError: two tensors overlap, or one overlaps itself; the message names them.
+        ValueError: two tensors overlap, or a tensor overlaps itself; the message names the tensors.
     """
     results = {name: x for name, x in written.items() if x is not None}
     others = results | {name: x for name, x in read.items() if x is not None}
@@ -46,9 +46,10 @@ def check_memory(
 
 
 def _check_distinct(name: str, x: Tensor) -> None:
-    """Raise ValueError unless every element of x has an address of its own.
+    """Raise ValueError unless all elements of x have distinct addresses.
 
-    Each stride must exceed the span of all smaller ones. This refuses some layouts without overlap.
+    Each stride must exceed the span of all smaller strides. This rule refuses some layouts without
+    overlap.
     """
     if x.numel() == 0:
         return
@@ -63,8 +64,8 @@ def _check_distinct(name: str, x: Tensor) -> None:
 
 
 def _interleaved(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y have the same slot stride, and their slots do not overlap: a server's page
-    may hold a slot of each."""
+    """Whether x and y have equal slot strides, and no slot of x overlaps a slot of y: a page of a
+    server may hold a slot of both."""
     pitches = {z.stride(0) * z.element_size() for z in (x, y) if z.shape[0] > 1}
     if len(pitches) != 1:
         return False
@@ -76,7 +77,7 @@ def _interleaved(x: Tensor, y: Tensor) -> bool:
 
 
 def extent(x: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and one past that of its last."""
+    """The address of a tensor's first byte, and the address one past its last byte."""
     if x.numel() == 0:
         return x.data_ptr(), x.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

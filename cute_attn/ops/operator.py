@@ -25,7 +25,7 @@ The public function chooses the route first, with inline tests because a call wo
     )
     return call(q, k, ...)
 
-A wrapper subclass that has no memory must not reach a kernel: its address is 0.
+A wrapper subclass that has no memory must not reach a kernel: its data pointer is 0.
 """
 
 from __future__ import annotations
@@ -56,29 +56,31 @@ __all__ = [
     "plain",
 ]
 
-# Tensor types that cannot intercept a call. A torch.nn.Buffer is of type Tensor.
+# Tensor types that cannot intercept a call; torch.nn.Buffer has type Tensor.
 PLAIN = frozenset({Tensor, Parameter})
 
 is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
-# Kernels write to memory unseen by autograd, which detects changes of saved tensors by version: in
-# every mode, as a gradient that saved the tensor may be taken later.
+# Autograd does not see what kernels write; it detects changed saved tensors by their version. So
+# the version is increased in every mode: a gradient that saved the tensor may be taken later.
 increment_version = torch._C._increment_version
 _disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# The usual types of arguments, none of which can intercept a call.
+# Usual types of arguments that cannot intercept a call.
 _NEVER_INTERCEPT = PLAIN | {type(None), bool, int, float, str}
 
-# Compiled host code raises these when it refuses arguments, and Python when their types are wrong.
-# Their subclasses are other errors: out of memory, a damaged cache, a finding of the emulator.
+# Compiled host code raises these exceptions when it refuses arguments, and Python raises them for
+# wrong types. Subclasses stand for other errors: out of memory, a damaged cache, a finding of the
+# emulator.
 _REFUSALS = frozenset({AttributeError, IndexError, TypeError, ValueError, RuntimeError})
 
-# A kernel refuses overlapping tensors by a launch without CTAs, which is cudaErrorInvalidValue.
+# A kernel refuses overlapping tensors by a launch without CTAs, which returns
+# cudaErrorInvalidValue.
 _INVALID_VALUE = 1
 
-MOST_READY = 4096  # entries of a table; keys with floats would let it grow forever
+MOST_READY = 4096  # entries of a table, which floats in keys would let grow forever
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 
@@ -90,14 +92,15 @@ class Operator(Generic[_Arguments]):
     """Base class of an operator; instantiate a subclass once, which registers it.
 
     Class attributes of a subclass:
-        name: of the registered operator, `torch.ops.cute_attn.<name>`.
-        public_name: the name in error messages, where it is not `name`.
-        arguments: the NamedTuple of its arguments. Its annotations and defaults are the schema.
-        written: names of the arguments that it writes in place. Such an operator returns its
-            argument `out`; if that is None, it is allocated like the argument `v`.
-        results: only if `written` is empty: pairs of a result's name and the argument that requests
-            it, a flag or an optional tensor, or "" for a result that is always computed:
-            ("lse", "return_lse").
+        name: the registered operator's name, `torch.ops.cute_attn.<name>`.
+        public_name: the name in error messages, if different from `name`.
+        arguments: the NamedTuple of the operator's arguments. Its annotations and defaults are the
+            schema.
+        written: names of the arguments written in place. An operator with such arguments returns
+            its argument `out`; if `out` is None, it is allocated like the argument `v`.
+        results: only if `written` is empty: pairs such as ("lse", "return_lse") of a result's name
+            and the argument that requests it, a flag or an optional tensor; "" for a result that is
+            always computed.
         saved, kept: only with a gradient, see below.
 
     Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or
@@ -121,9 +124,9 @@ class Operator(Generic[_Arguments]):
     kept: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self) -> None:
-        # `key` of a call -> result of `prepare` for it.
+        # `key` of a call -> result of `prepare` for this key.
         self.ready: dict[tuple[Any, ...], Any] = {}
-        on_reload(self.ready.clear)  # the settings decide what None in a key stands for
+        on_reload(self.ready.clear)  # settings give the None in a key its meaning
         hints = get_type_hints(self.arguments)
         self._tensors = {
             name: position
@@ -144,11 +147,11 @@ class Operator(Generic[_Arguments]):
     def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
         """Raise the documented exception if no kernel can take these arguments.
 
-        It also runs on fake tensors, so it must not look at addresses or contents.
+        The check also runs on fake tensors, so it must not look at addresses or contents.
 
         Args:
             a: the call's arguments.
-            given: those of them that are tensors, by name. They are strided and on one device.
+            given: the arguments that are tensors, by name; all are strided and on one device.
         """
         raise NotImplementedError
 
@@ -156,15 +159,15 @@ class Operator(Generic[_Arguments]):
         """Raise the documented exception for wrong alignment or overlap of the tensors' memory."""
 
     def prepare(self, a: _Arguments) -> Any:
-        """Load the kernels for these arguments. Return them with everything else that a launch
-        needs and that is the same for all calls with this key, such as a default scale."""
+        """Load the kernels for these arguments. Return the kernels with all other values that a
+        launch needs and that calls with this key share, such as a default scale."""
         raise NotImplementedError
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        """Whether `a` needs other kernels than `ready`, although its key is the same.
+        """Whether `a` needs other kernels than `ready`, although the key of `a` is unchanged.
 
-        Asked only after a kernel has refused `a`. Define it if the choice of kernels depends on
-        something that `key` leaves out, such as alignment.
+        Called only after a kernel has refused `a`. Define this method if the choice of kernels
+        depends on something that `key` leaves out, such as alignment.
         """
         return False
 
@@ -179,13 +182,14 @@ class Operator(Generic[_Arguments]):
         raise NotImplementedError
 
     def outputs(self, a: _Arguments) -> Any:
-        """Allocate the results without computing them, None for those not requested. The fake
-        implementation returns them."""
+        """Allocate the results without computing them, None for a result not requested. The fake
+        implementation returns these tensors."""
 
     def readable(self, a: _Arguments) -> _Arguments:
-        """The same call with a copy or a view of each tensor that kernels cannot read in place.
+        """The call's arguments, with a copy or a view of each tensor that kernels cannot read in
+        place.
 
-        Every tensor that needs no change must be returned as the same object.
+        A tensor that needs no change must be returned itself, not as a copy.
         """
         return a
 
@@ -201,21 +205,21 @@ class Operator(Generic[_Arguments]):
     ) -> Mapping[str, Tensor]:
         """Compute the gradients of the arguments in `needed`, by name.
 
-        The kernels of the backward belong to an `Operator` of their own, which this calls through
-        `routed`, so that the backward can be traced. tests/ops/test_operator.py has an example.
+        The backward's kernels belong to a separate `Operator`. Call it through `routed`, so that
+        the backward can be traced. tests/ops/test_operator.py has an example.
 
         Args:
             saved: the arguments and results that the attribute `saved` names. A result that was
                 not requested is a tensor without elements.
-            gradients: of the results, by name; None for a result that no gradient reaches.
+            gradients: the results' gradients, by name; None for a result that no gradient reaches.
             needed: names of the arguments whose gradient autograd needs.
         """
         raise NotImplementedError
 
     def check_gradient(self, a: _Arguments) -> None:
-        """Raise NotImplementedError for a call that has no backward although one is asked for.
+        """Raise NotImplementedError for a call that needs a gradient but has no backward.
 
-        It runs before the forward, on fake tensors too, and before `check`.
+        The check runs before the forward and before `check`, on fake tensors too.
         """
 
     # -- the routes of a call
@@ -224,7 +228,7 @@ class Operator(Generic[_Arguments]):
         """Run the operator on plain tensors.
 
         Args:
-            ready: the result of `prepare` on the first call with a key; None looks it up.
+            ready: the result of `prepare` for the call's key; None looks it up in the table.
         """
         key = None
         if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):
@@ -256,7 +260,7 @@ class Operator(Generic[_Arguments]):
 
         Args:
             error: what `forward` caught.
-            key: of the call; None if `key` itself raised, or for the launch of a cold call.
+            key: the call's key; None if `key` itself raised, or for the launch of a cold call.
             ready: the loaded kernels; None if the table has none for the key.
         """
         if ready is None:
@@ -273,10 +277,10 @@ class Operator(Generic[_Arguments]):
         return self._first_call(key, a)
 
     def takes_gradient(self, *tensors: Any) -> bool:
-        """Whether one of these tensors requires a gradient. Call it only in grad mode.
+        """Whether one of these tensors requires a gradient. Call this only in grad mode.
 
         Raises:
-            NotImplementedError: one does, and the operator has no backward.
+            NotImplementedError: a tensor requires a gradient, and the operator has no backward.
         """
         for x in tensors:
             if x is not None and getattr(x, "requires_grad", False):
@@ -311,7 +315,7 @@ class Operator(Generic[_Arguments]):
         return a.out if self.written else results
 
     def tensors(self, a: _Arguments) -> dict[str, Tensor | None]:
-        """The arguments that are declared as tensors, by name; None for those not given."""
+        """The arguments that are declared as tensors, by name; None for a tensor not given."""
         return {name: a[i] for name, i in self._tensors.items()}
 
     def _check(self, a: Any) -> None:
@@ -361,8 +365,8 @@ class Operator(Generic[_Arguments]):
             self._register_autograd()
 
     def _register_autograd(self) -> None:
-        """Do what torch.library.register_autograd does. That reads the schema's list of arguments
-        anew for each of them, which took most of the time of a call in training."""
+        """Replace torch.library.register_autograd, which reads the schema's list of arguments again
+        for each argument: this took most of the time of a call in training."""
         operator, overload = self, self.registered.default
 
         def below(keyset: Any, *arguments: Any) -> Any:
@@ -391,8 +395,8 @@ class Operator(Generic[_Arguments]):
         self._function = Function
 
     def recorded(self, *arguments: Any) -> Any:
-        """Run the operator on plain tensors of which one requires a gradient: as the dispatcher
-        would, without the time that it takes to convert the arguments twice."""
+        """Run the operator on plain tensors of which one requires a gradient, as the dispatcher
+        would. This saves the dispatcher's two conversions of the arguments."""
         given = self.arguments(*arguments)
         check_transforms(**self.tensors(given))
         a = given._replace(**self.kept)
@@ -415,7 +419,7 @@ class Operator(Generic[_Arguments]):
         return self._requested(given, self.registered(*a))
 
     def _requested(self, given: Any, results: Any) -> Any:
-        """The results, None for those that the call's arguments do not request."""
+        """The results, None for a result that the call's arguments do not request."""
         if len(self.results) == 1:
             return results
         return tuple(
@@ -424,13 +428,14 @@ class Operator(Generic[_Arguments]):
         )
 
     def _implementation(self, *given: Any, **named: Any) -> Any:
-        """The registered operator on memory. Results not requested are tensors of no elements."""
+        """The registered operator's implementation on memory. A result not requested is a tensor
+        without elements."""
         a = self.arguments(*map(plain, given), **{name: plain(x) for name, x in named.items()})
         self._check_tangents(a)
         if self.written:
             self.forward(*a)
             return None
-        with torch.no_grad():  # the gradient is that of `backward`, never one through `forward`
+        with torch.no_grad():  # only `backward` computes gradients
             return _filled(self.forward(*a))
 
     def _fake_implementation(self, *given: Any, **named: Any) -> Any:
@@ -468,21 +473,21 @@ class Operator(Generic[_Arguments]):
 
 
 def may_remember(x: Tensor) -> bool:
-    """Whether kernels for x may be reused by later calls. Not on the CPU: the emulator that runs
-    them depends on the context of the call."""
+    """Whether later calls may reuse the kernels for x. Not on the CPU: the emulator that runs the
+    kernels depends on the context of the call."""
     return x.is_cuda
 
 
 def plain(x: _T) -> _T:
-    """x, or the memory of a tensor subclass as a Tensor."""
+    """x as a plain Tensor; for a tensor subclass, a Tensor on its memory."""
     if isinstance(x, Tensor) and type(x) not in PLAIN:
         return x.as_subclass(Tensor)  # type: ignore[return-value]
     return x
 
 
 def _in_memory(gradient: Tensor) -> Tensor:
-    """A gradient as kernels take it: strided, and with its values in memory. It comes from the
-    backward of another function, so that the caller could not mend it."""
+    """A gradient for kernels: strided, and with its values in memory. The gradient comes from
+    another function's backward, so the caller could not convert it."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     if gradient._is_zerotensor():
@@ -492,7 +497,7 @@ def _in_memory(gradient: Tensor) -> Tensor:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether compiled host code refused the arguments, rather than failed for another reason."""
-    if type(error).__name__ == "CUDADialectError":  # with the compiler loaded; else a RuntimeError
+    if type(error).__name__ == "CUDADialectError":  # only with the compiler loaded
         return getattr(error, "_error_code", None) == _INVALID_VALUE
     return type(error) in _REFUSALS
 
@@ -507,8 +512,8 @@ def _intercepted(*arguments: Any) -> bool:
 
 
 def _overridden(*arguments: Any) -> bool:
-    """Whether one of these has a `__torch_function__`. It runs before any check, since it may pass
-    on other tensors than it was given."""
+    """Whether one of these objects has a `__torch_function__`. Such a function runs before all
+    checks, since it may replace tensors."""
     return any(
         type(x) not in PLAIN
         and getattr(type(x), "__torch_function__", _disabled_torch_function)
@@ -518,7 +523,7 @@ def _overridden(*arguments: Any) -> bool:
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether a and b hold the same objects."""
+    """Whether a and b hold identical objects."""
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
@@ -528,7 +533,7 @@ def _is_set(x: Any) -> bool:
 
 
 def _filled(results: Any) -> Any:
-    """The results, with a tensor of no elements for each None: the schema has only Tensors."""
+    """The results, with a tensor without elements for each None: the schema has only Tensors."""
     if not isinstance(results, tuple):
         return results
     some = next(x for x in results if x is not None)

@@ -14,14 +14,14 @@ from .rounding import rounded
 class Sequence(NamedTuple):
     """The indices and rows of one sequence's queries and keys."""
 
-    index_q: int | None  # in the batch dimension; None for packed sequences
+    index_q: int | None  # index in the batch dimension; None for packed sequences
     rows_q: slice
     index_k: int | None
     rows_k: slice
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k, v and learnable_sink, shaped as they are; dsink is None without a sink."""
+    """Gradients of q, k, v and learnable_sink, in their shapes; dsink is None without a sink."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -58,25 +58,26 @@ def attention_reference(
         lse = log(sum over visible j of exp(s_j) + exp(sink))
         o   = sum over visible j of exp(s_j - lse) v_j
 
-    A key that is not visible contributes nothing, even if k or v is NaN there. A row without
-    visible keys, or with scores of -inf only, has output 0 and as lse the sink, or -inf without
-    one. A visible score of NaN or +inf makes the row's output and lse NaN; so does such a sink if
-    the row sees a key.
+    A key that is not visible contributes nothing, even if its k or v is NaN. A row without visible
+    keys, or with scores of -inf only, has output 0, and as lse the sink, or -inf without a sink. A
+    visible score of NaN or +inf makes the row's output and lse NaN; so does a sink of NaN or +inf
+    if the row sees a key.
 
     Args:
         q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q.
         k: `[B, SK, HK, D]`, or `[total, HK, D]` with cu_seqlens_k. HK divides HQ: query head h uses
             head h // (HQ // HK).
-        v: of k's shape but for the head dimension DV, which may differ from D.
+        v: of k's shape, except that its head dimension DV may differ from D.
         window_size: keys to the left and right that a query sees; None or -1 is all.
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
-        seqused_q, seqused_k: `[B]`, how many of each sequence's rows are used.
-        dtype: of the arithmetic. float64 gives the reference.
-        p_dtype: dtype that the probabilities are rounded to before the product with v.
-        jitter: draws a factor from [1, 2) for each probability, by which it is multiplied while it
-            is rounded: other roundings of the same size.
+        seqused_q, seqused_k: `[B]`, the number of used rows of each sequence.
+        dtype: dtype of the arithmetic; float64 gives the reference.
+        p_dtype: dtype to which the probabilities are rounded before the product with v.
+        jitter: generator of a factor in [1, 2) for each probability. A probability is rounded while
+            multiplied by its factor. The rounding errors change, but not their size.
         by_row: form each row's products with its visible keys only, so that a hidden pair adds 0 to
-            gradients even if q, k, v or do is NaN there. P V is formed so wherever v is not finite.
+            gradients even if its q, k, v or do is NaN. Where v is not finite, P V is always formed
+            by row.
 
     Returns:
         (o, lse) in `dtype`: o is `[B, SQ, HQ, DV]` or `[total, HQ, DV]`, lse `[B, HQ, SQ]` or
@@ -122,11 +123,11 @@ def attention_gradients(
 ) -> Gradients:
     """The gradients of sum(o * do) + sum(lse * dlse) in float64, by autograd of the definition.
 
-    A hidden pair of query and key adds 0 to every gradient, even if do, q, k or v is NaN there.
-    Rows that belong to no sequence have gradient 0, whatever do and dlse hold there.
+    A hidden pair of query and key adds 0 to every gradient, even if its do, q, k or v is NaN. Rows
+    that belong to no sequence have gradient 0, whatever their do and dlse.
 
     Args:
-        do, dlse: shaped as o and lse of `attention_reference`; None is 0.
+        do, dlse: of the shapes of o and lse of `attention_reference`; None is 0.
         learnable_sink, options: as for `attention_reference`.
     """
     sinks = [] if learnable_sink is None else [learnable_sink]
@@ -153,11 +154,12 @@ def attention_gradients(
 def attention_in_low_precision(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same formula in plain low-precision code: tests compare the kernels' error with its own.
+    """`attention_reference` in plain low-precision code: tests compare the kernels' error with this
+    function's.
 
     Products are summed in float32, and the softmax is float32. Only the probabilities, an operand
     of the second product, and the output are rounded to q.dtype, so the error is about the smallest
-    that such inputs allow.
+    that inputs of this dtype allow.
     """
     o, lse = attention_reference(
         q, k, v, **options, dtype=torch.float32, p_dtype=q.dtype  # type: ignore[arg-type]
@@ -188,11 +190,11 @@ def attention_gradients_in_low_precision(
         dS = P * (dP - delta)                 * (1 - tanh(...)^2), with a softcap
         dV = P^T do,  dQ = softmax_scale * dS K,  dK = softmax_scale * dS^T Q
 
-    Products are summed in float32. P and dS are rounded to q.dtype where they are operands of a
-    product, and the gradients at the end.
+    Products are summed in float32. P and dS are rounded to q.dtype as operands of a product; the
+    gradients are rounded at the end.
 
     Args:
-        jitter: as for `attention_reference`, also of the roundings of o, P and dS.
+        jitter: as for `attention_reference`, for the roundings of o, P and dS too.
         lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
     """
     o, lse = attention_reference(
@@ -306,7 +308,7 @@ def _one_head(
         scores = torch.cat([scores, sink.expand(scores.shape[0], 1)], dim=1)
     if scores.shape[1] == 0:
         return q.new_zeros(q.shape[0], v.shape[1]), q.new_full((q.shape[0],), -math.inf)
-    maximum = scores.detach().amax(dim=1, keepdim=True)  # it cancels, and so does its gradient
+    maximum = scores.detach().amax(dim=1, keepdim=True)  # cancels, with its gradient
     shift = maximum.masked_fill(maximum == -math.inf, 0.0)
     p = torch.exp(scores - shift)
     total = p.sum(dim=1, keepdim=True)
@@ -314,7 +316,7 @@ def _one_head(
     divisor = total.masked_fill(empty, 1.0)
     lse = (shift + torch.log(divisor)).masked_fill(empty, -math.inf).squeeze(1)
     p = (p / divisor)[:, : k.shape[0]]
-    if sink is not None:  # which may be NaN or infinite
+    if sink is not None:  # a sink may be NaN or infinite
         lse = torch.where(unseen, sink, lse)
         p = p.masked_fill(unseen[:, None], 0.0)
     if p_dtype is not None:
@@ -326,7 +328,8 @@ def _one_head(
 
 
 def _products_by_row(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """q @ k.T where `mask`, else 0: a hidden pair touches neither q nor k, nor their gradients."""
+    """q @ k.T where `mask`, else 0. A hidden pair affects neither the result nor the gradients of q
+    and k."""
     products = q.new_zeros(mask.shape)
     for i in range(q.shape[0]):
         products[i, mask[i]] = k[mask[i]] @ q[i]

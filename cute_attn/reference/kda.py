@@ -4,14 +4,14 @@ For each token, where the state S of a value head is a K by V matrix (Kimi Linea
 2510.26692):
 
     S <- Diag(exp(g)) S        decay, each row of S at its own rate
-    u  = beta (v - S^T k)      the correction: v minus what S holds for k
+    u  = beta (v - S^T k)      the correction: v minus S's prediction for k
     S <- S + k u^T
     o  = scale S^T q
 
 `kda_reference` and `kda_decode_reference` compute this token by token, and are the references. The
-functions named for a stage compute the same in chunks of 64 tokens, as the kernels do, so that each
-stage can be tested alone; `kda_chunk_reference` runs them all. `kda_gradients` differentiates the
-reference by autograd; `kda_chunk_gradients` computes the same by chunks.
+functions named for a stage compute it in chunks of 64 tokens, as the kernels do, so that each stage
+can be tested alone; `kda_chunk_reference` runs all stages. `kda_gradients` differentiates the
+reference by autograd; `kda_chunk_gradients` computes these gradients by chunks.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
 value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
@@ -31,8 +31,8 @@ import torch
 from .rounding import rounded
 
 CHUNK = 64
-L2NORM_EPSILON = 1e-6  # added to the sum of squares, as in flash-linear-attention
-# The backward divides by beta; a smaller |beta| counts as this, with its sign.
+L2NORM_EPSILON = 1e-6  # added to the sum of squares, as flash-linear-attention does
+# The backward divides by beta. A smaller |beta| counts as this value with beta's sign.
 SMALLEST_BETA = {torch.bfloat16: 2.0**-40, torch.float16: 2.0**-14}
 
 _Tensors = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ class KdaResult(NamedTuple):
 
     `final_state` is `[N, HV, K, V]`. `h`, the states at the start of every chunk, is
     `[B, chunks, HV, K, V]`, with the chunks of packed sequences one after the other. With
-    state_v_first both end in `V, K`.
+    state_v_first both shapes end in `V, K`.
     """
 
     o: torch.Tensor
@@ -52,7 +52,7 @@ class KdaResult(NamedTuple):
 
 
 class KdaGradients(NamedTuple):
-    """Gradients, shaped as the arguments; None for an argument not given or not used."""
+    """Gradients, in the arguments' shapes; None for an argument not given or not used."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -65,10 +65,11 @@ class KdaGradients(NamedTuple):
 
 
 class KdaRecords(NamedTuple):
-    """The drafted tokens of each slot, from which the state after any of them can be computed.
+    """The drafted tokens of each slot, from which the state after any drafted token can be
+    computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly; u is the correction, which saves the replay the product of state and k.
+    exactly. u is the correction: with it a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -77,7 +78,7 @@ class KdaRecords(NamedTuple):
 
 
 class KdaDecodeResult(NamedTuple):
-    """Results of a decode step; `records` is None if the call had none."""
+    """Results of a decode step; `records` is None for a call without records."""
 
     o: torch.Tensor
     state: torch.Tensor
@@ -104,7 +105,7 @@ class KdaStates(NamedTuple):
 
 
 class KdaStages(NamedTuple):
-    """The results of all stages, in their order; q, k and beta as the stages take them."""
+    """The results of all stages, in their order; q, k and beta are the stages' inputs."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -128,7 +129,9 @@ def log_decay(
     """The gate, which is the natural logarithm of the decay, from a layer's projection g:
 
         -exp(A_log) softplus(g + dt_bias)                    without a lower bound
-        lower_bound sigmoid(exp(A_log) (g + dt_bias))        with one; exp(A_log) is 1 without A_log
+        lower_bound sigmoid(exp(A_log) (g + dt_bias))        with a lower bound
+
+    Without A_log, exp(A_log) is 1.
 
     Args:
         g: `[..., HV, K]`.
@@ -215,9 +218,9 @@ def kda_reference(
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with state_v_first; zeros by default.
         use_gate_in_kernel: whether g is the input of `log_decay`, not the gate itself.
         allow_neg_eigval: beta is 2 sigmoid(beta).
-        safe_gate: the gates are bounded. It changes no result.
-        lower_bound: of the gate; ignored without use_gate_in_kernel.
-        dtype: of the arithmetic. float64 gives the reference, float32 the result of a plain PyTorch
+        safe_gate: the gates are bounded. The flag changes no result.
+        lower_bound: lower bound of the gate; ignored without use_gate_in_kernel.
+        dtype: dtype of the arithmetic. float64 gives the reference, float32 a plain PyTorch
             implementation.
     """
     q, k, g, beta = prepare(
@@ -256,7 +259,8 @@ def kda_reference(
 def advance(
     state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance all value heads by a token: the state after it, `[HV, K, V]`, and the correction."""
+    """Advance all value heads by a token: the state after the token, `[HV, K, V]`, and the
+    correction."""
     state = torch.exp(g).unsqueeze(-1) * state
     u = beta.unsqueeze(-1) * (v - torch.einsum("hkv,hk->hv", state, k))
     return state + k.unsqueeze(-1) * u.unsqueeze(-2), u
@@ -292,7 +296,7 @@ def kda_decode_reference(
     """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
 
     Plain decoding: sequence b starts from slot state_indices[b] (or b) of the pool, and stores the
-    state after its last token there.
+        state after its last token in the same slot.
 
     Speculative decoding with a slot for each position: state_indices is `[B, 1 + S]`, and there are
     at most 1 + S tokens. The state after token t is stored in slot state_indices[b, t]. The first
@@ -300,21 +304,22 @@ def kda_decode_reference(
     state_indices[b, num_accepted_tokens[b] - 1]. Counts are clamped to 1..1 + S.
 
     Speculative decoding with records: the slot holds the state before the tokens of the last call,
-    and `records` holds those tokens. This call replays the first num_accepted_tokens[b] of them and
-    stores that state in the slot. Then it computes its own tokens, at most S, and stores them in
-    the records, not in the state. Counts are clamped to 0..S.
+    and `records` holds those tokens. This call replays the first num_accepted_tokens[b] recorded
+    tokens and stores the resulting state in the slot. Then it computes its own tokens, at most S,
+    and stores them in the records, not in the state. Counts are clamped to 0..S.
 
     A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
-    neither state nor records change. The state for a position with such a slot is not stored.
+    neither state nor records change. If a position's slot is negative or past the pool, the state
+    after that position is not stored.
 
     Args:
         q, k, v, g, beta: `[B, T, ...]`, or without the dimension of tokens.
         state: the pool, `[slots, HV, V, K]`, or `[slots, HV, K, V]` without state_v_first.
-        dtype: of the arithmetic, as in `kda_reference`.
+        dtype: dtype of the arithmetic, as in `kda_reference`.
 
     Returns:
-        All results in `dtype`. Unless that is float64, states and records have been rounded to the
-        dtypes that they are stored in.
+        All results in `dtype`. Unless `dtype` is float64, states and records have been rounded to
+        the dtypes that they are stored in.
     """
     squeeze = q.dim() == 3
     if squeeze:
@@ -392,7 +397,7 @@ def kda_decode_reference(
 
 
 class Chunk(NamedTuple):
-    """A chunk: its batch index and rows, its sequence, and its index among the states h."""
+    """A chunk: its batch index and rows, its sequence, and its index in h."""
 
     batch: int
     rows: slice
@@ -439,7 +444,8 @@ def kda_chunk_intra_reference(
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
 ) -> KdaIntra:
-    """The part of a chunk that needs no state. For one value head, with i and j its tokens:
+    """The part of a chunk that needs no state. For one value head, with i and j tokens of the
+    chunk:
 
         Aqk_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)                     for j <= i
         L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)                    for j < i
@@ -489,7 +495,8 @@ def kda_recompute_w_u_reference(
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The factors of a chunk that multiply its initial state or update it; e is its last token:
+    """The factors of a chunk that multiply or update its initial state. With e the chunk's last
+    token:
 
     w = Akk Diag(beta) (exp2(G) * k)        qg = exp2(G) * q
     u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
@@ -602,10 +609,10 @@ def kda_chunk_reference(
     of two sums that are -inf is NaN.
 
     Args:
-        stage_dtype: dtype that normalised q and k, the results that a stage passes to the next, and
-            the operands of products made of these are rounded to. G, the state and o are not
-            rounded. With `dtype` float32 this is plain code that stores these tensors in 16 bits,
-            with whose error tests compare that of the kernels. None rounds nothing.
+        stage_dtype: dtype to which these are rounded: normalised q and k, the results that a stage
+            passes to the next stage, and operands of products made of them. G, the state and o are
+            not rounded. With `dtype` float32 this is plain code that stores tensors in 16 bits;
+            tests compare the kernels' error with its error. None rounds nothing.
     """
     q, k, g, beta = prepare(
         q,
@@ -667,10 +674,10 @@ def kda_gradients(
     **options: Any,
 ) -> KdaGradients:
     """The gradients of sum(o * do) + sum(final_state * dfinal_state) in float64, by autograd of
-    `kda_reference`. Tokens of no sequence have gradient 0, whatever the tensors hold there.
+    `kda_reference`. Tokens of no sequence have gradient 0, whatever their values.
 
     Args:
-        do, dfinal_state: shaped as o and final_state of `kda_reference`; None is 0.
+        do, dfinal_state: of the shapes of o and final_state of `kda_reference`; None is 0.
         options: the other arguments of `kda_reference`.
     """
 
@@ -695,18 +702,17 @@ def kda_chunk_gradients(
     jitter: torch.Generator | None = None,
     **options: Any,
 ) -> KdaGradients:
-    """The same gradients by chunks, as the kernels compute them: the states forwards, their
-    gradients backwards, then for each chunk its tokens'. The formulas are in
-    docs/kernels/kda_backward.md.
+    """The gradients of `kda_reference` by chunks, in the kernels' order: states forwards, gradients
+    of states backwards, then each chunk's tokens. docs/kernels/kda_backward.md has the formulas.
 
     Args:
-        dtype: of the arithmetic and of the gradients.
-        stage_dtype: dtype that normalised q and k, what a stage leaves to the next (states, their
-            gradients, v_new and its like) and the operands of products made of these are rounded
-            to. With `dtype` float32 this is plain code, whose error tests compare with that of the
-            kernels. None rounds nothing.
-        jitter: a source of random factors, by which what is rounded to `stage_dtype` is multiplied
-            meanwhile: other roundings of the same size.
+        dtype: dtype of the arithmetic and of the gradients.
+        stage_dtype: dtype to which these are rounded: normalised q and k, tensors that a stage
+            passes to the next stage (states, gradients of states, v_new ...), and operands of
+            products made of them. With `dtype` float32 this is plain code; tests compare the
+            kernels' error with its error. None rounds nothing.
+        jitter: a generator of random factors. A value is rounded to `stage_dtype` while multiplied
+            by its factor: the rounding errors change, but not their size.
     """
 
     def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
@@ -750,7 +756,8 @@ def kda_chunk_gradients(
 
 
 class _Tiles:
-    """A chunk of all value heads, `[HV, C, ...]`, and its gradients; arguments are its tokens."""
+    """A chunk of all value heads, `[HV, C, ...]`, and its gradients; the arguments hold its
+    tokens."""
 
     def __init__(
         self,
@@ -772,7 +779,7 @@ class _Tiles:
         pairs = (g.unsqueeze(2) - g.unsqueeze(1)).masked_fill(later[..., None], -math.inf)
         self.pairs = torch.exp(pairs)  # decay from token j to token i, [HV, i, j, K]
         self.from_start, self.to_end = torch.exp(g), torch.exp(g[:, -1:] - g)
-        # The gradient of beta is divided by it.
+        # The gradient of beta is divided by beta.
         smallest = SMALLEST_BETA[stage_dtype or torch.bfloat16]
         self.true_beta = beta.T.unsqueeze(-1)
         self.beta = torch.copysign(self.true_beta.abs().clamp(min=smallest), self.true_beta)
@@ -796,19 +803,20 @@ class _Tiles:
         return self.decay * state + self.kg.mT @ self.v_new
 
     def backwards(self, after: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
-        """The gradient of the state before the chunk, from that of the state after it."""
+        """The gradient of the state before the chunk, from the gradient of the state after the
+        chunk."""
         self.do = do.transpose(0, 1)
         dv_new = self.Aqk.mT @ self.do + self.kg @ self.stored(after)
         self.dr = self.stored(self.beta * (self.Akk.mT @ self.stored(dv_new)))
         return self.decay * after + self.qg.mT @ self.do - self.kd.mT @ self.dr
 
     def gradients(self, state: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Those of q, k, v, g and beta, in their shapes."""
+        """The gradients of q, k, v, g and beta, in their shapes."""
         q, k, scale = self.q, self.k, self.scale
         state, after = self.stored(state), self.stored(after)
         dAqk = scale * self.do @ self.v_new.mT
         both = -self.dr @ self.v_new.mT
-        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # of a token with itself: no decay
+        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # i == j: no decay
         dAqk, dlower = (self.stored(x.tril(-1)) for x in (dAqk, both))
         row_q = scale * self.from_start * (self.do @ state.mT)
         row_q = row_q + torch.einsum("hij,hjd,hijd->hid", dAqk, k, self.pairs)
@@ -852,8 +860,8 @@ def _of_used_tokens(
     weights: tuple[torch.Tensor | None, torch.Tensor | None],
     options: dict[str, Any],
 ) -> KdaGradients:
-    """The gradients that `slopes` computes from the arguments that have one, by name, the other
-    options, and the gradients of o and final_state; all for the tokens of sequences alone."""
+    """Gradients computed by `slopes`, for tokens of sequences only. `slopes` gets the arguments
+    that have a gradient, by name, the other options, and the gradients of o and final_state."""
     q, _, v, *_ = tensors
     options = dict(options)
     tokens = torch.arange(q.shape[1], device=q.device)
@@ -895,7 +903,7 @@ def _stored(
 
 
 def _laid_out(states: torch.Tensor, state_v_first: bool) -> torch.Tensor:
-    """Convert states between the caller's layout and `[..., K, V]`, which is used here."""
+    """Convert states between the caller's layout and this module's layout, `[..., K, V]`."""
     return states.transpose(-1, -2) if state_v_first else states
 
 

@@ -22,12 +22,12 @@ def lightning_attn_decode_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cute_attn.lightning_attn_decode` token by token, without changing its inputs.
 
-    The recurrence is that of Lightning Attention-2 (arXiv 2401.04658, section 3): per head,
-    S <- exp(-decay) S + v k^T and o = softmax_scale S q.
+    The recurrence of Lightning Attention-2 (arXiv 2401.04658, section 3) is, per head, S <-
+    exp(-decay) S + v k^T and o = softmax_scale S q.
 
     Args:
-        dtype: of the arithmetic. float64 gives the reference, float32 the result of a plain PyTorch
-            implementation, with whose error tests compare that of the kernels.
+        dtype: dtype of the arithmetic. float64 gives the reference. float32 gives a plain PyTorch
+            implementation; tests compare the kernels' error with its error.
 
     Returns:
         (o, new_state) in `dtype`. Unless `dtype` is float64, new_state has been rounded to

@@ -8,8 +8,8 @@ import torch
 def rounded(
     x: torch.Tensor, dtype: torch.dtype, jitter: torch.Generator | None = None
 ) -> torch.Tensor:
-    """x rounded to `dtype`, and back; with `jitter`, while multiplied by random factors: another
-    rounding of the same size."""
+    """x rounded to `dtype`, and back. With `jitter`, x is multiplied by random factors while it is
+    rounded, which changes the rounding errors but not their size."""
     if jitter is None:
         return x.to(dtype).to(x.dtype)
     factor = 1 + torch.rand(x.shape, generator=jitter, dtype=x.dtype, device=jitter.device)

@@ -54,7 +54,7 @@ COMPLETING = ("mbarrier.arrive", "tcgen05.commit", "cp.async.bulk.tensor")
 
 @dataclass(frozen=True)
 class Event:
-    """Of CTA 0: a warp waits for a barrier, completes one, or issues MMAs."""
+    """An event of CTA 0: a warp waits for a barrier, completes a barrier, or issues MMAs."""
 
     kind: str  # "wait", "arrive" or "mma"
     warp: int

@@ -13,7 +13,7 @@ from pathlib import Path
 import cute_attn.kernels.attention.sm90.forward as kernel
 from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
-from cute_attn.kernels.attention.spec import SM90_HEAD_DIMS
+from cute_attn.kernels.attention.configs import SM90, shapes
 from cute_attn.launch import Request
 from cute_attn.ops.attention import plan_attention
 
@@ -21,22 +21,29 @@ from .page_tables import budgets, filled
 
 PAGE = Path(__file__).with_name("sm90_forward.md")
 ARCH = "sm_90a"
+SHAPES = shapes("forward", SM90)
 
 # Rates of an SM: FLOP a clock of wgmma, bytes a clock of shared memory, exponentials a clock.
 TENSOR_CORES, SHARED, SFU = 4096, 128, 16
 GHZ, SMS = 1.98, 132  # of an H200
 
 
-def request(head_dim: int, *, causal: bool = False) -> Request:
-    (found,) = plan_attention(ARCH, head_dim=head_dim, causal=causal, short=False)
+def request(head_dim: int, head_dim_v: int, *, causal: bool = False) -> Request:
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    (found,) = plan_attention(ARCH, **dims, causal=causal, short=False)
     return found
+
+
+def named(head_dim: int, head_dim_v: int) -> str:
+    return str(head_dim) if head_dim == head_dim_v else f"{head_dim}, {head_dim_v} of v"
 
 
 def tables() -> dict[str, str]:
     """Marker -> Markdown, of the specialisations without options; without machine code."""
-    kernels = {dim: kernel.Sm90Forward(request(dim)[1]) for dim in SM90_HEAD_DIMS}
+    kernels = {dims[0]: kernel.Sm90Forward(request(*dims)[1]) for dims in SHAPES}
     found = {"edges": kernels[128].pipeline.table(), "roofline": roofline()}
-    for head_dim, chosen in kernels.items():
+    for head_dim in (128, 256):  # the page has room for two
+        chosen = kernels[head_dim]
         load, consumers = kernel.REGISTERS[chosen.warpgroups]
         registers = {"consumers": consumers, "load and its idle warps": load}
         found[f"budgets{head_dim}"] = budgets(chosen.smem, None, registers)
@@ -47,18 +54,18 @@ def roofline() -> str:
     """Clocks of an SM for the products and exponentials of a tile, and the bounds that they set."""
     rows = []
     peak = TENSOR_CORES * SMS * GHZ / 1e3
-    for head_dim in SM90_HEAD_DIMS:
-        spec = request(head_dim)[1]
+    for head_dim, head_dim_v in SHAPES:
+        spec = request(head_dim, head_dim_v)[1]
         m, n = spec.tile_m, spec.tile_n
         groups = m // kernel.ROWS
-        products = 4 * m * n * head_dim / TENSOR_CORES
+        products = 2 * m * n * (head_dim + head_dim_v) / TENSOR_CORES
         exponentials = m * n / SFU
         # A wgmma reads its operands: S those of Q and K, P V that of V.
-        operands = groups * 2 * (kernel.ROWS + 2 * n) * head_dim / SHARED
-        loads = 4 * n * head_dim / products
+        operands = groups * 2 * ((kernel.ROWS + n) * head_dim + n * head_dim_v) / SHARED
+        loads = 2 * n * (head_dim + head_dim_v) / products
         in_turn = peak * products / (products + exponentials)
         rows.append(
-            f"| {head_dim} | {m} x {n} | {products:.0f} | {exponentials:.0f} | {operands:.0f} "
+            f"| {named(head_dim, head_dim_v)} | {m} x {n} | {products:.0f} | {exponentials:.0f} | {operands:.0f} "
             f"| {loads:.0f} | {peak:.0f} | {in_turn:.0f} |"
         )
     head = [
@@ -72,16 +79,16 @@ def roofline() -> str:
 def machine_code() -> str:
     """What a warp executes for a K/V tile without a mask."""
     rows = []
-    for head_dim in SM90_HEAD_DIMS:
+    for dims in SHAPES:
         for causal in (False, True):
-            entry = cache.compile(*request(head_dim, causal=causal), arch=ARCH)
+            entry = cache.compile(*request(*dims, causal=causal), arch=ARCH)
             (use,) = entry.kernels
             found = key_tile(entry)
             counts = Counter(i.base for i in found)
             waits = [n for n, i in enumerate(found) if i.opcode.startswith("WARPGROUP.DEPBAR")]
             hidden = sum(i.base == "MUFU" for i in found[: waits[-1]])
             rows.append(
-                f"| {head_dim} | {'causal' if causal else 'dense'} | {use.registers} "
+                f"| {named(*dims)} | {'causal' if causal else 'dense'} | {use.registers} "
                 f"| {use.spills} | {len(found)} | {counts['HGMMA']} | {len(waits)} "
                 f"| {hidden} of {counts['MUFU']} | {counts['R2UR']} |"
             )

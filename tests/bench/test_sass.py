@@ -135,7 +135,7 @@ def part(kernel, specialisation, geometry, name, bound):
 
 
 def parts(ours_key=2048.0, which="dense"):
-    """Of both, as the model of the design has them."""
+    """The parts of both kernels, with the clocks of the design's model."""
     return [
         part(OURS, which, backward.OUR_DQ, backward.DQ, 3072.0),
         part(OURS, which, backward.OUR_VALUE_PAIR, backward.VALUE, 2000.0),

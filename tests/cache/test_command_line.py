@@ -164,7 +164,7 @@ def test_prune_does_nothing_under_a_limit_that_is_none(
 def test_a_directory_that_cannot_be_read_is_an_error(
     run: Callable[..., Process], filled_root: Path, entry_path: Path, command: str, what: str
 ) -> None:
-    """Its mode cannot be changed either by a user who does not own it."""
+    """A user who does not own the directory cannot change its mode either."""
     (path,) = filled_root.glob(what) if what else (filled_root,)
     path.chmod(0)
     program = """

@@ -111,7 +111,7 @@ class Slow(Scale):
 
 
 class AsksForAnother(Scale):
-    """Its constructor needs another kernel, and its own class of kernel is not that."""
+    """A kernel whose constructor needs another kernel, of another class."""
 
     def __init__(self, spec: ScaleSpec) -> None:
         super().__init__(spec)
@@ -119,7 +119,7 @@ class AsksForAnother(Scale):
 
 
 class AsksForItself(Scale):
-    """Its constructor needs the kernel itself."""
+    """A kernel whose constructor needs the kernel itself."""
 
     def __init__(self, spec: ScaleSpec) -> None:
         super().__init__(spec)

@@ -368,7 +368,7 @@ def launch_recorded(kernel: Recorded) -> Prepared:
 def found_on(
     bug: Bug, kernel: tuple[Ptx, Prepared], seeds: Iterable[tuple[int, int]]
 ) -> Iterator[str]:
-    """Of each schedule and seed that misses the bug, what it found instead."""
+    """Yield the findings of each schedule and seed that misses the bug."""
     ptx, prepare = kernel
     changed, at = bug.plant(ptx)
     lines = set(at)

@@ -91,7 +91,7 @@ def test_an_asynchronous_reduction_on_global_memory(
 
 
 def test_an_asynchronous_reduction_that_does_not_exist() -> None:
-    """Of 64 bits there is no inc: the launch ends with a finding, and changes nothing."""
+    """There is no inc of 64 bits: the launch ends with a finding, and changes nothing."""
     body = """
     mov.u32 %r1, dynamic; mov.u64 %rd3, 5;
     mbarrier.init.shared::cta.b64 [%r1], 1;
@@ -261,7 +261,7 @@ NAN = 0x7FFFFFFF  # the canonical one
 
 
 def extreme(codes: list[int], larger: bool, absolute: bool, nan_wins: bool) -> int:
-    """Of f32 codes: -0 is less than +0; a NaN loses, or wins."""
+    """The extreme of f32 codes: -0 is less than +0; a NaN loses, or with `nan_wins` wins."""
     codes = [code & 0x7FFFFFFF if absolute else code for code in codes]
     numbers = [code for code in codes if code & 0x7FFFFFFF <= 0x7F800000]
     if not numbers or (nan_wins and len(numbers) < len(codes)):

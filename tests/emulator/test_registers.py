@@ -54,7 +54,7 @@ def compiled(arch: str, threads: int, grow: int, shrink: int, blocks_per_sm: int
 
 
 def findings(function: Any, threads: int) -> list[Finding]:
-    """Of a run, whose result has to be right."""
+    """The findings of a run, whose result must be right."""
     emulator = Emulator()
     out = torch.full((threads,), -1, dtype=torch.int32)
     emulator.load(function)(out)

@@ -37,7 +37,7 @@ class Format:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def values(self, codes: np.ndarray) -> np.ndarray:
-        """Of finite codes, in float64."""
+        """The values of finite codes, in float64."""
         mantissa = codes & ((1 << self.mantissa_bits) - 1)
         exponent = codes >> self.mantissa_bits & ((1 << self.exponent_bits) - 1)
         bias = (1 << (self.exponent_bits - 1)) - 1

@@ -368,7 +368,7 @@ def test_rows_that_stmatrix_stores_over_a_chosen_value() -> None:
 
 
 def test_a_branch_by_an_index_between_them() -> None:
-    """Its targets all lie on ways from the branch to where they meet."""
+    """All targets of the branch lie on ways from the branch to where the ways meet."""
     body = """
         mov.u32 %r20, 5; and.b32 %r11, %thread, 1; setp.eq.s32 %p4, %r10, 1;
         @%p4 bra OUT;

@@ -246,7 +246,7 @@ Call = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def gradients(case: Case, call: Call) -> list[torch.Tensor]:
-    """Of `LEAVES`, through o and the final state."""
+    """The gradients of `LEAVES`, through o and the final state."""
     leaves = {name: case.arguments[name].detach().clone().requires_grad_() for name in LEAVES}
     results = call(case.arguments | leaves)
     return list(torch.autograd.grad(results, list(leaves.values()), case.weights(results)))

@@ -165,7 +165,7 @@ def train(batches: Tensor) -> Tensor:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Of two curves, as the root mean square over all steps."""
+    """The distance of two curves, as the root mean square over all steps."""
     return float((one - other).square().mean().sqrt())
 
 

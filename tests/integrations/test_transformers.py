@@ -216,7 +216,7 @@ def full_layers() -> Any:
 
 
 def test_static_cache() -> None:
-    """Its rows beyond the tokens so far hold no keys."""
+    """The cache's rows beyond the tokens so far hold no keys."""
     ours, eager = Trio(gemma3).errors(tokens_of(2, 17), 13, cache=static_cache)
     assert ours <= 2 * eager
 
@@ -253,7 +253,7 @@ def test_generate(padded: bool, cache: str) -> None:
 
 
 def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
-    """Of which Gemma 3 and Qwen3-Next use the first alone."""
+    """Gemma 3 and Qwen3-Next use only the scaling."""
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cute_attn"]
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, HEADS, 5, HEAD_DIM, generator=generator, dtype=torch.bfloat16)
@@ -280,7 +280,8 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
 
 
 def gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Of the attention layers' parameters, for a loss that weighs every logit of a token."""
+    """The gradients of the attention layers' parameters, for a loss that weighs every logit of a
+    token."""
     logits = model(tokens, attention_mask=mask, use_cache=False).logits.float()
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     if mask is not None:
@@ -330,7 +331,7 @@ def ours(**changes: Any) -> Any:
 
 
 def test_autocast() -> None:
-    """Of a model in float32, whose norms and rotary embeddings leave q and k so."""
+    """Autocast of a float32 model, whose norms and rotary embeddings leave q and k in float32."""
     models = []
     for implementation in ("cute_attn", "eager", "eager"):
         torch.manual_seed(0)

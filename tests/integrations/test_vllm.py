@@ -55,7 +55,7 @@ def backend(registry: Any) -> Any:
 
 @pytest.fixture
 def launched() -> Iterator[StandIns]:
-    """Of kernels that only a float64 reference stands for."""
+    """Launches of kernels for which a float64 reference stands in."""
     with stand_ins() as found, cute_attn.emulated("sm_90a", Emulator(num_sms=132)):
         yield found
 

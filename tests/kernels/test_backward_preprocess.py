@@ -139,8 +139,8 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
 def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
     arch: str, head_dim: int, packed: bool, right: int
 ) -> None:
-    """Of sequences with fewer keys, as many, none, and fewer than none that are used. Rows of no
-    sequence are not written."""
+    """Sequences have fewer keys than queries, as many, none, and a negative number of used keys.
+    Rows of no sequence are not written."""
     spec = PreprocessSpec(
         "bfloat16", packed, packed, "none", False, head_dim, rows_without_keys=True,
         varlen_k=packed, seqused_k=True,
@@ -239,7 +239,8 @@ def test_zeros_of_a_tensor_beyond_two_to_the_31_words() -> None:
 
 
 def test_sums_of_dq_beyond_two_to_the_31_elements() -> None:
-    """As of many short sequences, whose rows are padded: those of the second head begin there."""
+    """The second head's sums begin beyond 2^31 elements, as with many short sequences, whose rows
+    are padded."""
     flags = (
         "window_left",
         "window_right",

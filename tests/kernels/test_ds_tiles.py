@@ -74,7 +74,7 @@ def test_dq_does_without_where_no_head_fits() -> None:
 
 
 def test_dS_of_a_part_of_the_keys_is_kept_where_no_head_fits() -> None:
-    """Of so many blocks of keys that two CTAs of each SM have work, or nearly."""
+    """A part has so many blocks of keys that two CTAs of each SM have work, or nearly."""
     assert parts(32768, 32768, limit=GIB) == (1, 1, 66)
     assert parts(32768, 32768, 8, 1, limit=GIB) == (8, 1, 66)
     assert parts(65536, 65536, limit=GIB) == (1, 1, 57)  # of 512, in 9 parts

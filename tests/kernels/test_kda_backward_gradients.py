@@ -330,7 +330,7 @@ def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:
     ],
 )
 def test_machine_code_at_128(arch: str, grouped: bool, spilled: int) -> None:
-    """It fits, reads no register that was never set, and spills no more than it is known to."""
+    """The kernel fits, reads no register that was never set, and spills no more than is known."""
     problem = Problem([1, 1], (1, 1 + grouped), (128, 128), (BF16, BF16, BF16), **IN_KERNEL)
     config = gradients_config(arch=arch, head_dim_k=128, head_dim_v=128)
     entry = cache.compile(GRADIENTS, problem.spec(**config), arch=arch)

@@ -293,7 +293,8 @@ def exact_adjoints(x: dict[str, Any], dfinal: torch.Tensor | None) -> Adjoints:
 
 
 def plain_adjoints(x: dict[str, Any], dfinal: torch.Tensor | None, dtype: torch.dtype) -> Adjoints:
-    """The same in plain float32 code by chunks, with operands of products rounded to `dtype`."""
+    """The adjoints in plain float32 code by chunks, with operands of products rounded to
+    `dtype`."""
 
     def stored(y: torch.Tensor) -> torch.Tensor:
         return y.to(dtype).float()

@@ -361,7 +361,7 @@ def test_prepare_at_extreme_gates(
     ],
 )
 def test_prepare_of_steep_gates(gate: str, bound: float, dtype: torch.dtype) -> None:
-    """Of inputs for which most decays are 1, or next to nothing; A_log of -100 is a rate of 0."""
+    """Inputs for which most decays are 1, or next to nothing; A_log of -100 is a rate of 0."""
     x: dict[str, Any] = draw(1, 70, 1, 2, 64, dtype)
     x["g"] = 10 * x["g"]
     x["A_log"] = torch.tensor([1.0, -100.0])
@@ -452,7 +452,7 @@ def test_chunk_intra(
     gates: float,
     makes: str,
 ) -> None:
-    """Of q and k of length 1, or of any whose norms it takes itself."""
+    """q and k have length 1, or any length if the kernel normalises them."""
     heads, l2norm = 2, makes == "norms"
     cu_seqlens = offsets(lengths) if len(lengths) > 1 else None
     x = draw(1, sum(lengths), 1, heads, dims[0], dtype, FP32, BF16)

@@ -65,7 +65,8 @@ def test_tiles_are_those_of_the_mask(tile_m: int, tile_n: int, rows_per_token: i
 
 @pytest.mark.parametrize(("tile_m", "tile_n", "rows_per_token"), TILES)
 def test_whole_tiles_need_no_mask(tile_m: int, tile_n: int, rows_per_token: int) -> None:
-    """Of keys: all exist, and every row of half a tile sees them. Of queries: the inverse."""
+    """A whole tile's keys all exist, and every row of half a tile sees them; for queries, the
+    inverse."""
     for seqlen_q, seqlen_k, left, right, seen in windows():
         sees = Visibility(tile_m, tile_n, rows_per_token, left, right)
         rows = seen.repeat_interleave(rows_per_token, 0)

@@ -69,7 +69,7 @@ def test_every_tile_has_one_number(
 
 @pytest.mark.parametrize("of_keys", [False, True])
 def test_the_longest_tiles_come_first(of_keys: bool) -> None:
-    """Of the heads that share the L2 cache."""
+    """The longest tiles of the heads that share the L2 cache come first."""
     for longest_last in (False, True):
         tiles = tile_map(of_keys, 1, longest_last, at_once=2)
         blocks = [tiles.locate(tile)[1] for tile in range(tiles.count())]
@@ -84,7 +84,8 @@ def test_the_longest_tiles_come_first(of_keys: bool) -> None:
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("last_tiles", [1, 4, 13, 1000])
 def test_the_last_heads_are_one_group(of_keys: bool, at_once: int, last_tiles: int) -> None:
-    """Of at least `last_tiles` tiles, and of no more heads than that and whole groups ask for."""
+    """The last group has at least `last_tiles` tiles, and no more heads than this and whole groups
+    need."""
     tiles = tile_map(of_keys, 1, True, at_once, last_tiles)
     places = [tiles.locate(tile)[1:] for tile in range(tiles.count())]
     heads = BATCH * tiled_heads(of_keys, 1)
@@ -122,7 +123,7 @@ def test_work_of_a_tile_of_rows() -> None:
 
 @pytest.mark.parametrize("packed_heads", [1, 2])
 def test_work_of_a_tile_of_keys(packed_heads: int) -> None:
-    """Its head is the first (pack) of those that share the K/V head."""
+    """The work's head is the first head, or pack, that shares the K/V head."""
     work = tile_map(True, packed_heads, False, at_once=1).work(block=4, head=1, sequence=0)
     assert (work.queries, work.keys) == ((2 // packed_heads, 0, 0, 20), (1, 0, 0, 33))
 

@@ -257,7 +257,7 @@ class Case:
         return self.heads_k * self.group
 
     def arguments(self) -> dict[str, Any]:
-        """Of flash_attn_varlen_func, without those that are None; rows of no sequence hold NaN."""
+        """Arguments of flash_attn_varlen_func that are not None; rows of no sequence hold NaN."""
         kind, dtype = self.kind, self.kind.dtype
         generator = torch.Generator().manual_seed(self.seed)
         args: dict[str, Any] = {}

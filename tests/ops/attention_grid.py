@@ -150,7 +150,8 @@ def lengths_of(most: int, batch: int, mode: str, zeros: bool, numbers: random.Ra
 
 
 def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
-    """Of flash_attn_varlen_func, k and v in one piece; rows of no sequence hold NaN."""
+    """Arguments of flash_attn_varlen_func, with contiguous k and v; rows of no sequence hold
+    NaN."""
     numbers = random.Random(str(point))
     generator = torch.Generator(device).manual_seed(numbers.randrange(2**31))
     args: dict[str, Any] = {}

@@ -145,7 +145,7 @@ def _of_heads(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, lengths: Any,
     scale: float, softcap: float, left: int, right: int,
 ) -> Iterator[tuple[Any, Any, int, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Of each sequence and query head: where its rows of q and of k are, the head, P, dS, Q, K and
+    """For each sequence and query head: the places of its rows of q and k, the head, P, dS, Q, K,
     dO."""
     group = q.shape[-2] // k.shape[-2]
     options = _options(spec, softcap, left, right)

@@ -169,7 +169,7 @@ class Case:
         return self.heads * self.group
 
     def arguments(self, device: str) -> dict[str, Any]:
-        """Of chunk_kda; tokens of no sequence hold NaN."""
+        """Arguments of chunk_kda; tokens of no sequence hold NaN."""
         kind = self.kind
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -453,8 +453,8 @@ def definition(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """The same with a decay that is given no smaller than the smallest that counts: chunks have no
-    sums of infinite logarithms."""
+    """The arguments, with given decays raised to the smallest that counts: chunks have no sums of
+    infinite logarithms."""
     if args.get("use_gate_in_kernel"):
         return args
     return args | {"g": args["g"].float().clamp(min=SMALLEST_GATE)}

@@ -285,7 +285,7 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Of the pool."""
+        """The number of the pool's slots."""
         if self.kernel.slots in ("batch", "own records"):
             return self.batch
         width = 1 + self.speculated if self.kernel.slots == "positions" else 1
@@ -296,7 +296,7 @@ class Case:
 
 
 def packed(args: dict[str, torch.Tensor], gap: int) -> dict[str, torch.Tensor]:
-    """The same numbers, as views of one tensor a dtype, in which they alternate with gaps."""
+    """The arguments as views of one tensor for each dtype, in which they alternate with gaps."""
     views = dict(args)
     for dtype in {x.dtype for x in args.values()}:
         names = [name for name, x in args.items() if x.dtype == dtype]
@@ -395,7 +395,7 @@ def assert_equal(one: Result, other: Result) -> None:
 
 
 def repeated_heads(case: Case, args: dict[str, Any]) -> dict[str, Any]:
-    """The same call with a query and key head for each value head."""
+    """The call's arguments, with a query and key head for each value head."""
     changed = dict(args)
     for name in ("q", "k", "record_k"):
         if name in args:

@@ -63,7 +63,7 @@ def examples(few: int, many: int) -> settings:
 
 
 def dense_cases(*kinds: Kind, groups: tuple[int, ...] = (1, 3)) -> st.SearchStrategy[Case]:
-    """Of sequences of one length, whose number of heads packs or does not as the kind says."""
+    """Cases with sequences of one length. The kind says whether query heads are packed."""
     return st.builds(
         lambda kind, batch, sq, sk, group, **rest: Case(
             kind,

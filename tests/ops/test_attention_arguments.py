@@ -349,8 +349,8 @@ def test_lse_comes_only_when_asked_for():
 
 
 def test_no_more_rows_count_than_a_sequence_has():
-    """Those behind them are another sequence's, and behind the last one's nobody's. (That results
-    are right with counts within the rows is tested in test_attention.py.)"""
+    """Rows past a sequence's end belong to another sequence, or to none. (test_attention.py tests
+    results with counts within the rows.)"""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, 256, generator=generator).bfloat16() for n in (6, 9, 9))
 
@@ -687,7 +687,7 @@ def test_fa_clc_is_read_by_a_fresh_process():
 
 
 def fake(args: dict[str, Any]) -> dict[str, Any]:
-    """The same with fake CUDA tensors; to be used inside a FakeTensorMode."""
+    """The arguments with fake CUDA tensors; for use inside a FakeTensorMode."""
     return {
         name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
         if isinstance(x, torch.Tensor) and not name.startswith("max_")

@@ -94,7 +94,8 @@ def expected(
 
 
 def assert_gradients(args: dict[str, Any], exact: dict[str, Tensor | None]) -> None:
-    """Of those arguments that require one, up to the rounding of o and of the result."""
+    """Check the gradients of arguments that require one, up to the rounding of o and of the
+    result."""
     for name in INPUTS:
         x = args.get(name)
         if not isinstance(x, Tensor):
@@ -335,7 +336,7 @@ def test_a_kernel_of_one_head_dim_is_not_used_for_another():
 
 
 def test_inputs_may_be_views():
-    """Of one projection, whose gradient then is one tensor."""
+    """q, k and v are views of one projection, whose gradient is one tensor."""
     qkv = torch.randn(2, 5, 8, 256).bfloat16().requires_grad_()
     q, k, v = qkv.split([4, 2, 2], dim=2)
     o, _ = cute_attn.flash_attn_func(q, k, v, causal=True)

@@ -53,7 +53,8 @@ class Errors(NamedTuple):
 
 
 def errors(captured: Captured) -> dict[str, Errors]:
-    """Of out and lse; both kernels run with all checks on, and neither may give an error."""
+    """The errors of out and lse; both kernels run with all checks on, and neither may give an
+    error."""
     given = peer_results.inputs(captured)
     memory = captured.materialise(given)
     emulator = Emulator()

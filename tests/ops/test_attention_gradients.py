@@ -193,8 +193,8 @@ def test_splits_of_a_group_agree_with_float64(case: Case, on: int):
 def test_keys_hidden_from_every_query_have_gradient_0(
     case: Case, left: int, more: int, scheduler: str
 ):
-    """Those further to the left than the window of the first query; in causal calls that have more
-    queries than keys, queries that see no key hide none."""
+    """Keys left of the first query's window are hidden. In causal calls with more queries than
+    keys, queries that see no key hide no key."""
     sq = case.lengths_q[0]
     lengths_k = tuple(sq + left + more for _ in case.lengths_k)
     kind = replace(WINDOW, varlen_q=case.kind.varlen_q, varlen_k=case.kind.varlen_k)

@@ -41,7 +41,8 @@ CASES = {
 
 
 def errors(captured: Captured) -> dict[str, Errors]:
-    """Of dq, dk and dv; both run with all checks on, and neither may give an error."""
+    """The errors of dq, dk and dv; both kernels run with all checks on, and neither may give an
+    error."""
     given = peer_results.inputs(captured)
     memory = captured.materialise(given)
     emulator = Emulator()

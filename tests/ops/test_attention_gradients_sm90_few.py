@@ -73,7 +73,7 @@ def test_a_sequence_without_a_used_key():
 
 
 def test_of_one_kernel():
-    """It adds up dq, too: `test_attention_gradients_sm90_fused` has more."""
+    """One kernel adds up dq too; `test_attention_gradients_sm90_fused` has more cases."""
     with on_target(Target("sm_90a", 128)), fused_where_possible():
         args = PACKED.arguments()
         do, dlse = Upstream(of_lse=True).gradients(args)

@@ -36,7 +36,7 @@ def poisoned(args: dict[str, Any], layout: str = "contiguous") -> torch.Tensor:
 
 @pytest.fixture
 def launched() -> Iterator[StandIns]:
-    """Of kernels that only a float64 reference stands for."""
+    """Launches of kernels for which a float64 reference stands in."""
     with stand_ins() as found, cute_attn.emulated("sm_100a"):
         yield found
 
@@ -325,7 +325,7 @@ def test_the_number_of_splits_is_checked_in_every_call(planned: list[Any], into:
 
 
 def test_a_given_lse_is_no_part_of_out(planned: list[Any]):
-    """Of a direct call of the operator: the public functions allocate it."""
+    """lse can be given only in a direct call of the operator: the public functions allocate it."""
     args = [Case(CAUSAL, (5,), (7,)).arguments()[name] for name in "qkv"]
     memory = torch.zeros(5 * 256 + 10, dtype=BF16)
     out = memory[: 5 * 256].view(1, 5, 1, 256)

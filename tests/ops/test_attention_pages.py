@@ -38,8 +38,8 @@ SPARE = 2  # pages of no sequence, and entries of the table behind a sequence's 
 
 
 def in_pages(args: dict[str, Any], page_size: int, seed: int) -> dict[str, Any]:
-    """The same call with k and v in pages in random order. Rows that are not used hold NaN, and
-    entries of the table for no used key hold what is no page."""
+    """The call's arguments, with k and v in pages in random order. Unused rows hold NaN, and
+    entries of the table without a used key hold no page's number."""
     generator = torch.Generator().manual_seed(seed)
     used = args["seqused_k"].clamp(0, args["k"].shape[1]).tolist()
     counts = [-(-n // page_size) for n in used]
@@ -135,7 +135,7 @@ POOLS = {
 
 
 def in_a_pool(paged: dict[str, Any], pool: str) -> dict[str, Any]:
-    """The same call with K and V as views of one tensor, whose other elements are NaN."""
+    """The call's arguments, with K and V as views of one tensor, whose other elements are NaN."""
     sizes = dict(zip(("pages", "rows", "heads", "dim"), paged["k"].shape, strict=True))
     names = pool.split()
     memory = torch.full([sizes.get(n) or int(n) for n in names], math.nan, dtype=paged["k"].dtype)

@@ -195,7 +195,7 @@ def test_the_registered_operator_takes_parameters_and_subclasses(
 
 @each_operator
 def test_subclasses_are_asked_by_the_dispatcher(launches: list[tuple[Any, ...]], name: str):
-    """Those with memory, and those without, whose address a kernel must never see."""
+    """Subclasses with memory, and subclasses without, whose address a kernel must never see."""
     operator = OPERATORS[name]
     args = operator.arguments()
     expected, _ = launched(operator, launches, args)
@@ -304,7 +304,7 @@ def test_it_is_refused_by_name_where_another_argument_requires_a_gradient(
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in DIFFERENTIABLE])
 def test_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
-    """Of arguments, and of what is written; and nothing is, before."""
+    """Gradients of arguments and of written tensors are refused before anything is written."""
     for argument in OPERATORS[name].floats:
         args = OPERATORS[name].arguments()
         args[argument].requires_grad_()
@@ -378,7 +378,7 @@ def test_transforms_are_refused(launches: list[tuple[Any, ...]], name: str, tran
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_batches_of_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
-    """Of is_grads_batched, which takes another vmap than that of torch.func."""
+    """Batches come from is_grads_batched, which uses another vmap than torch.func's."""
     args = OPERATORS[name].arguments()
     args["q"].requires_grad_()
     o = tensors_in(OPERATORS[name].function(**args))[0]

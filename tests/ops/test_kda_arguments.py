@@ -465,7 +465,7 @@ def test_stages_of_no_tokens():
 
 
 def fake(args: dict[str, Any]) -> dict[str, Any]:
-    """The same with fake CUDA tensors; to be used inside a FakeTensorMode."""
+    """The arguments with fake CUDA tensors; for use inside a FakeTensorMode."""
     return {
         name: torch.empty_strided(
             x.shape,

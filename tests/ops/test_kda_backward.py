@@ -283,7 +283,7 @@ def test_no_packed_sequences_among_tokens(kernels: StandIns):
 
 
 def test_inputs_may_be_views():
-    """Of one projection, whose gradient then is one tensor."""
+    """q, k and v are views of one projection, whose gradient is one tensor."""
     args = arguments(CASES["decays"], ())
     heads, dim = args["v"].shape[2:]
     qkv = torch.randn(1, 7, 4, dim).to(BF16).requires_grad_()

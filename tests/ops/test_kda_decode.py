@@ -184,7 +184,7 @@ def test_decode_is_the_recurrent_form_bitwise(device: str, data: st.DataObject):
 
 
 def plain_call(args: dict[str, Any], state: torch.Tensor) -> dict[str, Any]:
-    """The same tokens for one sequence, without speculation: its state is the whole pool."""
+    """Arguments for a call of one sequence without speculation, whose state is the whole pool."""
     speculative = ("state_indices", "num_accepted_tokens", "out", *RECORDS)
     kept = {name: x for name, x in args.items() if name not in speculative}
     return kept | {"state": state.contiguous()}
@@ -208,8 +208,8 @@ def drafts(data: st.DataObject, case: Case) -> list[tuple[int, list[int]]]:
 
 
 def assert_chain_is_plain_decoding(device: str, data: st.DataObject, case: Case) -> None:
-    """Of every call some tokens are accepted; outputs and the last state are those of the accepted
-    tokens, decoded one after another."""
+    """In every call some tokens are accepted. Outputs and the last state equal plain decoding of
+    the accepted tokens, one after another."""
     indexed = case.kernel.slots in ("positions", "records")
     args = case.inputs(device)
     indices = args["state_indices"] if indexed else torch.arange(case.batch)

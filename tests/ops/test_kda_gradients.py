@@ -246,7 +246,7 @@ def test_gates_of_any_kind(device: str, gates: str):
     [pytest.param(x, marks=pytest.mark.slow) for x in ("a few", 0.0, -1e-6, -5.0, -20.0, -1000.0)],
 )
 def test_gates_of_any_size(device: str, gate: float | str):
-    """Of each token, or of a few beside small ones."""
+    """Each token has the gate, or a few tokens have it among small gates."""
     args = Case(DECAYS, (66,), seed=6).arguments(device)
     if gate == "a few":
         args["g"].fill_(-0.01)

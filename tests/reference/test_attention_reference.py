@@ -109,7 +109,7 @@ def test_two_keys_by_hand():
 
 
 def test_a_sink_takes_its_share_by_hand():
-    """The same with a sink of log 4: half of the sum."""
+    """A sink of log 4 takes half of the sum."""
     q = torch.tensor([[[[1.0]]]], dtype=F64)
     k = torch.tensor([[[[0.0]], [[math.log(3)]]]], dtype=F64)
     v = torch.tensor([[[[4.0]], [[8.0]]]], dtype=F64)

@@ -72,7 +72,7 @@ def raw_problem(seed: int, **sizes: int) -> dict[str, Any]:
 
 
 def tokens_of(p: dict[str, Any], rows: slice, batch: slice = slice(None)) -> dict[str, Any]:
-    """The same with only these tokens."""
+    """The problem with only these tokens."""
     return p | {name: p[name][batch, rows] for name in ("q", "k", "v", "g", "beta")}
 
 
@@ -86,7 +86,7 @@ def packed(p: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
 
 
 def assert_stages_agree(p: dict[str, Any]) -> KdaStages:
-    """Of chunks and token by token; gives the chunks' stages."""
+    """Check that chunks and token by token agree; return the chunks' stages."""
     expected, stages = kda_reference(**p), kda_chunk_reference(**p)
     torch.testing.assert_close(stages.o, expected.o)
     torch.testing.assert_close(stages.states.final_state, expected.final_state)
@@ -768,7 +768,8 @@ def test_what_is_kept_has_been_rounded_to_its_dtype():
 
 @pytest.fixture(scope="module")
 def fla_naive() -> ModuleType:
-    """Its plain definitions. Loaded by themselves, since the package around them needs triton."""
+    """flash-linear-attention's plain definitions, loaded without the package, which needs
+    triton."""
     spec = importlib.util.find_spec("fla")
     folders = spec.submodule_search_locations if spec else None
     if not folders:

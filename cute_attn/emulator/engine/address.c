@@ -56,7 +56,7 @@ static int exec_isspacep(Warp *w, const Insn *I, Mask m) {
 
 #define RANK_BITS (0xFFull << SHARED_RANK_SHIFT)
 
-// Using an address of a rank that does not exist is an error; computing it is only a note.
+// Using an address of a rank that does not exist is an error; computing one is only a note.
 static void check_rank(Warp *w, const Insn *I, Mask m, const uint32_t *rank) {
   FOR_SET(l, m) {
     if (rank[l] < (uint32_t)w->cta->cluster->nctas) continue;

@@ -4,9 +4,9 @@
 // A function is interpolated on segments of its argument. The leading bits of the argument choose
 // the segment, the next 17 are d, and the value is
 //   c0 + c1 d + c2 s(d)   in units of 2^-40,
-// where s is the square of d less the partial products that the squarer leaves out. Results are
+// where s is d squared, less the partial products that the squarer leaves out. Results are
 // truncated, never rounded. An entry of a table has c0 / 2^13 (27 bits), c1 (20) and |c2| (17). For
-// a falling curve, c0 and c1 are the differences to 1.
+// a falling curve, c0 and c1 are differences to 1.
 #ifndef CUTE_ATTN_APPROXIMATIONS_H
 #define CUTE_ATTN_APPROXIMATIONS_H
 
@@ -171,7 +171,7 @@ static const Curve SIN = {0, false, true, {  // a quarter of a turn
   0xFB14BF0139D01368, 0xFC3B28011300137C, 0xFD3AAC80EC001388, 0xFE132380C4F013A8,
   0xFEC46C809DB013B0, 0xFF4E6E80765013B0, 0xFFB10F004EF013BC, 0xFFEC4300278013C4,
 }};
-// From 2^-8 to 8, each power of two in so many segments; first entries.
+// From 2^-8 to 8: for each power of two, its number of segments, and its first entry.
 static const Curve TANH = {0, false, true, {
   0x100000100000002, 0x1FFFE01FFF8000C, 0x3FFEC03FFD00068, 0x7FF5603FF1000A4,
   0xBFDC203FDC800DC, 0xFFAAC07F86004F8, 0x17EE0C07EE8006F0, 0x1FD59A07E0A008BC,
@@ -190,7 +190,7 @@ static const Curve TANH = {0, false, true, {
 static const uint8_t TANH_BITS[11] = {0, 0, 0, 1, 1, 2, 2, 2, 3, 4, 3};
 static const uint8_t TANH_FIRST[11] = {0, 1, 2, 3, 5, 7, 11, 15, 19, 27, 43};
 
-// The square of 17 bits over 2^19: products of two bits count from there upwards only.
+// The square of 17 bits over 2^19; products of two bits below 2^19 are left out.
 ALWAYS_INLINE uint32_t short_square(uint32_t d) {
   uint32_t high = d >> 9, s = high * high >> 1;
   for (int i = 2; i < 9; i++) s += -(d >> i & 1) & d >> (18 - i);
@@ -212,8 +212,8 @@ ALWAYS_INLINE uint32_t cut_off(uint64_t v, int scale) {
 }
 
 // A function has three steps: the argument's place on the curve, the value there, and the result.
-// mufu_<name> takes them for one argument, mufu_<name>s step by step for many, so that the compiler
-// can vectorise all but the look-up.
+// mufu_<name> takes the steps for one argument. mufu_<name>s takes each step for many arguments, so
+// that the compiler can vectorise all but the look-up.
 typedef struct { uint32_t segment, d; } Place;
 #define MUFU(name, curve) \
   ALWAYS_INLINE uint32_t mufu_##name(uint32_t x) { \
@@ -272,7 +272,7 @@ ALWAYS_INLINE uint32_t sqrt_result(uint32_t x, uint64_t v) {
 }
 MUFU(sqrt, SQRT)
 
-// 23 bits of the fraction count; of a negative argument the ones' complement is taken.
+// 23 bits of the fraction count; for a negative argument, their ones' complement.
 ALWAYS_INLINE uint32_t ex2_fixed(uint32_t x) {
   uint32_t m = (x & 0x7FFFFF) | 1u << 23, negative = x >> 31;
   int shift = (int)(x >> 23 & 255) - 127;
@@ -295,7 +295,7 @@ ALWAYS_INLINE uint32_t ex2_result(uint32_t x, uint64_t v) {
 }
 MUFU(ex2, EX2)
 
-// A sum in fixed point with 36 bits of fraction, and the ones' complement of a negative one.
+// A sum in fixed point with 36 bits of fraction; a negative sum is ones'-complemented.
 ALWAYS_INLINE Place lg2_place(uint32_t x) {
   return (Place){(x & 0x7FFFFF) >> 17, x & 0x1FFFF};
 }
@@ -308,8 +308,8 @@ ALWAYS_INLINE uint32_t lg2_result(uint32_t x, uint64_t f) {
 }
 MUFU(lg2, LG2)
 
-// The argument in turns, of which 25 bits of fraction count; other quarters than the first are
-// folded by ones' complement.
+// The argument in turns; 25 bits of fraction count. Quarters other than the first are folded by
+// ones' complement.
 ALWAYS_INLINE uint32_t quarters(uint32_t x, bool cosine) {
   uint32_t m = (x & 0x7FFFFF) | 1u << 23;
   int shift = (int)(x >> 23 & 255) - 125;
@@ -337,7 +337,7 @@ MUFU(cos, SIN)
 
 ALWAYS_INLINE Place tanh_place(uint32_t x) {
   uint32_t a = x & 0x7FFFFFFF, e = (a >> 23) - 119;
-  e = e > 10 ? 10 : e;  // of what has a result of its own
+  e = e > 10 ? 10 : e;  // of arguments with a distinct result
   uint32_t bits = TANH_BITS[e];
   uint32_t segment = TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1));
   return (Place){segment, a >> (6 - bits) & 0x1FFFF};
@@ -350,7 +350,7 @@ ALWAYS_INLINE uint32_t tanh_result(uint32_t x, uint64_t f) {
 }
 MUFU(tanh, TANH)
 
-// Those for double take the upper half of an argument, and give that of a result.
+// Functions for double take the upper half of an argument, and give the upper half of a result.
 ALWAYS_INLINE uint32_t mufu_rcp64(uint32_t x) {
   uint32_t sign = x & 0x80000000, a = x ^ sign, m = (x & 0xFFFFF) << 3;
   int e = (int)(a >> 20);

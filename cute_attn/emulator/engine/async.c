@@ -101,7 +101,8 @@ static bool is_wgmma(const AsyncOp *op) {
   return op->access.agent == agent_of(op->warp, AG_WGMMA);
 }
 
-// Wait for the operation that will write a register, as machine code does, and release its others.
+// Wait for the operation that will write a register, as machine code does, and release the
+// operation's other registers.
 static void complete_pending(Warp *w, const Operand *o) {
   AsyncOp *op = w->pending[o->id];
   uint32_t agent = op->access.agent;
@@ -131,14 +132,14 @@ void pending_read(Warp *w, const Insn *I, const Operand *o) {
 
 void pending_write(Warp *w, const Insn *I, const Operand *o) {
   AsyncOp *op = w->pending[o->id];
-  if (op->insn == I) return;  // its own result
+  if (op->insn == I) return;  // the instruction's own result
   if (is_wgmma(op))
     finding_with(w, I, op->insn, CK_WGMMA, SEV_ERROR,
                  "overwrites a register that a wgmma still owns: wgmma.wait_group is missing");
   complete_pending(w, o);
 }
 
-// An operation may run its next stage once all earlier ones of its queue have run that stage.
+// An operation may run its next stage once all earlier operations of its queue have run that stage.
 static bool eligible(const AsyncOp *op) {
   if (op->on_demand) return false;
   if (!op->queue) return true;

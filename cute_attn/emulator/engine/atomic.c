@@ -2,13 +2,13 @@
 #include "memory.h"
 #include "reductions.h"
 
-// The operation on a register, which holds two elements of the packed types. Floating-point
+// The operation on a register; with packed types a register holds two elements. Floating-point
 // addition differs between global and shared memory.
 typedef struct { Reduction global, shared; uint32_t bytes; } Atomic;
 
 #define QUIET64 (1ull << 51)
 
-// In shared memory a NaN of f64 becomes quiet, and the one in memory comes first.
+// In shared memory a NaN of f64 becomes quiet, and memory's NaN takes precedence.
 static void add_f64_shared(uint8_t *to, const uint8_t *from, uint32_t bytes) {
   uint64_t sum;
   memcpy(&sum, from, sizeof sum);
@@ -28,8 +28,8 @@ static void exchange(uint8_t *to, const uint8_t *from, uint32_t bytes) { memcpy(
 enum { AT_SEM, AT_SCOPE, AT_SPACE, AT_OPERATION, AT_HINT, AT_TYPE };
 enum { AT_VECTOR = AT_TYPE, AT_VECTOR_TYPE };
 
-// One lane's share of the instruction: `n` consecutive registers. With `c` each is compared with b
-// and replaced by c if they are equal. Returns whether memory changes.
+// One lane's share of the instruction: `n` consecutive registers. With `c`, each register is
+// compared with b and replaced by c if equal. Returns whether memory changes.
 static bool apply(const Atomic *op, bool shared, uint8_t *at, const Values *b, const Values *c,
                   int n, int lane) {
   uint8_t before[MAX_ACCESS];
@@ -43,7 +43,7 @@ static bool apply(const Atomic *op, bool shared, uint8_t *at, const Values *b, c
   return memcmp(before, at, op->bytes * (uint32_t)n) != 0;
 }
 
-static const Operand *destination_of(const Insn *I) {  // of atom; red has none
+static const Operand *destination_of(const Insn *I) {  // for atom; red has no destination
   return I->op[0].kind == K_ADDRESS ? NULL : &I->op[0];
 }
 

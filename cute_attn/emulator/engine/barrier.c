@@ -1,7 +1,7 @@
 // The numbered barriers of a CTA (bar.sync), and the barrier of a cluster.
 #include "barrier.h"
 
-// The value of an operand that has to be the same in all lanes.
+// The value of an operand that must be equal in all lanes.
 static uint32_t uniform(Warp *w, const Insn *I, int k, Mask m, const char *name) {
   const uint32_t *v = SRC32(k);
   int first = __builtin_ctz(m);
@@ -16,10 +16,10 @@ static uint32_t uniform(Warp *w, const Insn *I, int k, Mask m, const char *name)
 
 // ------------------------------------------------------------------------------- named barriers
 //
-// A warp arrives once all of its live lanes have come; thread counts are multiples of a warp. It
-// may arrive more than once in a generation (bar.arrive, then bar.sync): arrivals are only counted.
-// The warp that completes a generation passes the result to the waiting groups, which hold the
-// barrier and the generation in note[0].
+// A warp arrives once all of its live lanes have come; thread counts are multiples of a warp. A
+// warp may arrive more than once in a generation (bar.arrive, then bar.sync): arrivals are only
+// counted. The warp that completes a generation passes the result to the waiting groups, which hold
+// the barrier and the generation in note[0].
 
 enum { BAR_SYNC, BAR_ARRIVE, BAR_POPC, BAR_AND, BAR_OR };
 enum { BAR_GATHERING = 1, BAR_WAITING, BAR_COMPLETE };  // Group.step
@@ -44,7 +44,7 @@ static void complete_named(Cta *cta, int id) {
     for (int g = 0; g < v->ngroups && !v->exited; g++) {
       Group *group = &v->groups[g];
       if (group->step != BAR_WAITING || group->note[0] != ticket) continue;
-      if (group->note[1] == BAR_ARRIVE) continue;  // it does not wait, so nothing is ordered
+      if (group->note[1] == BAR_ARRIVE) continue;  // no wait, so nothing is ordered
       group->step = BAR_COMPLETE;
       group->note[1] = result;
       acquire_from(v, &b->next);
@@ -64,7 +64,7 @@ static void try_complete_named(Cta *cta, int id) {
   if (b->arrived && (b->arrived >= b->expected || all_warps_there(cta, b))) complete_named(cta, id);
 }
 
-// The thread count in operand k. *all_live: no count is given, so that all live threads count.
+// The thread count in operand k. *all_live: without a count, all live threads count.
 static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind, bool *all_live) {
   int all = 32 * w->cta->nwarps;
   uint32_t count = 0;
@@ -78,7 +78,7 @@ static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind, bool *a
   return count ? (int)((count + 31) / 32 * 32) : 32;
 }
 
-// Check an arrival against those before it in this generation.
+// Check an arrival against the earlier arrivals of this generation.
 static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   NamedBarrier *b = &w->cta->bars[id];
   if (!b->arrived) {
@@ -98,7 +98,8 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
                  where(b->first));
 }
 
-// The warp arrives, as all of its live lanes have come. Groups of lanes that waited for them go on.
+// The warp arrives, since all of its live lanes have come. Groups of lanes that waited for the last
+// lanes go on.
 static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];
@@ -127,7 +128,7 @@ static void leave_behind(Warp *w, Mask m) {
   g->mask = m;
 }
 
-typedef struct { int kind, id, count, predicate; } BarrierOperands;  // indices; -1: none
+typedef struct { int kind, id, count, predicate; } BarrierOperands;  // operand indices; -1: absent
 
 static void deliver(Warp *w, const Insn *I, Mask m, int kind) {
   uint64_t result = group_of(w)->note[1];
@@ -176,7 +177,7 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
   return DONE;
 }
 
-// PTX does not say what becomes of them; FlashAttention-4 leaves some, and works.
+// PTX does not say what becomes of leftover arrivals; FlashAttention-4 leaves some, and works.
 void named_barriers_at_exit(Cta *cta) {
   for (int id = 0; id < MAX_NAMED_BARRIERS; id++) {
     NamedBarrier *b = &cta->bars[id];
@@ -201,7 +202,8 @@ BARRIER(bar_red_count, I->mod[1] == 1 ? BAR_AND : BAR_OR, 1, 2, 3)
 // ------------------------------------------------------------------------- the cluster's barrier
 //
 // Counts threads. Warp.cluster_arrived: lanes that have arrived in the current generation;
-// Warp.cluster_unwaited: lanes that have arrived, in this one or the last, and not waited yet.
+// Warp.cluster_unwaited: lanes that have arrived, in the current or the last generation, and not
+// waited yet.
 
 static bool cluster_complete(const Cluster *k) {
   if (!k->arrived || k->arrived < k->live_threads) return false;

@@ -1,4 +1,4 @@
-// What barriers share: releases and acquires, skipped if no check needs them, and the addresses of
+// Helpers for all barriers: releases and acquires, skipped if no check needs them, and addresses of
 // mbarriers.
 #ifndef CUTE_ATTN_BARRIER_H
 #define CUTE_ATTN_BARRIER_H
@@ -7,7 +7,7 @@
 
 #pragma GCC visibility push(hidden)
 
-// Whether a check needs happens-before; otherwise it is not kept up to date.
+// Whether a check needs the happens-before relation; otherwise the relation is not kept up to date.
 static inline bool ordering(const Emu *e) {
   return (e->checks & (1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_TCGEN05)) != 0;
 }
@@ -22,7 +22,7 @@ static inline void release_into(Warp *w, View *into) {
   if (ordering(emu_of(w))) view_release(w, into);
 }
 
-// A relaxed arrival publishes only what an earlier fence has released.
+// A relaxed arrival publishes only effects that an earlier fence has released.
 static inline void relaxed_release_into(Warp *w, View *into) {
   if (ordering(emu_of(w))) join_into(emu_of(w), into, &w->fence_release);
 }
@@ -43,7 +43,7 @@ enum { SPACE_GENERIC, SPACE_SHARED, SPACE_SHARED_CTA, SPACE_SHARED_CLUSTER };
 #define SHARED_CTA "{.shared|.shared::cta}"
 #define SHARED_ANY "{.shared|.shared::cta|.shared::cluster}"
 
-// Lanes of an instruction that name the same address.
+// Lanes of an instruction that name one address.
 typedef struct { Cta *cta; uint32_t offset; Mask lanes; } Target;
 
 // The CTA and offset of an address in shared memory; false after a finding.

@@ -1,16 +1,17 @@
-// Branches on chosen values (Warp.chosen): nobody knows which way they go. They are undecided.
+// Branches on chosen values (Warp.chosen) may go either way. Their lanes are undecided.
 //
-// Both ways of a branch meet at its immediate postdominator. Up to there its lanes may compute, but
-// other threads must not see an effect. From there on all that may differ between the two ways is
-// undefined: registers and memory that a lane wrote, or would have written on the other way.
-// What it would have written is taken from the lane's history: an instruction that it has only
-// skipped, by a guard or by a branch, counts as skipped, one that it has never reached as executed.
+// Both ways of a branch meet at its immediate postdominator. Before the meeting, the branch's lanes
+// may compute, but other threads must not see an effect. After the meeting, all that may differ
+// between the two ways is undefined: registers and memory that a lane wrote, or would have written
+// on the other way. The lane's history tells what the lane would have written: an instruction that
+// the lane has always skipped, by a guard or by a branch, counts as skipped; an instruction never
+// reached counts as executed.
 #include "core.h"
 
 typedef struct { Cta *cta; uint32_t at; uint16_t bytes; uint8_t lane; } Written;  // NULL: local
 
 struct Branches {
-  Mask *ran, *skipped;  // by instruction: lanes that have reached it with a guard that held, or not
+  Mask *ran, *skipped;  // by instruction: lanes that reached it with a true guard, or a false one
   int32_t branch[32], meeting[32], origin[32];  // of undecided lanes: the outermost branch
   Written *written;     // by undecided lanes
   int count, room;
@@ -34,7 +35,8 @@ static Graph reversed(const Program *p) {
   return g;
 }
 
-// Number the nodes in postorder, from the end of the program on; -1: no way leads to the end.
+// Number the nodes in postorder, from the end of the program on; -1: a node that does not lead to
+// the end.
 static void number_nodes(Graph *g, int32_t end) {
   size_t bytes = sizeof(int32_t) * (size_t)(end + 1);
   int32_t *stack = malloc(bytes), *edge = malloc(bytes), depth = 0;
@@ -58,7 +60,7 @@ static void number_nodes(Graph *g, int32_t end) {
   free(edge);
 }
 
-// The first node that is on all ways from both.
+// The first node on all paths from both nodes to the end.
 static int32_t common(const Graph *g, const int32_t *meeting, int32_t a, int32_t b) {
   while (a != b) {
     while (g->number[a] < g->number[b]) a = meeting[a];
@@ -67,8 +69,9 @@ static int32_t common(const Graph *g, const int32_t *meeting, int32_t a, int32_t
   return a;
 }
 
-// By instruction: where all ways from it to the end meet first; -1: no way leads there. As by
-// Cooper, Harvey and Kennedy, "A simple, fast dominance algorithm", on the reversed graph.
+// By instruction: where all paths from the instruction to the end first meet; -1: no path leads to
+// the end. Algorithm: Cooper, Harvey and Kennedy, "A simple, fast dominance algorithm", on the
+// reversed graph.
 static int32_t *postdominators(const Program *p) {
   int32_t end = p->ncode;
   Graph g = reversed(p);
@@ -78,7 +81,7 @@ static int32_t *postdominators(const Program *p) {
   meeting[end] = end;
   for (bool changed = true; changed;) {
     changed = false;
-    for (int k = g.reached - 2; k >= 0; k--) {  // the last one is the end
+    for (int k = g.reached - 2; k >= 0; k--) {  // the last node is the end
       int32_t i = g.order[k], found = -1, to;
       for (int j = 0; (to = next_of(p, i, j)) >= 0; j++)
         if (meeting[to] >= 0) found = found < 0 ? to : common(&g, meeting, found, to);
@@ -173,8 +176,8 @@ static void walk_to(Walk *walk, int32_t at, Mask lanes) {
   walk->next[at] |= lanes;
 }
 
-// Results of all that the lanes may have executed become undefined; or (`surely`) report effects
-// that only the branch itself decides on.
+// Make the results of all instructions that the lanes may have executed undefined; or (`surely`)
+// report effects that depend only on the branch itself.
 static void walk_ways(Warp *w, Mask lanes, int32_t branch, int32_t meeting, bool surely) {
   const struct Branches *b = w->branches;
   const Program *p = emu_of(w)->program;

@@ -1,5 +1,5 @@
-// Bulk copies: linear copies, reductions and bulk groups, and what tensor copies share with them:
-// the stages that read and write, and the checks when a warp exits.
+// Bulk copies: linear copies, reductions and bulk groups, and code shared with tensor copies: the
+// stages that read and write, and the checks when a warp exits.
 #include "copy.h"
 #include "matrix.h"
 
@@ -305,7 +305,7 @@ static int exec_bulk_multicast(Warp *w, const Insn *I, Mask m) {
   return load_linear(w, I, m, SRC32(4));
 }
 
-// Copies and reductions from shared memory to that of a CTA of the cluster.
+// Copies and reductions from shared memory to the shared memory of a CTA of the cluster.
 static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction reduce) {
   uint64_t to[32], from[32], barrier[32];
   addresses_of(w, I, &I->op[0], m, to);
@@ -367,7 +367,7 @@ static int exec_bulk_store_masked(Warp *w, const Insn *I, Mask m) {
   return store_linear(w, I, m, NULL, source32(w, I, 4, m, buffer));
 }
 
-// Types as the patterns of reductions list them.
+// Types in the order of the reductions' patterns.
 static const ElementType REDUCED[] = {TY_COUNT, TY_U32, TY_S32, TY_U64, TY_S64, TY_F16,
                                       TY_BF16,  TY_F32, TY_F64, TY_U32, TY_U64};
 
@@ -413,7 +413,8 @@ static int exec_bulk_commit(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// The lane knows that the sources of its copies up to a group have been read; others do not yet.
+// The lane knows that the sources of its copies up to a group have been read; other lanes do not
+// yet.
 static void sources_awaited(Warp *w, int lane, uint32_t group) {
   struct Copies *state = w->copies;
   for (int i = 0; i < SOURCES; i++) {
@@ -463,7 +464,7 @@ static void bulk_at_exit(Warp *w, int lane) {
     if (c->lane == lane) culprit = insn_of(emu_of(w), c);
   const Insn *here = &emu_of(w)->program->code[group_of(w)->pc];
   bool committed = awaited(&state->bulk, lane, 0) >= issued;
-  // Only a note: the SM keeps a CTA's shared memory until such copies have read it.
+  // Only a note: the SM keeps a CTA's shared memory until these copies have read it.
   finding_with(w, here, culprit, CK_EXIT, SEV_NOTE,
                "lane %d exits while a bulk copy may still read shared memory: %s", lane,
                committed ? "no cp.async.bulk.wait_group awaits its group"

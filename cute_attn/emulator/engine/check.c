@@ -3,9 +3,9 @@
 #include <stdio.h>
 #include <sys/mman.h>
 
-// A mark records an access to a cell or to parts of it: its epoch, and what it was.
+// A mark records an access to a cell or to parts of a cell: the access's epoch and its kind.
 typedef struct {
-  Clock clock;     // 0: none
+  Clock clock;  // 0: no access
   uint16_t agent;
   uint16_t parts;  // bytes of a word, lanes of a group in TMEM: one bit each
   uint32_t insn : 28, flags : 4;
@@ -14,10 +14,10 @@ enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4, MARK_LATE = 8 };
 
 typedef struct Cell {
   Mark write, read;
-  int32_t more_reads;  // first node of further reads that are not ordered with each other
+  int32_t more_reads;  // first node of further reads, which are mutually unordered
 } Cell;
 
-// TMEM: almost all accesses are by whole groups of lanes; `parts` covers the others.
+// TMEM: almost all accesses are by whole groups of lanes; `parts` covers all other accesses.
 #define TMEM_COLUMNS 512
 #define TMEM_GROUP 16
 #define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
@@ -30,7 +30,7 @@ static int32_t new_node(Emu *e) {
     e->reads.free = e->reads.nodes[n].next;
     return n;
   }
-  if (e->reads.count == 0) e->reads.count = 1;  // 0 stands for none
+  if (e->reads.count == 0) e->reads.count = 1;  // index 0 stands for no read
   if (e->reads.count >= e->reads.room) {
     e->reads.room = e->reads.room ? e->reads.room * 2 : 4096;
     e->reads.nodes = realloc(e->reads.nodes, sizeof *e->reads.nodes * (size_t)e->reads.room);
@@ -74,8 +74,8 @@ void view_join(Emu *e, View *into, const View *from) {
   join(into->tvc, from->tvc, e->agents_used);
 }
 
-// After a relaxed wait tcgen05.fence::after_thread_sync orders only tcgen05 operations before the
-// thread's own, which suffices where only those matter (dealloc, exit).
+// After a relaxed wait, tcgen05.fence::after_thread_sync orders only tcgen05 operations before the
+// thread's own operations. This suffices where only tcgen05 operations matter (dealloc, exit).
 View view_with_fenced(Warp *w) {
   Emu *e = emu_of(w);
   View v = view_new(e);
@@ -104,7 +104,7 @@ void view_release(Warp *w, View *into) {
   w->agent_clock[AG_GENERIC]++;
 }
 
-// Only a fence orders effects of other threads before this thread's next tcgen05 operation.
+// Only a fence orders other threads' effects before this thread's next tcgen05 operation.
 void view_acquire(Warp *w, const View *from) {
   if (!from->vc) return;
   Emu *e = emu_of(w);
@@ -115,7 +115,8 @@ void view_acquire(Warp *w, const View *from) {
     raise_to(&w->view.tvc[own], from->tvc[own]);
 }
 
-// All that the warp has done, or is ordered after, becomes visible to the asynchronous proxy.
+// All effects of the warp, and all effects ordered before them, become visible to the asynchronous
+// proxy.
 void proxy_fence(Warp *w) {
   Emu *e = emu_of(w);
   join(w->view.pvc, w->view.vc, e->agents_used);
@@ -150,7 +151,7 @@ uint32_t new_mbarrier_agent(Emu *e, Clock *start) {
     return e->free_agents[e->nfree_agents].agent;
   }
   if (e->agents_used < e->nagents) return (uint32_t)e->agents_used++;
-  return (uint32_t)e->nagents - 1;  // far more than a kernel has: share the last one
+  return (uint32_t)e->nagents - 1;  // far more words than a kernel has: share the last agent
 }
 
 void free_mbarrier_agent(Emu *e, uint32_t agent, Clock clock) {
@@ -208,7 +209,7 @@ void sync_read(Warp *w, const void *address, int order) {
   if (!s) return;
   if (order & 1) {
     view_acquire(w, &s->released);
-  } else {  // a later fence makes an acquire of it
+  } else {  // a later fence turns the access into an acquire
     if (!w->fence_acquire.vc) w->fence_acquire = view_new(e);
     view_join(e, &w->fence_acquire, &s->released);
   }
@@ -218,7 +219,7 @@ void sync_write(Warp *w, const void *address, int order) {
   Emu *e = emu_of(w);
   if (!checking(e, CK_RACE)) return;
   if (order & 2) view_release(w, &sync_word(e, address, true)->released);
-  else if (w->fence_release.vc)  // what an earlier fence has released
+  else if (w->fence_release.vc)  // effects that an earlier fence has released
     view_join(e, &sync_word(e, address, true)->released, &w->fence_release);
 }
 
@@ -243,7 +244,7 @@ Access access_of(Warp *w, const Insn *I, const char *what) {
   return access_as(w, I, what, AG_GENERIC, w->agent_clock[AG_GENERIC]);
 }
 
-// Whether an agent's own effects are ordered: all are, except bulk copies and those of mbarriers.
+// Whether an agent's own effects are ordered; effects of bulk copies and of mbarriers are not.
 static bool in_order(const Emu *e, uint32_t agent) {
   if (agent >= (uint32_t)(e->nslots * e->warps_per_cta * AGENTS_PER_WARP)) return false;
   uint32_t kind = agent % AGENTS_PER_WARP;
@@ -269,7 +270,7 @@ typedef struct {
   // Precomputed for the check of each word: the clocks that must cover an earlier access, for
   // writes through the generic proxy and for all others, and the accessor's own agent.
   const Clock *generic_writes, *others;
-  uint32_t own_agent;  // an impossible one if its own effects are unordered
+  uint32_t own_agent;  // an impossible agent if its own effects are unordered
   Clock birth;
 } Context;
 
@@ -300,7 +301,8 @@ static const char *place(const Context *c, uint64_t word) {
   return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
 }
 
-// A kernel without any tcgen05.fence::before_thread_sync, or ::after_, gets a single note.
+// A kernel without any tcgen05.fence::before_thread_sync, or without any ::after_thread_sync, gets
+// a single note.
 static bool wants_fence(Emu *e, int after) {
   int *n = &e->tcgen05_fences[after];
   if (*n == -1) {
@@ -322,10 +324,10 @@ static void report_fence(const Context *c, uint64_t word, const Mark *m, const c
                    "tcgen05.fence::before_thread_sync before it%s",
                    kind, place(c, word), a->what, agent_text(c->e, m->agent),
                    c->e->tcgen05_fences[0] < 0 ? none : "");
-    if (c->e->tcgen05_fences[1] >= 0) return;  // its own after-fence may be there
+    if (c->e->tcgen05_fences[1] >= 0) return;  // the reader's after-fence may exist
   }
   if (wants_fence(c->e, 1))
-    finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // one for the instruction that lacks it
+    finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // at the instruction without the fence
             "%s on %s: %s after %s (%s), ordered by a barrier but without "
             "tcgen05.fence::after_thread_sync behind it%s",
             kind, place(c, word), a->what, agent_text(c->e, m->agent), where(other),
@@ -382,8 +384,8 @@ static inline bool same_epoch(const Mark *m, const Mark *n) {
   return m->clock == n->clock && m->agent == n->agent && m->flags == n->flags;
 }
 
-// Whether a later read stands for an earlier one: what must be ordered after it must be ordered after
-// the other too.
+// Whether a later read stands for an earlier read: whatever must be ordered after one must be
+// ordered after the other.
 static inline bool covers(const Access *a, const Mark *later, const Mark *earlier) {
   if (later->flags & MARK_LATE && !(earlier->flags & MARK_LATE)) return false;
   return earlier->agent == later->agent || earlier->clock <= a->view->vc[earlier->agent];
@@ -406,7 +408,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
       return;
     }
   }
-  if (length >= 16) {  // dropping one can only hide a race, never invent one
+  if (length >= 16) {  // dropping a read can only hide a race, not invent one
     nodes[cell->more_reads].mark = m;
     return;
   }
@@ -500,19 +502,19 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
   memset(cta->shared_init + offset, 1, bytes);
 }
 
-// Only bar.warp.sync and barriers that they wait for order a warp's lanes on shared memory;
-// Warp.sync_epoch counts both. A cell covers one epoch of one warp, with its latest write and the
-// latest reads of the same bytes: dropping earlier ones can only hide a race.
+// Only bar.warp.sync, and barriers that the lanes wait for, order a warp's lanes on shared memory;
+// Warp.sync_epoch counts both. A cell covers one epoch of one warp, with the latest write and the
+// latest reads of the same bytes: dropping earlier accesses can only hide a race.
 typedef struct LaneCell {
-  uint64_t epoch;              // from 1 on; 0: none
+  uint64_t epoch;              // from 1 on; 0: no epoch
   int32_t write, read;         // instructions of the accesses
   Mask readers;
   uint8_t warp, writer;        // `writer` is a lane
   uint8_t written, read_bytes; // one bit per byte of the word
 } LaneCell;
 
-// ldmatrix and stmatrix are accesses of the whole warp: ordered after what its lanes have read, but
-// not with what one lane has written, or reads next.
+// ldmatrix and stmatrix are accesses of the whole warp: ordered after the lanes' earlier reads, but
+// not with one lane's writes or later reads.
 #define WHOLE_WARP 32
 
 static void report_lanes(Warp *w, const Insn *I, uint64_t word, int lane, int other,
@@ -561,7 +563,7 @@ static void lane_access(Warp *w, const Insn *I, int lane, uint64_t offset, uint3
   }
 }
 
-// Lanes `m` read or write `bytes` of their own CTA's shared memory, each from its offset on;
+// Lanes `m` read or write `bytes` of their own CTA's shared memory, each from the lane's offset on;
 // `as_one`: as one access of the whole warp.
 void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint32_t bytes,
                   bool writes, bool as_one) {
@@ -576,12 +578,14 @@ static bool lanes_checked(Cta *cta, uint64_t offset, uint64_t bytes) {
   return checking(cta->emu, CK_RACE) && cta->lane_cells && offset + bytes <= cta->shared_bytes;
 }
 
-// One lane starts an asynchronous copy of these bytes of its CTA's shared memory: as if it read them.
+// One lane starts an asynchronous copy from these bytes of its CTA's shared memory; this counts as
+// a read.
 void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, false);
 }
 
-// It has awaited that copy, which `I` started: other lanes may overwrite the bytes only behind it.
+// The lane has awaited the copy, which `I` started: other lanes may overwrite the bytes only after
+// the lane.
 void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, true);
 }
@@ -620,7 +624,8 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
 void global_read(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, false); }
 void global_write(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, true); }
 
-// The lanes of [first, end) that are in the group of `first`, as bits; *next is where others begin.
+// The lanes of [first, end) in the group of `first`, as bits; *next: the first lane of the next
+// group.
 static uint16_t group_lanes(int first, int end, int *next) {
   int limit = (first / TMEM_GROUP + 1) * TMEM_GROUP;
   *next = limit < end ? limit : end;
@@ -679,7 +684,8 @@ void tmem_forget(Cta *cta, int column, int columns) {
 
 // ----------------------------------------------------------------------------------------- exit
 //
-// When a CTA's last warp exits, other CTAs' accesses to its shared memory must be ordered before.
+// When a CTA's last warp exits, other CTAs' accesses to the CTA's shared memory must be ordered
+// before the exit.
 
 static bool seen_by_all(const Cta *cta, const Mark *m) {
   for (int i = 0; i < cta->nwarps; i++)
@@ -694,7 +700,7 @@ static void check_at_exit(Warp *w, const Insn *I, uint64_t word, const Mark *m, 
   Emu *e = cta->emu;
   if (!m->clock) return;
   uint32_t slot = m->agent / AGENTS_PER_WARP / (uint32_t)e->warps_per_cta;
-  bool copy = slot >= (uint32_t)e->nslots;  // it signals an mbarrier
+  bool copy = slot >= (uint32_t)e->nslots;  // a copy signals an mbarrier
   if ((!copy && slot == (uint32_t)cta->slot) || seen_by_all(cta, m)) return;
   const Insn *other = &e->program->code[m->insn];
   const char *name = address_name(cta, (uint32_t)word * 4);

@@ -89,8 +89,9 @@ int exec_nothing(Warp *w, const Insn *I, Mask m) {
 
 // ------------------------------------------------------------------------------------ setmaxnreg
 //
-// All warps of a warpgroup (four consecutive ones) should execute the same sequence. Otherwise the
-// PTX ISA leaves the behaviour undefined; on hardware each warp gets what it asks for.
+// All warps of a warpgroup (four consecutive warps) should execute the same sequence of setmaxnreg.
+// Otherwise the PTX ISA leaves the behaviour undefined; on hardware each warp gets the registers
+// that it asks for.
 
 static void check_warpgroup(Warp *w, const Insn *I, int count) {
   const Cta *cta = w->cta;
@@ -155,7 +156,8 @@ static int exec_setmaxnreg(Warp *w, const Insn *I, Mask m) {
 
 // --------------------------------------------------------------------------------------- forms
 
-// call: op 0 the result (a list of one, or none), 1 the function, 2 the arguments.
+// call: op 0 is the result (a list of one element, or absent), op 1 the function, op 2 the
+// arguments.
 const Form FORMS_CONTROL[] = {
     {"bra{.uni}", "L", exec_bra, F_BRANCH},
     {"brx.idx{.uni}", "s32 sxl", exec_brx, 0},

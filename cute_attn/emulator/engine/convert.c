@@ -4,7 +4,7 @@
 
 #define HANDLER(name) static int name(Warp *w, const Insn *I, Mask m)
 
-// Registers may be wider than the types: sources are truncated, results extended.
+// Registers may be wider than types: sources are truncated, results extended.
 static const uint32_t *low_words(Warp *w, const Insn *I, int k, Mask m, uint32_t buffer[32]) {
   const Operand *o = &I->op[k];
   if (o->kind != K_REG || o->bits != 64) return src32_of(w, I, o, m, buffer);
@@ -15,7 +15,7 @@ static const uint32_t *low_words(Warp *w, const Insn *I, int k, Mask m, uint32_t
 }
 #define LOW_WORDS(name, k) \
   uint32_t name##_store[32]; const uint32_t *name = low_words(w, I, k, m, name##_store)
-// Results extended to 32 bits; wider registers are sign-extended from there if `is_signed`.
+// Results extended to 32 bits; a wider register is sign-extended from bit 31 if `is_signed`.
 static void put_extended(Warp *w, const Insn *I, Mask m, const uint32_t *v, bool is_signed) {
   const Operand *o = &I->op[0];
   if (o->bits == 64) {
@@ -92,14 +92,14 @@ FROM_ALL(u32, 32) FROM_ALL(s32, 32) FROM_ALL(u64, 64) FROM_ALL(s64, 64)
 
 // ------------------------------------------------------------------- through double: generic
 //
-// The types as the groups of the patterns number them.
+// The types by their number in the groups of the patterns.
 #define INTEGER_TYPES "(.u8|u16|u32|u64|s8|s16|s32|s64)"
 #define FLOAT_TYPES "(.f16|bf16|f32|f64)"
 enum { TY_F16 = 1, TY_BF16, TY_F32, TY_F64 };
 enum { TY_U8 = 1, TY_U16, TY_U32, TY_U64, TY_S8, TY_S16, TY_S32, TY_S64 };
 
-// The values of a floating-point source, exactly. Only f32 is ever flushed, by a multiplication
-// that makes any NaN canonical.
+// The exact values of a floating-point source. Only f32 is ever flushed, by a multiplication that
+// makes any NaN canonical.
 static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, double v[32]) {
   if (type == TY_F64) {
     LANES64(a, 1);
@@ -118,7 +118,7 @@ static uint32_t narrow_nan(double v, const Format *f) {
   uint32_t sign = (uint32_t)signbit(v) << (f->bits - 1), quiet = 1u << (f->mantissa - 1);
   return sign | f->infinity | quiet | ((uint32_t)bits & ((1u << f->mantissa) - 1));
 }
-// Round and store in a type. NaN becomes the canonical one, but not that of a double.
+// Round and store in a type. A NaN becomes the type's canonical NaN, except in double.
 static void store_float(Warp *w, const Insn *I, Mask m, int type, int from, int mode, bool ftz,
                         const double v[32]) {
   static const Format *formats[] = {NULL, &F16, &BF16, &F32};
@@ -218,7 +218,7 @@ HANDLER(float_from_float) {
   int mode = I->mod[0], type = I->mod[5], from = I->mod[6];
   bool ftz = I->mod[1], finite = I->mod[4];
   double v[32];
-  load_float(w, I, m, from, ftz && type != TY_F16, v);  // to f16 it is without effect
+  load_float(w, I, m, from, ftz && type != TY_F16, v);  // .ftz has no effect on conversions to f16
   if (mode > RP) { FOR_LANES(l) v[l] = rounded_to_integer(v[l], mode - RP); mode = RN; }
   if (I->mod[2]) FOR_LANES(l) v[l] = saturated_double(v[l]);
   if (I->mod[3]) FOR_LANES(l) v[l] = v[l] <= 0 ? 0 : v[l];
@@ -230,7 +230,8 @@ HANDLER(float_from_float) {
   return DONE;
 }
 
-// -------------------------------------------------------------- common ones, with short loops
+// -------------------------------------------------------------- common conversions, with short
+// loops
 
 #define FAST(name, expr) \
   HANDLER(name) { \
@@ -264,7 +265,7 @@ static uint32_t rounded(double v, const Format *f, Rounding how, uint32_t random
   if (how.relu && v <= 0) v = 0;
   return narrow_random(v, f, how.mode, how.finite, random);
 }
-// Two f32 to a pair; the first is the upper one. `slot` is the width of an element.
+// Two f32 to a pair; the first becomes the upper element. `slot` is the width of an element.
 static int pair_from_f32(Warp *w, const Insn *I, Mask m, const Format *f, int slot, Rounding how) {
   LANES32(a, 1); LANES32(b, 2); uint32_t r[32];
   FOR_LANES(l)
@@ -291,7 +292,7 @@ HANDLER(halves_from_f32) {
   Rounding how = {I->mod[0], I->mod[2], I->mod[1]};
   return pair_from_f32(w, I, m, I->mod[3] == 1 ? &F16 : &BF16, 16, how);
 }
-// .rs takes random bits: 13 an element for f16, 16 for bf16. mod: relu, satfinite, type
+// .rs takes random bits: 13 per element for f16, 16 for bf16. mod: relu, satfinite, type
 HANDLER(halves_from_f32_random) {
   LANES32(a, 1); LANES32(b, 2); LANES32(c, 3); uint32_t r[32];
   Rounding how = {RS, I->mod[1], I->mod[0]};
@@ -323,8 +324,9 @@ HANDLER(halves_from_small) {
            rounded(small_value(f, a[l]), to, how, 0);
   PUT32(0, r); return DONE;
 }
-// Four f32, the first the uppermost; rbits serve two elements each: the upper half (for 4-bit
-// formats the upper bytes of both halves) a and b, the rest e and f. mod: relu, type
+// Four f32; the first becomes the uppermost element. Each half of rbits serves two elements: the
+// upper half (for 4-bit formats the upper bytes of both halves) a and b, the other half e and f.
+// mod: relu, type
 HANDLER(four_from_f32_random) {
   const Operand *list = list_of(w, &I->op[1]);
   const Format *f = SMALL[I->mod[1]];

@@ -1,5 +1,5 @@
-// What asynchronous copies share: groups of a thread's copies (cp_async.c, bulk_copy.c), the copies
-// themselves (bulk_copy.c), and tensor maps (tensor_map.c, tensor_copy.c).
+// Shared by all asynchronous copies: groups of a thread's copies (cp_async.c, bulk_copy.c), the
+// copies themselves (bulk_copy.c), and tensor maps (tensor_map.c, tensor_copy.c).
 #ifndef CUTE_ATTN_COPY_H
 #define CUTE_ATTN_COPY_H
 
@@ -15,15 +15,15 @@
 // ------------------------------------------------------------------ groups of a thread's copies
 //
 // Threads commit and await cp.async and bulk copies in groups of their own. A commit closes the
-// open group of every lane that executes it: it holds the lane's copies up to `number`, which counts
-// instructions (cp.async) or bulk groups of the warp.
+// open group of every lane that executes the commit: the group holds the lane's copies up to
+// `number`, which counts instructions (cp.async) or bulk groups of the warp.
 typedef struct { uint32_t number; Mask lanes; } Commit;
-enum { COMMITS = 64 };  // the latest commits, enough as waits leave only a few groups pending
+enum { COMMITS = 64 };  // the latest commits: enough, since waits leave only a few groups pending
 typedef struct { Commit ring[COMMITS]; uint32_t count; } Commits;
 
 // The source of a bulk group's copy, in the CTA's own shared memory, until its lane awaits it.
 typedef struct { const Insn *insn; uint32_t group, offset, bytes; int lane; } Source;
-enum { SOURCES = 64 };  // the latest ones
+enum { SOURCES = 64 };  // the latest sources
 
 typedef struct Copy Copy;
 struct Copies {
@@ -31,7 +31,8 @@ struct Copies {
   Copy *unfinished;                           // copies of bulk groups
   Source sources[SOURCES];
   uint32_t nsources;
-  // By lane: the last number with a copy of the lane, and the last whose sources it awaited.
+  // By lane: the last number with a copy of the lane, and the last number whose sources the lane
+  // awaited.
   uint32_t bulk_issued[32], bulk_waited[32], cp_issued[32], cp_waited[32];
 };
 
@@ -44,7 +45,7 @@ static inline void commit_group(Commits *c, uint32_t number, Mask lanes) {
   c->ring[c->count++ % COMMITS] = (Commit){number, lanes};
 }
 
-// A lane that may leave `pending` groups pending waits for all copies up to this number.
+// The number up to which a lane that may leave `pending` groups pending awaits all copies.
 static inline uint32_t awaited(const Commits *c, int lane, uint64_t pending) {
   uint32_t oldest = c->count > COMMITS ? c->count - COMMITS : 0;
   for (uint32_t i = c->count; i > oldest; i--) {
@@ -73,9 +74,9 @@ typedef struct {
   int atomicity;                // of swizzle 3; 0: 16 bytes, 1: 32, 2: 32 with 8-byte flip, 3: 64
   bool nan_fill, im2col;
   uint64_t size[5], stride[5];  // sizes in elements (innermost: units), strides in bytes
-  int box[5], step[5];          // of the box: sizes likewise; element strides
+  int box[5], step[5];          // of the box: sizes (innermost: units); element strides
   int lower[3], upper[3], pixels;  // im2col
-  int unit;                     // elements that are packed together: 1, more in packed types
+  int unit;                     // elements packed together: more than 1 in packed types
   uint32_t bytes, spread;       // bytes of a unit in global and in shared memory
   uint32_t inner, pitch, rows;  // the box in shared memory: bytes of a row, bytes from row to row
 } TensorMap;
@@ -89,13 +90,13 @@ bool read_tensor_map(Warp *w, const Insn *I, uint64_t address, TensorMap *t);
 typedef enum { MODE_TILE, MODE_GATHER, MODE_IM2COL } TensorMode;
 
 struct Copy {
-  Copy *next, **link;      // in the list of the warp's unfinished copies of bulk groups
+  Copy *next, **link;      // list of the warp's unfinished copies of bulk groups
   int lane;
   uint32_t group;
   bool read;               // the source has been read
   bool tensor;
-  uint64_t global;         // address; of a linear copy
-  uint32_t bytes;          // complete_tx of the mbarrier
+  uint64_t global;         // address, for a linear copy
+  uint32_t bytes;          // complete_tx for the mbarrier
   uint32_t buffered;       // size of `buffer`
   Cta *from; uint32_t from_offset;  // source in shared memory
   uint32_t to_offset;               // destination in the shared memory of each target
@@ -112,14 +113,14 @@ struct Copy {
 
 Copy *new_copy(uint32_t buffered);
 void drop_copy(Copy *c);
-// Set the CTAs that a copy into shared memory goes to, and the initialised mbarriers that it
-// signals. `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose mbarrier may be in the
-// other CTA of the pair; with multicast its rank's parity chooses the CTA of each pair.
+// Set a copy's target CTAs, and the initialised mbarriers that the copy signals. `multicast`: mask
+// of CTAs, or -1. `pair`: cta_group::2, whose mbarrier may be in the other CTA of the pair; with
+// multicast, the parity of the mbarrier's rank chooses the CTA of each pair.
 bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t barrier, int multicast,
                  bool own, bool pair);
-// Whether a CTA that an operation writes to still exists; reports it if not.
+// Whether a CTA that an operation writes to still exists; reports a CTA that does not.
 bool check_destination(const AsyncOp *op, const Cta *cta);
-// Issue a copy: into shared memory, or out of it, as part of the lane's open bulk group.
+// Issue a copy: into shared memory, or out of shared memory as part of the lane's open bulk group.
 void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter);
 void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter);
 // Offset of a source in the CTA's own shared memory.

@@ -2,9 +2,9 @@
 // (library.py) that makes machines and launches kernels.
 #include "core.h"
 
-#define SPIN_INSTRUCTIONS 50000ull        // without progress, until asynchronous effects run
-#define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, until a livelock is reported
-#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, until the launch is stopped
+#define SPIN_INSTRUCTIONS 50000ull        // spent without progress until asynchronous effects run
+#define LIVELOCK_INSTRUCTIONS 20000000ull  // spent without progress until a livelock is reported
+#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values until the launch is stopped
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp prefers other lanes
 
 // ----------------------------------------------------------------------- operands and registers
@@ -84,8 +84,8 @@ uint64_t special_register(Warp *w, int sr, int lane) {
     case SR_CLOCK_HI: case SR_GLOBALTIMER_HI: return e->time >> 32;
     case SR_CLOCK64: case SR_GLOBALTIMER: return e->time;
     case SR_DYNAMIC_SMEM_SIZE: return e->dynamic_shared;
-    case SR_TOTAL_SMEM_SIZE: return (c->shared_bytes + 127) & ~127u;  // as it is allocated
-    case SR_AGGR_SMEM_SIZE: return c->shared_bytes + 1024;            // with the system's part
+    case SR_TOTAL_SMEM_SIZE: return (c->shared_bytes + 127) & ~127u;  // allocation granularity
+    case SR_AGGR_SMEM_SIZE: return c->shared_bytes + 1024;            // includes the system's part
     default: return 0;  // %gridid
   }
 }
@@ -131,7 +131,7 @@ void remove_group(Warp *w, int i) {
   if (w->current >= w->ngroups) w->current = i < w->ngroups ? i : 0;
 }
 
-// Join groups at the same program counter, and choose the one to run. False: none can run.
+// Join groups at equal program counters, and choose a group to run. False: no group can run.
 static bool pick_group(Warp *w) {
   for (int i = 0; i < w->ngroups; i++)
     for (int j = w->ngroups - 1; j > i; j--) {
@@ -209,7 +209,7 @@ static Mask same_words(const uint32_t *words, int size, int lane, Mask m) {
   return same;
 }
 
-// Lanes of m in which an operand is the same as in `lane`.
+// Lanes of m in which an operand equals the operand in `lane`.
 static Mask same_operand(Warp *w, const Operand *o, int lane, Mask m) {
   if (o->kind == K_REG || (o->kind == K_ADDRESS && o->sub == K_REG))
     return same_words(w->regs + o->reg, o->bits == 128 ? 4 : o->bits == 64 ? 2 : 1, lane, m);
@@ -222,8 +222,8 @@ static Mask same_operand(Warp *w, const Operand *o, int lane, Mask m) {
   return m;
 }
 
-// One lane for each different set of operands. By the ISA every thread issues its own operation,
-// but the machine code of ptxas issues one for the warp.
+// One lane for each distinct set of operands. By the ISA every thread issues its own operation, but
+// ptxas's machine code issues one operation for the warp.
 static Mask issuing_lanes(Warp *w, const Insn *I, Mask m) {
   Mask left = m, chosen = 0;
   while (left) {
@@ -350,7 +350,8 @@ static void new_warp(Cta *c, int index) {
   w->local_init = zeroed((size_t)p->local_bytes * 32);
   w->view = view_new(e);
   w->fenced = zeroed(sizeof(Clock) * (size_t)e->nagents);
-  // Epochs continue those of the slot's previous warp, whose effects are unordered with this one's.
+  // Epochs continue the epochs of the slot's previous warp, whose effects are unordered with this
+  // warp's.
   static const Clock first = 1;
   Clock *clocks = e->slot_clocks + (size_t)w->slot * AGENTS_PER_WARP;
   for (int k = 0; k < AGENTS_PER_WARP; k++) {
@@ -484,7 +485,7 @@ bool cancel_cluster(Emu *e, uint32_t id[3]) {
   for (uint64_t i = at; i > e->next_cluster; i--) e->cluster_order[i] = e->cluster_order[i - 1];
   e->next_cluster++;
   e->pending_clusters--;
-  for (int i = 0; i < 3; i++) id[i] *= e->cluster_dim[i];  // the id of its first CTA
+  for (int i = 0; i < 3; i++) id[i] *= e->cluster_dim[i];  // id of the cluster's first CTA
   return true;
 }
 
@@ -523,7 +524,7 @@ static void fill_slots(Emu *e) {
   }
 }
 
-// One pass over the resident warps in the schedule's order. Returns whether any ran.
+// One pass over the resident warps in the schedule's order. Returns whether any warp ran.
 static bool run_pass(Emu *e, Warp **warps, int n) {
   bool ran = false;
   if (e->schedule)
@@ -657,7 +658,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->nclusters = e->num_sms / (int)size > 0 ? e->num_sms / (int)size : 1;
   e->total_clusters = (uint64_t)e->grid[0] * e->grid[1] * e->grid[2] / size;
   if ((uint64_t)e->nclusters > e->total_clusters) e->nclusters = (int)e->total_clusters;
-  // A mark has 16 bits for its agent, which is enough for 170 SMs with CTAs of 1024 threads.
+  // A mark has 16 bits for its agent: enough for 170 SMs with CTAs of 1024 threads.
   int agents_per_slot = e->warps_per_cta * AGENTS_PER_WARP + MBARRIERS_PER_CTA;
   while (e->nclusters > 1 && e->nclusters * (int)size * agents_per_slot > 0xFFF0) e->nclusters--;
   e->nslots = e->nclusters * (int)size;

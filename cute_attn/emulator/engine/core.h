@@ -1,4 +1,4 @@
-// What the parts of the machine share: core.c, report.c, async.c and check.c.
+// Declarations shared by the parts of the machine: core.c, report.c, async.c and check.c.
 #ifndef CUTE_ATTN_CORE_H
 #define CUTE_ATTN_CORE_H
 
@@ -8,7 +8,7 @@
 
 // ------------------------------------------------------------------------------------- core.c
 
-// The warps that have not exited; `warps` has room for all that are resident.
+// The warps that have not exited; `warps` has room for all resident warps.
 int list_warps(Emu *e, Warp **warps);
 
 // ----------------------------------------------------------------------------------- report.c
@@ -25,25 +25,26 @@ void report_deadlock(Emu *e, const char *title);
 
 // ------------------------------------------------------------------------------------ async.c
 
-// Run what the schedule chooses: under "fair" all operations, else the next stage of some.
+// Run the operations that the schedule chooses: under "fair" all operations, else the next stage of
+// some operations.
 void run_some_async(Emu *e);
-void retire(AsyncOp *op);       // drop it, whether it is finished or not
+void retire(AsyncOp *op);       // drop an operation, finished or not
 void free_async(AsyncOp *op);
 
 // --------------------------------------------------------------------------------- control.c
 
-// The k-th instruction that may follow one, or -1. Those that it jumps to come first. The end of
-// the program stands for the end of the thread; nothing follows a trap.
+// The k-th possible successor of an instruction, or -1. Jump targets come first. The end of the
+// program stands for the end of the thread; nothing follows a trap.
 int32_t next_of(const Program *p, int32_t at, int k);
 bool jumps(const Insn *I);
 
 // -------------------------------------------------------------------------------- branches.c
 
-// Lanes have branched on a chosen value, which depends on what instruction `origin` reads.
+// Lanes have branched on a chosen value, which comes from a read of instruction `origin`.
 void branches_undecided(Warp *w, const Insn *I, Mask lanes, int32_t origin);
-void branches_meet(Warp *w);  // the current group is about to execute its instruction
-void branches_leave(Warp *w, Mask lanes);  // undecided lanes are where ways meet, or exit
-void branches_pass(Warp *w, const Insn *I, Mask m);  // and executes it in lanes m
+void branches_meet(Warp *w);  // before the current group executes its instruction
+void branches_leave(Warp *w, Mask lanes);  // undecided lanes reach their meeting point, or exit
+void branches_pass(Warp *w, const Insn *I, Mask m);  // the group executes I in lanes m
 void branches_free(Warp *w);
 
 // ------------------------------------------------------------------------------------ check.c

@@ -59,8 +59,8 @@ static void run_cp_async(AsyncOp *op, int stage) {
   else cp_async_write(op, op->data);
 }
 
-// Submit an operation of two stages that runs after the warp's earlier ones, at the clock of its
-// latest cp.async.
+// Submit an operation of two stages that runs after the warp's earlier operations, at the clock of
+// the warp's latest cp.async.
 static int submit_in_turn(Warp *w, const Insn *I, const char *what,
                           void (*run)(AsyncOp *, int), void *data) {
   AsyncOp *op = new_async(w, I, what, AG_CP_ASYNC, cp_clock(w, (uint32_t)w->cp_issued));
@@ -147,7 +147,7 @@ static int exec_cp_async_wait_all(Warp *w, const Insn *I, Mask m) {
   return wait_cp_async(w, m, copies_of(w)->cp_issued, 0);
 }
 
-// cp.async.mbarrier.arrive: lanes that name the same mbarrier arrive together.
+// cp.async.mbarrier.arrive: lanes that name one mbarrier arrive together.
 typedef struct { int count; Clock clock; struct { Cta *cta; uint32_t offset; int lanes; } at[32]; }
     LateArrival;
 
@@ -174,7 +174,7 @@ static int exec_cp_async_arrive(Warp *w, const Insn *I, Mask m) {
     Cta *cta = shared_target(w, (uint32_t)address[l], &offset);
     Mbarrier *b = cta ? find_mbarrier(w, I, cta, offset) : NULL;
     if (!b) continue;
-    if (!counted) {  // the pending count grows by the arrival that the copies make
+    if (!counted) {  // the copies' later arrival is added to the pending count
       b->pending++;
       mbarrier_expect_tx(w, I, cta, b, 0);
     }

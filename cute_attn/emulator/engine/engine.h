@@ -1,6 +1,6 @@
-// What the parts of the emulator share: program, machine state, and the services of core.c,
-// report.c, async.c and check.c. An instruction's meaning is written once, in the file of its family,
-// which registers its form.
+// Declarations shared by all parts of the emulator: program, machine state, and the services of
+// core.c, report.c, async.c and check.c. An instruction's meaning is written once, in the file of
+// its family, which registers its form.
 #ifndef CUTE_ATTN_ENGINE_H
 #define CUTE_ATTN_ENGINE_H
 
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Only the C interface, emu_..., is visible outside of the library, so that calls are direct.
+// Only the C interface, emu_..., is visible outside the library, so that internal calls are direct.
 #pragma GCC visibility push(hidden)
 
 typedef uint32_t Mask;   // one bit per lane
@@ -42,9 +42,9 @@ typedef struct ReadNode ReadNode;  // check.c
 //
 // Operands, in the order in which PTX writes them; Insn.op has one entry for each token:
 //   d32 s32    destination, source in a register of at most 32 bits (b8..b32, f16, f16x2, f32)
-//   d64 s64 d128 s128   the same for wider ones;  dp sp   predicates (sp may be negated: op.neg)
-//   dx sx      a register of any width: op.bits tells which
-//   d32l ...   the suffix l: a list in braces, or one alone; op.count elements at list_of(w, op)
+//   d64 s64 d128 s128   in wider registers;  dp sp   predicates (sp may be negated: op.neg)
+//   dx sx      a register of any width, op.bits
+//   d32l ...   the suffix l: a list in braces, or one operand; op.count elements at list_of(w, op)
 //   d32p       "d|p": TWO entries, the register and the predicate (K_NONE if absent)
 //   a          address "[reg+imm]", "[symbol+imm]" or "[imm]"
 //   T          tensor address "[desc, {c0, c1 ...}]": TWO entries, an address and a list s32l
@@ -63,8 +63,8 @@ typedef enum {
 
 typedef struct {
   uint8_t kind, bits, neg, sub;
-  int32_t count;  // of a list
-  int32_t reg;    // word offset in Warp.regs; of a list: index in Program.operands
+  int32_t count;  // elements of a list
+  int32_t reg;    // word offset in Warp.regs; for a list: index in Program.operands
   int32_t id;     // register number: index in Warp.defined
   uint64_t imm;
 } Operand;  // 24 bytes; Python packs it as "<BBBBiiiQ"
@@ -73,28 +73,28 @@ typedef struct {
 enum {
   DONE,   // go on with the next instruction
   JUMP,   // the instruction has set the program counters itself
-  BLOCK,  // it called wait_for() and runs again later; Group.step is its progress
+  BLOCK,  // the handler called wait_for() and runs again later; Group.step is its progress
 };
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
 typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
 int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: instructions without effect here
 enum {
-  // The handler is called even when the guard is false in all lanes.
+  // The handler is called even if the guard is false in all lanes.
   F_ALWAYS = 1,
   // .sync.aligned: the engine makes sure that all live lanes of the warp arrive together.
   F_ALIGNED = 2,
-  // Undefined sources are no finding: the handler propagates them (mov, selp).
+  // Undefined sources are no finding: the handler makes its results undefined (mov, selp).
   F_PROPAGATE = 4,
   // Ends a time slice: other warps see the effect (barriers, fences, exit).
   F_YIELD = 8,
-  // Issued on the uniform datapath: lanes with the same operands issue one operation together.
+  // Issued on the uniform datapath: lanes with equal operands issue one operation together.
   F_UNIFORM = 16,
   // Arithmetic: results of undefined values are undefined, without a finding. Set by program.c.
   F_PURE = 32,
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
-  F_MOVE = 128,   // a copy of a register, which machine code may not have
-  F_EFFECT = 256,  // other threads see it: what nobody has written must not decide whether it runs
+  F_MOVE = 128,   // a copy of a register; machine code may have none
+  F_EFFECT = 256,  // visible to other threads: an unwritten value must not decide whether it runs
 };
 
 struct Insn {
@@ -107,23 +107,23 @@ struct Insn {
   uint8_t ndest;      // number of destinations, which come first
   int16_t mod[12];
   int32_t form, line;         // index of the form; line of the PTX text
-  int32_t file, source_line;  // of .loc; -1 where there is none
+  int32_t file, source_line;  // from .loc; -1 without .loc
   int32_t opcode;             // index of the opcode's text in Program.opcodes
 };
 
 typedef struct {
   Insn *code; int ncode;
   Operand *operands; int noperands;
-  int nregs, reg_words;      // registers, and the 32-bit words of a warp for them
+  int nregs, reg_words;      // registers, and the 32-bit words that they take per warp
   int local_bytes, param_bytes, static_shared;
   int reqntid, maxnreg;      // 0 where not given
   int arch;                  // 80, 90, 100 ...
-  int launch_registers;      // of a thread, from the machine code; 0 if that is not known
+  int launch_registers;      // per thread, from the machine code; 0 if unknown
   bool keeps_registers;      // the assembler has dropped setmaxnreg
   const char *name;
 } Program;
 
-// Special registers (op.reg of K_SREG). The order is that of SPECIAL_REGISTERS in program.py.
+// Special registers (op.reg of K_SREG). The order is as in SPECIAL_REGISTERS of program.py.
 enum {
   SR_TID_X, SR_TID_Y, SR_TID_Z, SR_NTID_X, SR_NTID_Y, SR_NTID_Z,
   SR_CTAID_X, SR_CTAID_Y, SR_CTAID_Z, SR_NCTAID_X, SR_NCTAID_Y, SR_NCTAID_Z,
@@ -140,10 +140,10 @@ enum {
 
 // ------------------------------------------------------------------------------------- memory
 //
-// Global addresses (and those of parameters and of module variables) are host pointers.
-// A shared address is 32 bits: rank of the CTA in its cluster << 24 | offset, where offset counts
-// from SHARED_BASE, as on hardware (whose first KiB is the system's). Generic addresses of shared
-// and local memory carry a tag in the top byte.
+// Addresses of global memory, parameters and module variables are host pointers. A shared address
+// is 32 bits: rank of the CTA in its cluster << 24 | offset, where offset counts from SHARED_BASE,
+// as on hardware (the first KiB is the system's). Generic addresses of shared and local memory
+// carry a tag in the top byte.
 #define SHARED_BASE 1024u
 #define SHARED_RANK_SHIFT 24
 #define SHARED_TAG (0x11ull << 56)
@@ -164,13 +164,13 @@ enum {
   AG_GENERIC,
   AG_CP_ASYNC,    // cp.async of the warp: clock = number of the operation
   AG_BULK_READ,   // sources of bulk copies: clock = number of the bulk group
-  AG_BULK_WRITE,  // their destinations
+  AG_BULK_WRITE,  // destinations of bulk copies
   AG_WGMMA,       // clock = number of the wgmma group
   AG_TC,          // tcgen05.mma, cp, shift: executed in the order of issue
   AG_TMEM_LD, AG_TMEM_ST,
   AGENTS_PER_WARP
 };
-#define MBARRIERS_PER_CTA 128  // agents reserved for them in each CTA slot
+#define MBARRIERS_PER_CTA 128  // agents reserved for mbarriers in each CTA slot
 
 typedef struct {
   Clock *vc;   // effects ordered before the next effect
@@ -180,8 +180,8 @@ typedef struct {
   Clock *tvc;
 } View;
 
-// An access to check and to record. `view` holds the effects ordered before it; (agent, clock) is
-// its epoch.
+// An access to check and to record. `view` holds the effects ordered before the access; (agent,
+// clock) is its epoch.
 typedef struct {
   const View *view;
   uint32_t agent;
@@ -189,17 +189,17 @@ typedef struct {
   uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
   uint8_t lazy;        // unwritten bytes are no finding: the destination becomes undefined
-  uint8_t late;        // a read that only the asynchronous proxy may come before (in_flight.c)
-  uint8_t atomic;      // a strong or atomic operation: does not race with others of its kind
+  uint8_t late;        // a read that only the asynchronous proxy may overtake (in_flight.c)
+  uint8_t atomic;      // a strong or atomic operation: such operations do not race with each other
   const Insn *insn;
   Warp *warp;          // the issuing warp; for messages
   const char *what;    // "TMA load", "store" ...; for messages
-  // For a store whose data are not in memory yet: whether it leaves the word unchanged.
+  // For a store whose data are not in memory yet: whether the store leaves the word unchanged.
   bool (*unchanged)(const void *data, const uint8_t *word);
   const void *data;
 } Access;
 
-// Checks, as bits of Emu.checks; the names of findings are CHECK_NAMES in program.c, same order.
+// Checks, as bits of Emu.checks; CHECK_NAMES in program.c names them in this order.
 enum {
   CK_DEADLOCK, CK_RACE, CK_PROXY, CK_TCGEN05, CK_UNINITIALISED, CK_BOUNDS, CK_ALIGNMENT,
   CK_DESCRIPTOR, CK_BARRIER, CK_TMEM, CK_EXIT, CK_REGISTERS, CK_SYNC, CK_WGMMA, CK_CLUSTER,
@@ -212,7 +212,7 @@ enum { SEV_ERROR, SEV_NOTE };
 #define MAX_WARPS 32
 #define MAX_NAMED_BARRIERS 16
 
-// The object that a warp or a group of its lanes waits for; for reports.
+// The object that a warp, or a group of a warp's lanes, waits for; for reports.
 typedef enum {
   WAIT_NONE, WAIT_MBARRIER, WAIT_NAMED_BARRIER, WAIT_CLUSTER_BARRIER, WAIT_CONVERGENCE,
   WAIT_CP_ASYNC, WAIT_BULK_GROUP, WAIT_WGMMA, WAIT_TMEM_ALLOC, WAIT_TCGEN05, WAIT_REGISTERS,
@@ -234,14 +234,14 @@ typedef struct {
   uint64_t wait_since;
 } Group;
 
-// An instruction that has arrived at an mbarrier or completed bytes of it; for reports.
+// An instruction that has arrived at an mbarrier or completed bytes of the mbarrier; for reports.
 #define SIGNALS 8
 typedef struct {
   const Insn *insn;
   const Cta *cta;        // only compared
   int rank;
   uint32_t warps;        // one bit per warp
-  Clock phase;           // its latest phase with such a signal
+  Clock phase;           // latest phase that the instruction has signalled
 } Signal;
 
 struct Mbarrier {
@@ -286,25 +286,25 @@ struct Warp {
   Group groups[32];
   uint32_t *regs;          // word offsets of Operand.reg
   Mask *defined;           // by Operand.id: lanes in which the register is defined
-  // Undefined lanes whose value selp has chosen among defined ones by an undefined condition. A
+  // Undefined lanes whose value selp has chosen among defined values by an undefined condition. A
   // branch on such a value is only a note.
   Mask *chosen;
   struct Branches *branches;  // branches.c; NULL: the warp has had no chosen value
   Mask undecided;             // lanes behind a branch on a chosen value
-  AsyncOp **pending;       // by Operand.id: the operation that will still write it, or NULL
+  AsyncOp **pending;       // by Operand.id: the operation yet to write the register, or NULL
   int npending;            // registers with a pending operation
-  struct InFlight **loads;  // by Operand.id: the ldmatrix in flight that the register is of
+  struct InFlight **loads;  // by Operand.id: the ldmatrix in flight that writes the register
   struct InFlight *in_flight;
   int nloads;              // registers with a load in flight
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
   Mask carry;              // of add.cc and similar instructions
   Mask tainted;            // lanes in which the current instruction has read an undefined value
-  Mask tainted_raw;        // of these, the lanes in which the value was not a chosen one
+  Mask tainted_raw;        // lanes of `tainted` in which the value was no chosen value
   int32_t taint_origin;    // the instruction that the undefined value comes from, or -1
-  int32_t *origin;         // the same for each undefined register
+  int32_t *origin;         // taint_origin of each undefined register
   int32_t *unfenced;       // by Operand.id: written since the last wgmma.fence (NULL: not tracked)
-  View view, fence_release, fence_acquire;   // the latter two: check.c, for fences
+  View view, fence_release, fence_acquire;   // fence_*: check.c, for fences
   Clock *fenced;           // view.vc at the last tcgen05.fence::before_thread_sync
   Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
   // asynchronous queues of the warp
@@ -333,7 +333,7 @@ struct Cta {
   uint8_t *shared;         // shared_bytes
   uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
   uint8_t *shared_init;    // per byte: 1 where written
-  uint8_t *shared_chosen;  // per byte: 1 where a chosen value is (Warp.chosen); NULL: nowhere
+  uint8_t *shared_chosen;  // per byte: 1 for a chosen value (Warp.chosen); NULL: no such byte
   struct Cell *shared_cells;  // one per word
   struct LaneCell *lane_cells;  // one per word, for races between the lanes of a warp
   NamedBarrier bars[MAX_NAMED_BARRIERS];
@@ -360,7 +360,8 @@ struct Cluster {
 //
 // An operation runs in stages, such as: read the source, write the destination and signal. The
 // schedule chooses when each stage runs; operations with the same `queue` (not 0) run a stage only
-// after all earlier ones of that queue have run it. `release` frees the contents of `data`.
+// after all earlier operations of the queue have run that stage. `release` frees the contents of
+// `data`.
 struct AsyncOp {
   AsyncOp *next, *previous;
   uint64_t number, queue;
@@ -373,15 +374,15 @@ struct AsyncOp {
   Access access;                  // prepared: view, agent, clock, async = 1, insn, warp, what
   uint64_t issued;
   void *data;
-  int holders;                    // registers that are pending on it, which keep it alive
+  int holders;                    // registers that are pending on the operation, and keep it alive
   bool finished;
   bool on_demand;                 // run only by force(), never by the schedule
 };
 
 typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t object, detail; } Event;
 
-// Machines run in threads of their own, so instructions write only memory of their machine. These
-// are pieces of working memory that are kept from one instruction to the next:
+// Each machine runs in its own thread, so instructions write only memory of their machine. These
+// pieces of working memory are kept from one instruction to the next:
 enum { SCRATCH_NUMERICS, SCRATCH_LATEST = SCRATCH_NUMERICS + 6, SCRATCH_WGMMA, SCRATCH_TCGEN05,
        SCRATCH_TOUCHED, SCRATCH_BRANCHES, SCRATCH_COUNT };
 
@@ -394,7 +395,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
-  int tcgen05_fences[2];  // number before, after; -1: not counted yet, -2: none, and reported
+  int tcgen05_fences[2];  // before-fences, after-fences; -1: not counted, -2: none, reported
   int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;
   // launch
@@ -412,8 +413,8 @@ struct Emu {
   Region *regions; int nregions;
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
   uint64_t time;                          // warp-instructions so far
-  uint64_t progress;                      // counts effects that other warps may wait for
-  uint64_t astray;                        // time since it may run on made-up values (core.c), or 0
+  uint64_t progress;                      // number of effects that other warps may wait for
+  uint64_t astray;                        // when made-up values first came up (core.c), or 0
   bool stop;                              // set by a fatal finding
   // counters
   uint64_t *executed;                     // by instruction
@@ -427,7 +428,7 @@ struct Emu {
   Clock *slot_clocks;                     // clocks of each slot's agents
   struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
   int latest_region;                      // found by region_at
-  int32_t *meetings;                      // by instruction: its postdominator; NULL: not found yet
+  int32_t *meetings;                      // by instruction: postdominator; NULL: not computed yet
   struct { void *memory; size_t size; } scratch[SCRATCH_COUNT];
 };
 enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
@@ -444,8 +445,8 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 // ---------------------------------------------------------------------------- operands (inline)
 //
 // Sources are 32 lanes: a pointer into the register file, or in `buffer` for anything else.
-// 16-bit values are zero-extended in 32-bit lanes. A read of an undefined lane is a finding
-// (undefined_read), as is one of a register that an asynchronous operation will still write.
+// 16-bit values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
+// (undefined_read). So is reading a register that an asynchronous operation will still write.
 
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // report.c
 void pending_read(Warp *w, const Insn *I, const Operand *o);                 // async.c
@@ -552,7 +553,7 @@ static inline Mask chosen_in(Warp *w, const Operand *o) {
   return o->kind == K_REG || o->kind == K_PRED ? w->chosen[o->id] : 0;
 }
 void branches_start(Warp *w);  // branches.c: the warp has a chosen value
-// `chosen` counts only in lanes that are not defined.
+// `chosen` matters only in lanes that are not defined.
 static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, Mask chosen) {
   if (o->kind != K_REG && o->kind != K_PRED) return;
   w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
@@ -574,8 +575,8 @@ void addresses_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint64_t out
 
 // --------------------------------------------- services of core.c, report.c and async.c
 
-// Report a finding. `check` is a CK_ value; the position is added to the text. A finding with the
-// same check, instruction and `other` is counted, not repeated.
+// Report a finding. `check` is a CK_ value; the position is added to the text. A repeated finding,
+// with equal check, instruction and `other`, is only counted.
 void finding(Warp *w, const Insn *I, int check, int severity, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
 void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int severity,
@@ -594,16 +595,16 @@ const char *address_name(const Cta *cta, uint32_t shared_offset);  // "s_full[1]
 // Block the current group: `return wait_for(...)`. The handler runs again, with the same
 // Group.step and note, whenever something may have changed.
 int wait_for(Warp *w, WaitKind kind, uint64_t object, uint64_t detail);
-// True if all `members` that live are in the current group (m: lanes executing). Otherwise the
-// handler must `return wait_for(w, WAIT_CONVERGENCE, members, 0)`; the engine reports it if they
+// True if all live lanes of `members` are in the current group (m: lanes executing). Otherwise the
+// handler must `return wait_for(w, WAIT_CONVERGENCE, members, 0)`; the engine reports members that
 // never come.
 bool converged(Warp *w, Mask m, Mask members);
 void exit_lanes(Warp *w, Mask m);
-// Groups of a warp's lanes: a new one, and one that is gone.
+// Create, and delete, a group of a warp's lanes.
 void add_group(Warp *w, Mask mask, int32_t pc);
 void remove_group(Warp *w, int i);
 static inline void progress(Emu *e) { e->progress++; }
-// check.c: an agent for an mbarrier, and the clock that it starts from; and back again.
+// check.c: take an agent for an mbarrier, and the clock from which it starts; give the agent back.
 uint32_t new_mbarrier_agent(Emu *e, Clock *start);
 void free_mbarrier_agent(Emu *e, uint32_t agent, Clock clock);
 uint32_t emu_random(Emu *e, uint32_t below);   // deterministic in the seed
@@ -613,21 +614,21 @@ bool live_cta(const Cta *cta);
 // `agent_kind` (an AG_ value of warp w) at `clock`; set run, stages, queue and data, then submit.
 AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
 void submit(AsyncOp *op);
-// Run the remaining stages of an operation, and of those before it in its queue, now.
+// Run the remaining stages of an operation, and of the operations before it in its queue, now.
 void force(AsyncOp *op);
 static inline uint32_t agent_of(const Warp *w, int kind) {
   return (uint32_t)w->slot * AGENTS_PER_WARP + kind;
 }
 static inline uint64_t queue_of(const Warp *w, int kind) { return 1 + agent_of(w, kind); }
-// Mark register o as written by op until done; done writes it with put32_of beforehand.
+// Mark register o as pending on op, until clear_pending; op writes o by put32_of before that.
 void set_pending(Warp *w, const Operand *o, AsyncOp *op);
 void clear_pending(Warp *w, const Operand *o);
 
 // Loads in flight: rows of shared memory that the registers of I come from.
 void start_load(Warp *w, const Insn *I, const uint32_t offset[32], int rows, uint32_t bytes);
-void finish_loads(Warp *w);  // all have read
+void finish_loads(Warp *w);  // all loads in flight have read
 void drop_loads(Warp *w);
-// A write through the asynchronous proxy, which may overwrite what a load has not read yet.
+// A write through the asynchronous proxy, which may overwrite bytes that a load has not read yet.
 void check_loads(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 void report_overtaken(const Access *a, const Insn *load, const char *place);
 
@@ -640,7 +641,7 @@ void trace_event(Emu *e, int kind, const Warp *w, const Insn *I, uint64_t start,
 
 // --------------------------------------------------------------------------- memory (memory.c)
 
-// CTA and offset of a shared address, as seen from w's CTA; NULL if there is none.
+// CTA and offset of a shared address, as seen from w's CTA; NULL if no CTA has the address.
 Cta *shared_target(Warp *w, uint32_t address, uint32_t *offset);
 // Host pointers for `bytes` at an address, or NULL after a finding (bounds, alignment).
 // Findings name `I`. `offset` counts from the start of the CTA's shared memory.
@@ -648,9 +649,9 @@ uint8_t *shared_pointer(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint3
                         uint32_t alignment);
 uint8_t *global_pointer(Warp *w, const Insn *I, uint64_t address, uint64_t bytes,
                         uint32_t alignment, bool write);
-// What a generic address points to. For SP_SHARED *cta and *offset are set.
+// The state space of a generic address. For SP_SHARED *cta and *offset are set.
 Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset);
-// The CTA and offset of an operand's address, generic or shared; NULL if it is not in shared memory.
+// The CTA and offset of an operand's address, generic or shared; NULL if not in shared memory.
 Cta *any_shared_target(Warp *w, uint64_t address, bool generic, uint32_t *offset);
 static inline uint32_t shared_address(const Cta *cta, uint32_t offset) {
   return (uint32_t)cta->rank << SHARED_RANK_SHIFT | (offset + SHARED_BASE);
@@ -658,17 +659,18 @@ static inline uint32_t shared_address(const Cta *cta, uint32_t offset) {
 
 // ------------------------------------------------------------------- happens-before (check.c)
 //
-// Each returns quickly when its checks are off. Addresses of shared memory are (cta, offset).
+// Each function returns quickly if its checks are off. Addresses of shared memory are (cta,
+// offset).
 
 Access access_of(Warp *w, const Insn *I, const char *what);   // a generic access, now
 Access access_as(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
 void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
-// The region that holds an address, or NULL and the nearest one below it (`below` may be NULL).
+// The region that holds an address, or NULL and the nearest region below (`below` may be NULL).
 Region *region_at(Emu *e, uint64_t address, int *below);
 void global_read(const Access *a, const void *p, uint64_t bytes);
 void global_write(const Access *a, const void *p, uint64_t bytes);
-void region_forget(Region *r);  // drop the record of accesses to it
+void region_forget(Region *r);  // drop the record of accesses to r
 // TMEM of a CTA: `lanes` x `columns` words from (lane, column).
 void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
 void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
@@ -679,7 +681,7 @@ View view_new(Emu *e);
 void view_free(View *v);
 void view_clear(Emu *e, View *v);
 void view_copy(Emu *e, View *into, const View *from);
-View view_with_fenced(Warp *w);  // a copy that includes what only tcgen05 fences order
+View view_with_fenced(Warp *w);  // a copy that includes effects ordered only by tcgen05 fences
 void view_join(Emu *e, View *into, const View *from);
 // Component-wise maximum of one agent, in all three clocks.
 void view_add(View *v, uint32_t agent, Clock clock);
@@ -688,9 +690,9 @@ void view_add(View *v, uint32_t agent, Clock clock);
 void view_release(Warp *w, View *into);
 void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
-void tcgen05_fence_after(Warp *w);         // tvc = what earlier before-fences cover
+void tcgen05_fence_after(Warp *w);         // tvc = effects that earlier before-fences cover
 void tcgen05_fence_before(Warp *w);        // fenced = vc
-int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: number of these fences
+int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: number of such fences
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);
@@ -723,23 +725,24 @@ int32_t undecided_origin(const Warp *w, int lane);
 Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
 void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
 void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
-// The mbarrier that an asynchronous operation signals next, or NULL after a finding. Its
-// later accesses belong to the current phase of the barrier: a wait for that phase orders them.
+// The mbarrier that an asynchronous operation signals next, or NULL after a finding. The
+// operation's later accesses belong to the barrier's current phase: a wait for that phase orders
+// them.
 Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
-// These two are for asynchronous operations: the phase publishes `from`.
+// The next two functions are for asynchronous operations: the phase publishes `from`.
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
                            const View *from, uint32_t agent, Clock clock);
-// The signals that it has received; for reports.
+// The signals that an mbarrier has received; for reports.
 const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
 const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 
 // ------------------------------------------------------------------------------- tmem.c
 void tmem_new(Cta *cta);
-void tmem_delete(Cta *cta);        // reports what is still allocated
+void tmem_delete(Cta *cta);        // reports columns still allocated
 // ---------------------------------------------------------------------- CLC (launch_control.c)
-// Cancel a cluster that has not been launched; false: none is left.
+// Cancel a cluster that has not been launched; false: no cluster is left.
 bool cancel_cluster(Emu *e, uint32_t id[3]);   // core.c
 
 // --------------------------------------------- functions of the families that core.c calls

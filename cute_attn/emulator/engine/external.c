@@ -26,7 +26,7 @@ static void append(Emu *e, const char *part, size_t length) {
   o->text[o->used] = 0;
 }
 
-// The memory of one lane at a generic address, and how many bytes may be read there.
+// One lane's memory at a generic address, and the number of bytes that may be read there.
 static const uint8_t *readable(Warp *w, int lane, uint64_t address, uint64_t *bytes) {
   Emu *e = emu_of(w);
   Cta *cta = NULL;
@@ -79,7 +79,7 @@ static uint64_t next_argument(VarArgs *v, uint32_t size) {
   return value;
 }
 
-// Append one conversion; `spec` is the text between % and the length modifier.
+// Append one conversion; `spec` is the text from % to the length modifier.
 static void print_value(VarArgs *v, const char *spec, const char *length, char conversion) {
   char format[64], out[512];
   bool wide = length[0] && strchr("ljztq", length[0]);
@@ -117,7 +117,7 @@ static void print_value(VarArgs *v, const char *spec, const char *length, char c
   if (printed > 0) append(emu_of(v->w), out, (size_t)printed);
 }
 
-// Parse the specification after a %. Returns the text that follows it.
+// Parse the specification after a %. Returns the text after the specification.
 static const char *print_conversion(VarArgs *v, const char *at) {
   char spec[48], length[3] = "";
   size_t n = 0;

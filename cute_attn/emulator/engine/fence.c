@@ -15,7 +15,7 @@ static int exec_proxy_fence(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// The one-way forms: a release or an acquire that also orders the proxies.
+// The one-way fences: a release or an acquire that also orders the proxies.
 static int exec_proxy_fence_release(Warp *w, const Insn *I, Mask m) {
   exec_proxy_fence(w, I, m);
   return exec_fence(w, I, m);
@@ -25,7 +25,7 @@ static int exec_proxy_fence_acquire(Warp *w, const Insn *I, Mask m) {
   return exec_proxy_fence(w, I, m);
 }
 
-// fence.mbarrier_init publishes only the thread's initialisations of mbarriers.
+// fence.mbarrier_init publishes only this thread's initialisations of mbarriers.
 static int exec_mbarrier_init_fence(Warp *w, const Insn *I, Mask m) {
   (void)I, (void)m;
   Emu *e = emu_of(w);

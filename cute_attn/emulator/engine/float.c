@@ -6,8 +6,8 @@
 
 // ------------------------------------------------------------------- f32 and f32x2 arithmetic
 //
-// A kernel computes n = 32 (f32) or 64 (f32x2) results as bits; `wide` gives one of them in double,
-// exactly or rounded to odd (a quotient: near enough to compare it with a power of two).
+// A kernel computes n = 32 (f32) or 64 (f32x2) results as bits; `wide` gives one result in double,
+// exact or rounded to odd (a quotient: accurate enough to compare with a power of two).
 typedef void Kernel(int n, const float *restrict a, const float *restrict b,
                     const float *restrict c, uint32_t *restrict r);
 typedef double Wide(double x, double y, double z);
@@ -34,8 +34,8 @@ static void flush_all(int n, const uint32_t *a, uint32_t *r) {
 static void saturate_all(int n, uint32_t *r) {
   for (int i = 0; i < n; i++) r[i] = saturated(r[i]);
 }
-// Results are flushed if they are tiny after rounding to 24 bits with unbounded exponent, including
-// some that would round to the smallest normal number.
+// Results are flushed if they are tiny after rounding to 24 bits with unbounded exponent; some of
+// these would round to the smallest normal number.
 static void flush_results(Wide *wide, int n, int mode, const uint32_t *a, const uint32_t *b,
                           const uint32_t *c, uint32_t *r) {
   uint32_t smallest = 0;
@@ -72,7 +72,7 @@ ALWAYS_INLINE void run_kernel(Kernel *kernel, Wide *wide, int n, int mode, bool 
 
 #define ALIAS32(name, other) const uint32_t *name = other
 #define ALIAS64(name, other) const uint64_t *name = other
-// Operands of one, two and three sources; absent ones repeat the first.
+// Operands of one, two and three sources; an absent source repeats the first.
 #define SOURCES_1(W) LANES##W(a, 1); ALIAS##W(b, a); ALIAS##W(c, a)
 #define SOURCES_2(W) LANES##W(a, 1); LANES##W(b, 2); ALIAS##W(c, a)
 #define SOURCES_3(W) LANES##W(a, 1); LANES##W(b, 2); LANES##W(c, 3)
@@ -118,8 +118,8 @@ MIXED(fma, 3)
 
 // ---------------------------------------------------------------------------- f16 and bf16
 //
-// Computed in double: products are exact, sums rounded to odd, so that the final rounding is the
-// only one. A lane of a pair has its low half at element 2 l.
+// Computed in double: products are exact, sums rounded to odd, so that only the final rounding
+// counts. A lane of a pair has its low half at element 2 l.
 typedef void HalfKernel(int n, const double *restrict a, const double *restrict b,
                         const double *restrict c, double *restrict r);
 #define HALF_KERNEL(name, expr) \
@@ -133,7 +133,7 @@ HALF_KERNEL(half_sub, add_odd(x, -b[i]))
 HALF_KERNEL(half_mul, x * b[i])
 HALF_KERNEL(half_fma, add_odd(x * b[i], c[i]))
 
-// Codes of the elements of a register, and back.
+// Codes of a register's elements, and a register from codes.
 static void split(bool pair, const uint32_t *a, uint32_t *r) {
   if (pair) FOR_LANES(l) { r[2 * l] = a[l] & 0xFFFF; r[2 * l + 1] = a[l] >> 16; }
   else FOR_LANES(l) r[l] = a[l] & 0xFFFF;
@@ -152,7 +152,7 @@ static void to_doubles(int n, bool bf16, const uint32_t *codes, double *r) {
   for (int i = 0; i < n; i++) r[i] = as_float(bits[i]);
 }
 // The NaN that a tensor map may give elements outside of its tensor; fma.oob ignores the sign.
-#define OOB_NAN 0x7FF7u   // in both formats
+#define OOB_NAN 0x7FF7u   // in f16 and bf16
 enum { H_FTZ = 1, H_SAT = 2, H_RELU = 4, H_OOB = 8 };
 
 static int half_operation(Warp *w, const Insn *I, Mask m, HalfKernel *kernel, int arity, bool bf16,
@@ -206,7 +206,7 @@ HALF(fma_oob, 3, half_fma, bf16x2, true, true, HALF_OOB_FLAGS)
 #define EXTREME32_OF_3(x, y, z, max, keep_nan) \
   EXTREME32(EXTREME32(x, y, max, keep_nan), z, max, keep_nan)
 
-// The common case has a loop of its own. mod: ftz, NaN, xorsign.abs
+// The common case has its own loop. mod: ftz, NaN, xorsign.abs
 #define EXTREMES(name, is_max) \
   HANDLER(name##_f32) { \
     LANES32(a, 1); LANES32(b, 2); uint32_t r[32], fa[32], fb[32]; \
@@ -314,8 +314,8 @@ HANDLER(copysign_f64) {
 
 // ---------------------------------------------------------------------------------------- f64
 
-// A NaN among the operands comes out quiet, its sign and payload kept: of several that of the
-// second operand, else of the third.
+// A NaN operand becomes the result, quieted, with sign and payload kept; of several NaNs the second
+// operand's, else the third's.
 ALWAYS_INLINE uint64_t double_result(double v, uint64_t a, uint64_t b, uint64_t c) {
   uint64_t infinity = 0x7FFull << 52, magnitude = ~(1ull << 63), quiet = 1ull << 51;
   return v == v ? double_bits(v) : (b & magnitude) > infinity ? b | quiet
@@ -340,14 +340,14 @@ DOUBLE(add, 2, x + y)
 DOUBLE(sub, 2, x - y)
 DOUBLE(mul, 2, x * y)
 DOUBLE(fma, 3, __builtin_fma(x, y, z))
-DOUBLE_OF(div, 2, x / y, b, a)  // of NaN, that of the dividend
+DOUBLE_OF(div, 2, x / y, b, a)  // of two NaNs, the dividend's
 DOUBLE(rcp, 1, 1.0 / x)
 DOUBLE(sqrt, 1, __builtin_sqrt(x))
 
 // ----------------------------------------------------------------------------- approximations
 //
-// As ptxas builds them from the special function unit, which flushes: without .ftz, it is scaled.
-// mod: ftz
+// As ptxas builds them from the special function unit, which flushes subnormals: without .ftz,
+// arguments are scaled. mod: ftz
 #define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
     LANES32(a, 1); uint32_t r[32]; \
@@ -415,7 +415,7 @@ HANDLER(tanh_f32) {
 HALF_APPROXIMATE_ALL(ex2)
 HALF_APPROXIMATE_ALL(tanh)
 
-// Quotients are products with a reciprocal; those of .full are right beyond 2^126, too. mod: ftz
+// Quotients are products with a reciprocal; with .full they are also right beyond 2^126. mod: ftz
 static int divide(Warp *w, const Insn *I, Mask m, bool full) {
   LANES32(a, 1); LANES32(b, 2); uint32_t r[32], x[32], y[32], scale[32];
   bool ftz = I->mod[0];
@@ -434,7 +434,7 @@ static int divide(Warp *w, const Insn *I, Mask m, bool full) {
 HANDLER(div_approx_f32) { return divide(w, I, m, false); }
 HANDLER(div_full_f32) { return divide(w, I, m, true); }
 
-// Of double, the upper halves only.
+// For double, only the upper halves.
 #define UPPER(name) \
   HANDLER(name##_approx_f64) { \
     LANES64(a, 1); uint64_t r[32]; \
@@ -443,7 +443,7 @@ HANDLER(div_full_f32) { return divide(w, I, m, true); }
   }
 UPPER(rcp)
 UPPER(rsq)
-// Refined once from there.
+// Refined once.
 ALWAYS_INLINE double refined_rsqrt(double x) {
   double y = as_double((uint64_t)mufu_rsq64((uint32_t)(double_bits(x) >> 32)) << 32);
   double e = __builtin_fma(x, -(y * y), 1.0);
@@ -463,7 +463,7 @@ HANDLER(rsqrt_f64) {
 
 // ------------------------------------------------------------------------------- comparisons
 //
-// Each even one of the pattern is the inverse of the one before it, NaN included.
+// In the pattern, each even comparison is the inverse of the comparison before it, NaN included.
 #define COMPARISONS "(.eq|neu|lt|geu|gt|leu|ge|ltu|le|gtu|ne|equ|num|nan)"
 #define BOOLEANS "{.and|or|xor}"
 #define ORDERED_COMPARE(name, T) \
@@ -495,7 +495,7 @@ static Mask compared_f64(Warp *w, const Insn *I, Mask m, int first, bool ftz) {
   LANES64(a, first); LANES64(b, first + 1);
   return compare_double(I->mod[0], (const double *)a, (const double *)b);
 }
-// Halves at `shift` of the lanes.
+// The lanes' 16-bit halves at bit `shift`.
 static Mask compared_half(Warp *w, const Insn *I, Mask m, int first, bool ftz, bool bf16,
                           int shift) {
   LANES32(a, first); LANES32(b, first + 1); uint32_t x[32], y[32], fx[32], fy[32];

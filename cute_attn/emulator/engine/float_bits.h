@@ -14,7 +14,7 @@ REINTERPRET(float_bits, float, uint32_t)
 REINTERPRET(as_double, uint64_t, double)
 REINTERPRET(double_bits, double, uint64_t)
 
-// Canonical NaNs, which arithmetic and tensor cores give.
+// Canonical NaNs, as arithmetic and tensor cores return them.
 #define NAN32 0x7FFFFFFFu
 #define NAN16 0x7FFFu
 #define NAN64 0xFFF8000000000000ull
@@ -24,7 +24,7 @@ REINTERPRET(double_bits, double, uint64_t)
 #define INFINITY_BF16 0x7F80u
 
 ALWAYS_INLINE bool is_nan(uint32_t v) { return (v & 0x7FFFFFFF) > INFINITY32; }
-// The result of f32 arithmetic: any NaN becomes the canonical one.
+// The result of f32 arithmetic: any NaN becomes the canonical NaN.
 ALWAYS_INLINE uint32_t canonical(float v) { return v == v ? float_bits(v) : NAN32; }
 ALWAYS_INLINE uint32_t flushed(uint32_t v) { return v & INFINITY32 ? v : v & 0x80000000; }
 ALWAYS_INLINE uint32_t saturated(uint32_t v) {  // to [0, 1]; NaN and -0 give +0
@@ -54,8 +54,8 @@ ALWAYS_INLINE uint16_t half_of(float v) { return (uint16_t)f16_of(float_bits(v))
 ALWAYS_INLINE float half_value(uint16_t h) { return as_float(f32_of_f16(h)); }
 ALWAYS_INLINE uint32_t f32_of_bf16(uint32_t h) { return h << 16; }
 
-// Formats. Those without an infinity give `infinity` on overflow; those under 8 bits have no NaN,
-// which becomes the largest number.
+// Formats. A format without an infinity gives `infinity` on overflow; a format under 8 bits has no
+// NaN, and a NaN becomes its largest number.
 typedef struct {
   int mantissa, bias, bits;
   uint32_t infinity, max, nan;  // codes
@@ -71,7 +71,8 @@ FORMAT E2M3 = {3, 1, 6, 0x1F, 0x1F, 0x1F};
 FORMAT E3M2 = {2, 3, 6, 0x1F, 0x1F, 0x1F};
 FORMAT E2M1 = {1, 1, 4, 0x7, 0x7, 0x7};
 
-// The value of a code in its low bits, of at most 8; without a branch so that loops vectorise.
+// The value of a code of at most 8 bits, in the low bits; without a branch, so that loops
+// vectorise.
 ALWAYS_INLINE float small_value(const Format *f, uint32_t code) {
   uint32_t sign_bit = 1u << (f->bits - 1), magnitude = code & (sign_bit - 1);
   uint32_t bits = magnitude << (23 - f->mantissa);
@@ -86,8 +87,8 @@ ALWAYS_INLINE float small_value(const Format *f, uint32_t code) {
 ALWAYS_INLINE int32_t ordered(uint32_t v) {
   return (int32_t)(v ^ ((uint32_t)((int32_t)v >> 31) >> 1));
 }
-// The minimum or maximum of two codes. A NaN loses, or with keep_nan wins. `infinity` is the
-// largest magnitude that is no NaN, `nan` the canonical NaN.
+// The minimum or maximum of two codes. The number wins over a NaN, or with keep_nan the NaN wins.
+// `infinity` is the largest magnitude that is no NaN, `nan` the canonical NaN.
 ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, uint32_t infinity,
                                uint32_t nan) {
   bool nx = (x & 0x7FFFFFFF) > infinity, ny = (y & 0x7FFFFFFF) > infinity;
@@ -96,7 +97,7 @@ ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, 
   return (keep_nan ? nx | ny : nx & ny) ? nan : r;
 }
 #define EXTREME32(x, y, max, keep_nan) extreme(x, y, max, keep_nan, INFINITY32, NAN32)
-// Of 16-bit codes in the low half, with the infinity of their format.
+// The minimum or maximum of 16-bit codes in the low half, with their format's infinity.
 ALWAYS_INLINE uint32_t extreme16(uint32_t x, uint32_t y, bool max, uint32_t infinity) {
   return extreme(x << 16, y << 16, max, false, infinity << 16, NAN16 << 16) >> 16;
 }

@@ -1,19 +1,20 @@
-// Loads in flight: what ldmatrix reads is certain to have been read only once an instruction uses
-// its registers, or after a fence or a barrier. An arrival at an mbarrier may overtake it, and the
-// asynchronous proxy then overwrite the bytes (an H200 does that; see docs/emulator.md).
+// Loads in flight: ldmatrix has certainly read memory only once an instruction uses its registers,
+// or after a fence or a barrier. An arrival at an mbarrier may overtake the load, and the
+// asynchronous proxy may then overwrite the bytes (an H200 does; see docs/emulator.md).
 //
-// So a load whose warp has released its accesses before that counts, for later writes through the
-// asynchronous proxy, as a read at the time of its first use.
+// Suppose that the load's warp releases its accesses before the load has certainly read. For later
+// writes through the asynchronous proxy, the load then counts as a read at the time of its first
+// use.
 #include "engine.h"
 
 typedef struct InFlight {
-  struct InFlight *previous, *next;  // of the warp
+  struct InFlight *previous, *next;  // list of the warp's loads
   const Insn *insn;
-  Clock clock;          // of the warp when it was issued
-  int holders;          // registers
+  Clock clock;          // the warp's clock at the issue
+  int holders;          // registers that hold the load's results
   int rows;
-  uint32_t bytes;       // of a row
-  uint32_t offset[32];  // of the rows in the shared memory of the warp's CTA
+  uint32_t bytes;       // bytes per row
+  uint32_t offset[32];  // offsets of the rows in the CTA's shared memory
 } InFlight;
 
 static void forget(Warp *w, InFlight *f) {
@@ -49,24 +50,24 @@ void start_load(Warp *w, const Insn *I, const uint32_t offset[32], int rows, uin
   if (f->next) f->next->previous = f;
   w->in_flight = f;
   const Operand *d = list_of(w, &I->op[0]);
-  f->holders = 1;  // while registers may be replaced
+  f->holders = 1;  // keeps f while registers may be replaced
   for (int i = 0; i < count_of(&I->op[0]); i++)
     if (d[i].kind == K_REG) hold(w, d[i].id, f);
   if (--f->holders == 0) forget(w, f);
 }
 
-// The load has read, now at the latest.
+// The load has read memory by now.
 static void done(Warp *w, InFlight *f) {
   if (w->agent_clock[AG_GENERIC] != f->clock) {
     Access a = access_of(w, f->insn, "ldmatrix");
-    a.late = a.lazy = true;  // what nothing has written was a finding when it was issued
+    a.late = a.lazy = true;  // unwritten bytes were a finding at the issue
     for (int i = 0; i < f->rows; i++) shared_read(&a, w->cta, f->offset[i], f->bytes);
   }
   const Operand *d = list_of(w, &f->insn->op[0]);
   f->holders++;
   for (int i = 0; i < count_of(&f->insn->op[0]) && f->holders > 1; i++)
     if (d[i].kind == K_REG && w->loads[d[i].id] == f) let_go(w, d[i].id);
-  for (int id = 0; id < emu_of(w)->program->nregs && f->holders > 1; id++)  // copies
+  for (int id = 0; id < emu_of(w)->program->nregs && f->holders > 1; id++)  // and copies
     if (w->loads[id] == f) let_go(w, id);
   forget(w, f);
 }
@@ -78,8 +79,8 @@ void load_read(Warp *w, const Insn *I, const Operand *o) {
   else done(w, f);
 }
 
-// A register that is written has its load no more, unless this instruction has just given it one:
-// as a destination of the load, or as a copy of one.
+// A written register no longer holds a load's result, unless the instruction is the load itself, or
+// copies another register that holds a result.
 void load_overwritten(Warp *w, const Insn *I, const Operand *o) {
   if (!w->loads[o->id] || I->op == NULL) return;
   bool copied = I->flags & F_MOVE && I->op[1].kind == K_REG && w->loads[I->op[1].id];
@@ -108,8 +109,8 @@ void check_loads(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
   for (int i = 0; i < cta->nwarps; i++) {
     Warp *w = &cta->warps[i];
     for (InFlight *f = w->in_flight; f; f = f->next) {
-      if (f->clock == w->agent_clock[AG_GENERIC]) continue;  // it has not arrived since
-      if (f->clock > a->view->vc[agent_of(w, AG_GENERIC)]) continue;  // a race, reported as such
+      if (f->clock == w->agent_clock[AG_GENERIC]) continue;  // the warp has not arrived since
+      if (f->clock > a->view->vc[agent_of(w, AG_GENERIC)]) continue;  // a race, reported elsewhere
       for (int row = 0; row < f->rows; row++) {
         if (f->offset[row] + f->bytes <= offset || f->offset[row] >= offset + bytes) continue;
         report_overtaken(a, f->insn, text("%s of CTA %u", address_name(cta, f->offset[row]),

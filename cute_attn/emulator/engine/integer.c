@@ -20,7 +20,7 @@
 #define T_s64 int64_t
 #define U_s64 uint64_t
 #define W_s64 64
-// Twice as wide, for products.
+// Types twice as wide, for products.
 #define D_u16 uint32_t
 #define D_s16 int32_t
 #define D_u32 uint64_t
@@ -49,7 +49,7 @@
 #define WORD(t) PASTE(WORD_, W_##t)
 #define HANDLER(name) static int name(Warp *w, const Insn *I, Mask m)
 
-// d = f(x), f(x, y), f(x, y, z) on values of one type; results zero-extended to the lane.
+// d = f(x), f(x, y), f(x, y, z) on values of one type; results are zero-extended to the lane.
 #define UNARY(name, t, expr) \
   HANDLER(name) { \
     LANES(t, a, 1); WORD(t) r[32]; \
@@ -106,7 +106,7 @@ ALL_TYPES(BY_SIGN)
   UNARY(neg_##t, t, 0 - (U_##t)x)
 OF_SIGNED(s16) OF_SIGNED(s32) OF_SIGNED(s64)
 
-// Products of 16- and 32-bit values in full.
+// Full products of 16- and 32-bit values.
 #define WIDE(t, wide) \
   HANDLER(mul_wide_##t) { \
     LANES32(a, 1); LANES32(b, 2); WORD(wide) r[32]; \
@@ -158,7 +158,7 @@ BINARY(min_relu_s16x2, u32, HALVES(int16_t, LESS_RELU))
 BINARY(max_relu_s16x2, u32, HALVES(int16_t, MORE_RELU))
 
 // Extended precision: the carry of each lane is in Warp.carry. Subtraction adds the complement, so
-// that no borrow is a carry; mixtures of addc and subc on hardware show this.
+// "no borrow" is a carry; mixtures of addc and subc on hardware show this.
 #define CARRIED(name, t, arity, with_carry, sum, carry_out) \
   HANDLER(name) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES(t, c, arity); \
@@ -305,7 +305,7 @@ ALWAYS_INLINE uint64_t inserted(uint64_t v, uint64_t into, uint32_t position, ui
     PUT(t, 0, r); return DONE; \
   }
 FIELDS(u32) FIELDS(s32) FIELDS(u64) FIELDS(s64)
-// Compilers build vectors of bytes from undefined ones: the result is defined if a source is.
+// Compilers build vectors of bytes from undefined vectors: the result is defined if a source is.
 #define INSERT(t) \
   HANDLER(bfi_##t) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES32(c, 3); LANES32(d, 4); WORD(t) r[32]; \
@@ -414,7 +414,7 @@ HANDLER(mov_pred) {
   PUTP(0, SRCP(1)); set_defined(w, &I->op[0], m, defined); return DONE;
 }
 
-// Comparisons of the pattern COMPARISONS: each even one is the inverse of the one before it.
+// Comparisons of the pattern COMPARISONS: each even comparison is the inverse of the one before it.
 #define COMPARISONS "(.eq|ne|lt|ge|gt|le|lo|hs|hi|ls)"
 #define BOOLEANS "{.and|or|xor}"
 #define COMPARE(t) \
@@ -496,8 +496,8 @@ WIDTHS(SELECT)
   }
 WIDTHS(MOVE)
 
-// Vectors of `bits` in all. A packed vector counts as defined if any element is: compilers leave
-// unused halves undefined.
+// Vectors of `bits` bits in all. A packed vector counts as defined if any element is defined:
+// compilers leave unused halves undefined.
 static Mask defined_list(Warp *w, const Operand *list, int count) {
   Mask defined = 0;
   for (int i = 0; i < count; i++) defined |= defined_in(w, &list[i]);
@@ -571,7 +571,7 @@ HANDLER(mov_b128) {
   put128(w, I, &I->op[0], m, defined_in(w, &I->op[1]), source128(w, I, &I->op[1], m, buffer));
   return DONE;
 }
-HANDLER(pack_b128) {  // of 64-bit elements, or smaller ones
+HANDLER(pack_b128) {  // of elements of at most 64 bits
   const Operand *list = list_of(w, &I->op[1]);
   int count = count_of(&I->op[1]), words = 4 / count;
   uint32_t r[128];
@@ -612,7 +612,7 @@ HANDLER(unpack_b128) {
 #define S64_2 "d64 s64 s64"
 #define S32_3 "d32 s32 s32 s32"
 #define S64_3 "d64 s64 s64 s64"
-// The same handler for signed and unsigned, or for all bit types.
+// Signed and unsigned types, or all bit types, share a handler.
 #define FORMS_BY_WIDTH(op, name, two_or_three) \
   {op "(.u16|s16)", S32_##two_or_three, name##_u16, 0}, \
   {op "(.u32|s32)", S32_##two_or_three, name##_u32, 0}, \

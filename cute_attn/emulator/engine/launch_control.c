@@ -13,8 +13,8 @@ typedef struct {
   uint32_t response[4];
 } Request;
 
-// The distributor's answer. With spurious_cancel it may be "none left" although some are left; a
-// cluster that got this answer gets no other from then on.
+// The distributor's answer. With spurious_cancel the answer may be "none left" although clusters
+// are left; a cluster that got this answer gets it for all later requests.
 static void ask_distributor(AsyncOp *op, Request *r) {
   Emu *e = op->emu;
   Cluster *k = op->cta->cluster;

@@ -6,8 +6,8 @@
 
 #define K_BYTES 32  // bytes of K in one operation, for every type
 
-// A swizzle permutes the atoms of 1 << shift bytes within each line of 128 bytes: it xors the
-// number of the line, masked by `mask`, into the number of the atom.
+// A swizzle permutes atoms of 1 << shift bytes within each line of 128 bytes: it xors the line's
+// number, masked by `mask`, into the atom's number.
 typedef struct { uint32_t mask, shift; } Swizzle;
 
 // The pattern that repeats after `width` bytes: 16 (none), 32, 64 or 128.
@@ -19,7 +19,7 @@ static inline uint32_t swizzled(Swizzle s, uint32_t address, uint32_t base) {
   return address ^ (((address >> 7) - base) & s.mask) << s.shift;
 }
 
-// The modes of tcgen05 descriptors. Those of wgmma lack the lowest bit, and so the odd modes.
+// The modes of tcgen05 descriptors. wgmma's descriptors lack the lowest bit, and so the odd modes.
 enum { SWIZZLE_NONE = 0, SWIZZLE_128B_32B = 1, SWIZZLE_128B = 2, SWIZZLE_64B = 4, SWIZZLE_32B = 6 };
 
 typedef struct {
@@ -48,7 +48,7 @@ static inline uint32_t k_major(const Matrix *m, int row, int c) {
   return matrix_address(m, a + (uint32_t)c * (m->mode ? 16 : m->leading));
 }
 
-// Address of 16 bytes of an MN-major matrix: chunk `c` of those along M or N, at index k.
+// Address of 16 bytes of an MN-major matrix: chunk `c` along M or N, at index k.
 static inline uint32_t mn_major(const Matrix *m, int c, int k) {
   uint32_t a = m->start;
   if (!m->mode) {

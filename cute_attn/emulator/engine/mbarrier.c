@@ -4,11 +4,11 @@
 
 // ------------------------------------------------------------------------------------- mbarriers
 
-#define COUNT_LIMIT ((1 << 20) - 1)  // of arrivals, and of bytes in either direction
+#define COUNT_LIMIT ((1 << 20) - 1)  // for arrivals, and for bytes in either direction
 #define PHASE_BITS 23
 
 // The 8 bytes of an mbarrier, which an arrival returns: pending and expected arrivals, the phase,
-// and a bit that is always set.
+// and a bit that is always 1.
 static uint64_t packed(const Mbarrier *b) {
   uint64_t phase = b->phase & ((1u << PHASE_BITS) - 1);
   return 1ull << 63 | phase << 40 | ((uint64_t)b->expected & COUNT_LIMIT) << 20 |
@@ -114,7 +114,7 @@ static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
   if (i >= 0 && b->signals[i].phase == b->phase) s.warps = b->signals[i].warps;
   s.warps |= 1u << w->index;
   if (i < 0 && b->nsignals < SIGNALS) i = b->nsignals++;
-  else if (i < 0) i = 0;  // forget the oldest
+  else if (i < 0) i = 0;  // drop the oldest signal
   if (i == b->nsignals - 1) {
     b->signals[i] = s;
     return;
@@ -123,7 +123,7 @@ static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
   b->signals[b->nsignals - 1] = s;
 }
 
-// The instruction of the latest signal that is not by `I`, for findings.
+// The instruction of the latest signal from an instruction other than `I`, for findings.
 static const Insn *last_signal(const Mbarrier *b, const Insn *I) {
   for (int i = b->nsignals - 1; i >= 0; i--)
     if (b->signals[i].insn != I) return b->signals[i].insn;
@@ -144,7 +144,7 @@ const char *warps_text(uint32_t warps) {
   return text("warp%s %s", warps & (warps - 1) ? "s" : "", out);
 }
 
-// The signals of the current phase, or of earlier ones. Returns their number.
+// The signals of the current phase, or of earlier phases. Returns their number.
 static int list_signals(FILE *out, const Cta *cta, const Mbarrier *b, bool current) {
   int n = 0;
   for (int i = 0; i < b->nsignals; i++) {
@@ -172,7 +172,7 @@ const char *mbarrier_history(const Cta *cta, const Mbarrier *b) {
   return text("%s", buffer);
 }
 
-// Complete the phase if the counts say so; called after each change of them.
+// Complete the phase if no arrivals and bytes are missing; called after each change of the counts.
 static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   if (b->pending == 0 && b->tx == 0) {
     complete_phase(w, I, cta, b);
@@ -256,8 +256,8 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
   take_arrivals(w, I, cta, b, count);
 }
 
-// A producer's last expect_tx may have no copies at all. A phase that has received only some of its
-// bytes is an error.
+// A producer's last expect_tx may have no copies at all. A phase with only some of its bytes is an
+// error.
 void mbarriers_at_exit(Cta *cta) {
   for (int i = 0; i < cta->nmbarriers; i++) {
     Mbarrier *b = &cta->mbarriers[i];
@@ -348,7 +348,7 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   b->expect_insn = NULL;
   view_clear(cta->emu, &b->next);
   view_clear(cta->emu, &b->done);
-  // The asynchronous proxy sees it only after a fence.
+  // The asynchronous proxy sees the initialisation only after a fence.
   if (ordering(cta->emu)) w->view.vc[b->agent] = b->clock;
   store_packed(cta, b);
   progress(cta->emu);
@@ -400,7 +400,7 @@ static void drop_expected(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int cou
   b->expected -= count;
 }
 
-// One thread's arrival. Returns the state before it.
+// One thread's arrival. Returns the state before the arrival.
 static uint64_t arrive_once(Warp *w, const Insn *I, Target *t, Mbarrier *b, uint32_t operand,
                             bool drop) {
   int kind = I->mod[0];
@@ -473,7 +473,7 @@ static int exec_mbarrier_pending_count(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// Whether the phase with this parity, the current one or the one before, has completed.
+// Whether the phase with this parity, the current or the previous phase, has completed.
 static bool parity_complete(Warp *w, const Insn *I, const Mbarrier *b, uint32_t parity) {
   if (parity > 1)
     finding(w, I, CK_BARRIER, SEV_ERROR, "the phase's parity must be 0 or 1: it is %u", parity);
@@ -517,7 +517,8 @@ static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarri
   return true;
 }
 
-// A try_wait may fail at any time: here rarely, and not under the fair schedule.
+// A try_wait may fail at any time. In the emulator it fails rarely, and never under the fair
+// schedule.
 static bool gives_up(Warp *w) {
   Group *g = group_of(w);
   return g->timed_out || (g->step == 0 && emu_of(w)->schedule && emu_random(emu_of(w), 8) == 0);

@@ -10,7 +10,7 @@ static int lanes_in(Mask m) { return __builtin_popcount(m); }
 
 // ---------------------------------------------------------------------- regions of global memory
 
-// The region that holds an address, or else the nearest one below it (`*below`).
+// The region that holds an address, or else the nearest region below the address (`*below`).
 Region *region_at(Emu *e, uint64_t address, int *below) {
   int latest = e->latest_region;
   if (latest < e->nregions && address - e->regions[latest].base < e->regions[latest].size)
@@ -34,7 +34,7 @@ static bool in_parameters(const Emu *e, uint64_t address, uint64_t bytes) {
   return at < size && bytes <= size - at;
 }
 
-// Describes an address by the tensor that it is in or next to.
+// Describes an address by the tensor that holds it, or the nearest tensor.
 static const char *global_place(Emu *e, uint64_t address, uint64_t bytes) {
   typedef unsigned long long ull;
   if ((address & TAG_MASK) == SHARED_TAG) return "a generic address of shared memory";
@@ -159,7 +159,7 @@ static Mask lanes_like(const uint64_t a[32], Mask m, int shift, uint64_t value) 
   return same & m;
 }
 
-// The smallest and the largest address, and the bitwise or of all.
+// The smallest and the largest address, and the bitwise or of all addresses.
 typedef struct { uint64_t low, high, bits; } Range;
 static Range range_of(const uint64_t a[32]) {
   Range r = {a[0], a[0], 0};
@@ -296,8 +296,8 @@ bool next_batch(Cursor *c, Batch *b) {
   return false;
 }
 
-// The memory of an address operand of ld.param and st.param: the kernel's parameters, or those of a
-// call, which are in local memory.
+// The memory of an address operand of ld.param and st.param: the kernel's parameters, or a call's
+// parameters, which are in local memory.
 static Space parameter_space(Warp *w, const Operand *o, uint64_t address) {
   if (o->sub == K_LOCAL_SYM) return SP_LOCAL;
   if (o->sub == K_REG && address < (uint64_t)emu_of(w)->program->local_bytes) return SP_LOCAL;
@@ -409,7 +409,7 @@ static void check_barriers(Warp *w, const Insn *I, const Cta *cta, uint64_t star
   }
 }
 
-// Lanes that store different values to the same place: it is unspecified which value stays.
+// Lanes that store different values to one address: which value stays is unspecified.
 static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_t *values,
                             uint32_t bytes) {
   FOR_SET(l, b->m)
@@ -437,7 +437,7 @@ int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
   const uint64_t wanted = 1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_UNINITIALISED |
                           1ull << CK_COUNTERS | 1ull << CK_BARRIER;
   if (b->space != SP_GLOBAL && b->space != SP_SHARED) return 0;
-  if (!(e->checks & wanted)) {  // the next launch needs to know what this one has written
+  if (!(e->checks & wanted)) {  // later launches need to know which bytes are written
     if (b->space == SP_GLOBAL && kind & WRITES)
       FOR_SET(l, b->m) global_write(access, host_of(b, l), bytes);
     return 0;
@@ -566,8 +566,8 @@ enum { SEM_WEAK = 1, SEM_RELAXED = 3, SEM_ORDERED = 7, SEM_MMIO = 11 };
 static bool is_strong(int semantics) { return semantics > SEM_WEAK; }
 static bool is_ordered(int semantics) { return semantics >= SEM_ORDERED && semantics < SEM_MMIO; }
 
-// Lanes that load unwritten bytes: their registers are undefined, and a finding once anything
-// depends on them.
+// Lanes that load unwritten bytes: their registers become undefined, and a finding once anything
+// depends on the registers.
 static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
   const uint8_t *written = b->space == SP_LOCAL ? w->local_init : b->cta->shared_init;
   Mask bad = 0;
@@ -681,7 +681,8 @@ void make_undefined(Cta *cta, uint32_t offset, uint32_t bytes, bool chosen) {
   memset(cta->shared_chosen + offset, chosen, bytes);
 }
 
-// What undecided lanes (Warp.undecided) store becomes undefined later; elsewhere it is an error.
+// Local and shared memory that undecided lanes (Warp.undecided) store to becomes undefined later; a
+// store to other memory is an error.
 static void note_undecided(Warp *w, const Insn *I, const Batch *b, uint32_t bytes) {
   Mask lanes = w->undecided & b->m;
   if (b->space == SP_LOCAL || b->space == SP_SHARED) {
@@ -692,7 +693,7 @@ static void note_undecided(Warp *w, const Insn *I, const Batch *b, uint32_t byte
   }
 }
 
-// Undefined values make local and shared memory undefined; elsewhere storing them is an error.
+// Storing undefined values makes local and shared memory undefined; in other memory it is an error.
 static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Operand *value,
                              uint32_t at, uint32_t bytes) {
   Mask defined = I->flags & F_PROPAGATE ? defined_in(w, value) : ALL_LANES;
@@ -752,8 +753,8 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
   return store_as(w, I, m, space, I->mod[ST_SEM], mod[ST_VECTOR], TYPE[mod[ST_TYPE] - 1]);
 }
 
-// st.async to global memory is a release. It may take effect at any later time; here it does at
-// once.
+// st.async to global memory is a release. It may take effect at any later time; in the emulator it
+// takes effect at once.
 static int exec_st_async_release(Warp *w, const Insn *I, Mask m) {
   static const uint8_t bytes[] = {2, 4, 8, 2, 4, 8, 2, 4, 8, 4, 8};
   Type t = {bytes[I->mod[3] - 1], false};

@@ -1,5 +1,5 @@
-// How instructions access memory (memory.c): lanes in batches, checks, operands. ld, st, atom and
-// red share it.
+// How instructions access memory (memory.c): lanes in batches, checks, operands. Shared by ld, st,
+// atom and red.
 #ifndef CUTE_ATTN_MEMORY_H
 #define CUTE_ATTN_MEMORY_H
 
@@ -11,14 +11,14 @@
 
 // ---------------------------------------------------------------- lanes of an access, in batches
 //
-// A batch is the lanes of an instruction that access the same memory: global memory, the shared
-// memory of one CTA, or local memory. Lane l accesses origin + at[l]; lanes outside of `m` repeat
-// the first one's address, so that loops may run over all of them.
+// A batch is the lanes of an instruction that access one memory: global memory, the shared memory
+// of one CTA, or local memory. Lane l accesses origin + at[l]; lanes outside `m` repeat the first
+// lane's address, so that loops may run over all 32 lanes.
 
 typedef struct {
   Space space;
-  Cta *cta;         // of shared memory; at[] are then offsets
-  bool one_region;  // of global memory: checks may take longer runs at once
+  Cta *cta;         // for shared memory: its CTA; at[] are then offsets
+  bool one_region;  // global memory in one region: checks may take longer runs at once
   uint8_t *origin;
   uint64_t at[32];
   Mask m;
@@ -28,7 +28,7 @@ typedef struct {
   Warp *w;
   const Insn *I;
   Space space;
-  Mask left, dropped;  // lanes still to be served; lanes whose address is not in any memory
+  Mask left, dropped;  // lanes still to be served; lanes whose address is in no memory
   uint32_t bytes;      // per lane
   bool write;
   bool own_cta;        // the state space is .shared::cta
@@ -45,11 +45,11 @@ bool next_batch(Cursor *c, Batch *b);
 // --------------------------------------------------------------------------- checks and counters
 
 // An instruction that both reads and writes is checked for races as a write, which finds at least
-// what a read would.
+// the races of a read.
 enum { READS = 1, WRITES = 2 };
 
-// Report an access to the happens-before checker and count its wavefronts or sectors. Returns
-// the number of different addresses, or 0 if no check needs it.
+// Report an access to the happens-before checker and count its wavefronts or sectors. Returns the
+// number of distinct addresses, or 0 if no check needs the number.
 int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
              const Access *access);
 // Synchronisation through the words that a strong operation reads or writes.
@@ -69,7 +69,8 @@ void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t, const ui
 // The elements of a vector instruction, or its one operand; 0 after a fatal finding.
 int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t);
 
-// st.async and red.async to global memory are releases. Here they take effect at once.
+// st.async and red.async to global memory are releases. The emulator makes them take effect at
+// once.
 #define ASYNC_RELEASE "(.release|mmio.release)(.gpu|sys){.global}"
 
 #pragma GCC visibility pop

@@ -6,7 +6,7 @@
 #include <fenv.h>
 #include <math.h>
 
-// All these take the whole warp.
+// All instructions of this file take the whole warp.
 static void whole_warp(Warp *w, const Insn *I, Mask m) {
   if (m != ALL_LANES)
     finding(w, I, CK_SYNC, SEV_ERROR,
@@ -47,8 +47,8 @@ static void count_rows(Warp *w, const uint64_t *address, int rows) {
   }
 }
 
-// Matrix rows as they are in memory, at the addresses of the first `rows` lanes. `bytes`: how many
-// of the 16 hold data. `known`, if not NULL, gets 1 for each byte with a defined value.
+// Matrix rows as in memory, at the addresses of the first `rows` lanes. `bytes`: how many of a
+// row's 16 bytes hold data. `known`, if not NULL, gets 1 for each byte with a defined value.
 static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool generic, int rows,
                       int bytes, uint8_t out[32][16], uint8_t known[32][16]) {
   Mask lanes = m & (rows == 32 ? ALL_LANES : (1u << rows) - 1);
@@ -194,7 +194,7 @@ static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool ge
   progress(emu_of(w));
 }
 
-// The reverse of fragment().
+// The inverse of fragment().
 static void place_fragment(uint8_t x[8][16], bool transposed, const uint32_t *v) {
   FOR_LANES(l) {
     int g = l / 4, t = l % 4;
@@ -257,9 +257,9 @@ static int exec_movmatrix(Warp *w, const Insn *I, Mask m) {
 
 // -------------------------------------------------------------------------------- fragments
 //
-// In bytes all types have the same layout. A row of A (a column of B) has 16 or 32 bytes; register
-// r of lane 4g + t holds four of them, from 4t on (and from 16 + 4t on for its second half), of
-// rows g and g + 8 in turn.
+// Counted in bytes, all types have the same layout. A row of A (a column of B) has 16 or 32 bytes;
+// register r of lane 4g + t holds four of them, from 4t on (and from 16 + 4t on for its second
+// half), of rows g and g + 8 in turn.
 
 #define MAX_K_BYTES 32
 
@@ -276,8 +276,8 @@ static void gather(Warp *w, const Insn *I, Mask m, const Operand *o, int rows, i
   }
 }
 
-// Accumulators: 32-bit ones in registers 2h and 2h + 1 for columns 2t and 2t + 1 of row g + 8h,
-// 16-bit ones in one register. `x` is row-major with 8 columns.
+// Accumulators: of 32 bits in registers 2h and 2h + 1 for columns 2t and 2t + 1 of row g + 8h, of
+// 16 bits in one register. `x` is row-major with 8 columns.
 static void gather_words(Warp *w, const Insn *I, Mask m, const Operand *o, int rows, uint32_t *x) {
   const Operand *list = list_of(w, o);
   for (int r = 0; r < rows / 4 && r < count_of(o); r++) {
@@ -328,7 +328,7 @@ static const int ELEMENT_BITS[FT_COUNT] = {
 };
 
 static void decode_rows(FloatType type, uint8_t *rows, int count, float *out) {
-  if (type == FT_E2M1)  // in the middle of its byte
+  if (type == FT_E2M1)  // the code is in the middle of its byte
     for (int i = 0; i < count; i++) rows[i] >>= 2;
   decode_floats(type, rows, count, out);
 }
@@ -381,7 +381,8 @@ static unsigned fours(Mask lanes) {  // quads (rows) with a lane in the mask, on
   return rows;
 }
 
-// An undefined element of A makes its row of D undefined, one of B its column, one of C its own.
+// An undefined element of A makes its row of D undefined, an element of B its column, an element of
+// C only itself.
 static void spread_undefined(Warp *w, const Insn *I, Mask m, const FloatMma *f, const Mask c[4]) {
   const Operand *d = list_of(w, &I->op[0]);
   unsigned low = fours(undefined_in(w, &I->op[1], 0x55)), high =
@@ -416,7 +417,7 @@ static int float_mma(Warp *w, const Insn *I, Mask m, const FloatMma *f) {
     Numerics n = numerics_of(e, UNIT_MMA, f->a, f->b, f->f16_d, SCALED_NONE);
     mma_tile(&n, 16, 8, f->k, A, B, D, true);
   }
-  // D may be C, so undefined lanes are found before D is written.
+  // D and C may be the same registers, so undefined lanes are found before D is written.
   Mask undefined[4] = {0};
   const Operand *c = list_of(w, &I->op[3]);
   for (int r = 0; r < 4 && r < count_of(&I->op[3]); r++) {
@@ -460,8 +461,8 @@ static int exec_mma_f8f6f4(Warp *w, const Insn *I, Mask m) {
 
 // --------------------------------------------------------------------- block-scaled mma.sync
 
-// Scale factors of `rows` rows, `per_row` each. A lane's register holds four: `selector` names the
-// first of them, and which lanes of each four hold them.
+// Scale factors of `rows` rows, `per_row` each. A lane's register holds four factors: `selector`
+// names the first factor, and which lanes of each four hold factors.
 static void gather_scales(Warp *w, const Insn *I, Mask m, const Operand *data,
                           const Operand *selector, int rows, int per_row, FloatType type,
                           float *out) {
@@ -521,7 +522,7 @@ static int exec_mma_mxf4nvf4(Warp *w, const Insn *I, Mask m) {
 
 // ------------------------------------------------------------------------------- f64 mma.sync
 
-// Fragments of f64 are those of 32-bit elements, with 64-bit registers.
+// Fragments of f64 are laid out like fragments of 32-bit elements, in 64-bit registers.
 static void gather_doubles(Warp *w, const Insn *I, Mask m, const Operand *o, int rows, int k,
                            double *out) {
   const Operand *list = list_of(w, o);
@@ -556,9 +557,9 @@ static int exec_mma_f64(Warp *w, const Insn *I, Mask m) {
   for (int r = 0; r < registers; r++)
     FOR_LANES(l) {
       const double *a = A + (l / 4 + r / 2 * 8) * K, *b = B + (l % 4 * 2 + r % 2) * K;
-      volatile double sum;   // the rounding mode is not the compiler's business
+      volatile double sum;   // volatile: the compiler does not know the rounding mode
       memcpy((void *)&sum, &out[r][l], 8);
-      for (int k = 0; k < K; k++)  // of NaNs that of B comes first, then the sum's, then A's
+      for (int k = 0; k < K; k++)  // of NaNs, B's comes first, then the sum's, then A's
         sum = isnan(sum) && !isnan(b[k]) ? sum + 0.0 : fma(a[k], b[k], sum);
       memcpy(&out[r][l], (void *)&sum, 8);
     }
@@ -577,7 +578,7 @@ static int element(const uint8_t *row, int i, int bits, bool is_signed) {
   return is_signed && v >> (bits - 1) ? v - (1 << bits) : v;
 }
 
-// bits: of an element. Modifiers: shape, .satfinite, types of A and B (1 unsigned, 2 signed).
+// bits: bits of an element. Modifiers: shape, .satfinite, types of A and B (1 unsigned, 2 signed).
 static int integer_mma(Warp *w, const Insn *I, Mask m, int bits, const char *kind) {
   int M = INT_SHAPES[I->mod[0]][0], row_bytes = INT_SHAPES[I->mod[0]][1];
   int K = row_bytes * 8 / bits;

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-// Without AVX these are passed in memory; only within this file.
+// Without AVX these vectors are passed in memory; they are used only within this file.
 #pragma GCC diagnostic ignored "-Wpsabi"
 typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
@@ -46,8 +46,8 @@ void decode_fp4(const uint8_t *raw, int count, float *out) {
 
 // --------------------------------------------------------------------------------------- rules
 
-// The parameters of each generation. A rule holds from its architecture on, up to the next rule for
-// the same unit and operands.
+// The parameters of each GPU generation. A rule holds from its architecture on, up to the next rule
+// for its unit and operands.
 enum { OPERAND_HALF, OPERAND_TF32, OPERAND_FP8, OPERAND_SCALED, OPERAND_SCALED_FP4 };
 typedef struct { int arch; MmaUnit unit; int operand, block_k, fraction_bits, result_bits; } Rule;
 static const Rule RULES[] = {
@@ -156,9 +156,9 @@ static inline double power_of_two(int e) {   // -1022 <= e <= 1023
 }
 static inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-#define NO_EXPONENT (-2000)  // of zero, so that it is never the largest
-#define LOWEST (-133)        // the smallest exponent that products are aligned to
-#define BAD_EXPONENT 12000   // marks values that the vector path leaves to exact_element
+#define NO_EXPONENT (-2000)  // exponent of zero: never the largest
+#define LOWEST (-133)        // smallest exponent to which products are aligned
+#define BAD_EXPONENT 12000   // marks values left to exact_element
 
 static inline int exponent_of(float x, int lowest) {
   uint32_t bits = float_bits(x) & 0x7FFFFFFF;
@@ -174,7 +174,7 @@ static inline float positive_zero(float x) { return x == 0 ? 0 : x; }
 static float rounded(const Numerics *num, double v) {
   if (v == 0) return 0;
   if (num->f16_result) {
-    // To f32 with the lost bits gathered in the last one, so that rounding again is right.
+    // To f32 with the lost bits gathered in the last bit, so that a second rounding is right.
     uint64_t bits;
     memcpy(&bits, &v, 8);
     uint64_t lost = bits & 0x1FFFFFFF;
@@ -188,7 +188,7 @@ static float rounded(const Numerics *num, double v) {
   return positive_zero((float)(units * power_of_two(e - num->result_bits)));
 }
 
-// One element of one block. `shift`: of the block's scale factors.
+// One element of one block. `shift`: exponent of the block's scale factors.
 static float exact_element(const Numerics *num, int K, const float *a, const float *b, float c,
                            int shift) {
   int largest = exponent_of(c, num->f16_result ? -14 : -126);
@@ -221,8 +221,8 @@ typedef struct {
   int K, padded;
   const float *bt;           // K x padded
   const int16_t *eb;         // exponents of bt
-  const int16_t *column_top, *column_small;  // largest exponent; largest of those left out
-  const int16_t *shift;      // of the columns' scale factors
+  const int16_t *column_top, *column_small;  // largest exponent; largest exponent left out
+  const int16_t *shift;  // exponents of the columns' scale factors
 } Block;
 
 static inline v8s max8(v8s a, v8s b) {
@@ -242,7 +242,7 @@ static inline v8i min8i(v8i a, v8i b) {
   return (a & less) | (b & ~less);
 }
 
-// Exponents of eight values. Those that are left out become 0; their exponents go into *left.
+// Exponents of eight values. Values that are left out become 0; their exponents go into *left.
 static inline v8s take_exponents(float *x, int lowest, v8s *left) {
   v8i bits = *(v8i *)x & 0x7FFFFFFF;
   v8i e = (bits >> 23) - 127;
@@ -289,7 +289,7 @@ static inline v8f rounded8(const Numerics *num, v8i total, v8i exponent, v8i *ag
   v8i bits = (v8i)__builtin_convertvector(magnitude, v8f);  // to nearest: undo rounding up
   v8i back = __builtin_convertvector((v8f)bits, v8i);
   bits += (back > magnitude) | (back < 0);
-  if (num->f16_result)  // lost bits are collected in the last one
+  if (num->f16_result)  // lost bits are gathered in the last bit
     bits |= (__builtin_convertvector((v8f)bits, v8i) != magnitude) & 1;
   else bits &= ~((1 << (23 - num->result_bits)) - 1);
   v8i field = (bits >> 23) + exponent;
@@ -326,7 +326,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   const float *column = b->bt + n0;
   for (int k = 0; k < first; k++, column += b->padded)
     sum += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
-  for (int k = first; k < K; k++, column += b->padded)   // apart: 32 terms may not fit
+  for (int k = first; k < K; k++, column += b->padded)   // kept apart: 32 terms may not fit
     high += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
   field = min8i(max8i(127 + F - e, (v8i){0} + 1), (v8i){0} + 254);
   high += __builtin_convertvector((v8f)((v8i)c8 & ~c_bad) * (v8f)(field << 23), v8i);
@@ -336,7 +336,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   v8i c_small = __builtin_convertvector(*(const v8s *)(b->column_small + n0), v8i) + row_top;
   v8i r_small = __builtin_convertvector(*(const v8s *)(b->column_top + n0), v8i) + row_small;
   v8i limit = max8i(c_small, r_small) + shift + F + 3;
-  // A factor that was left out has an effect, or the scale was out of range.
+  // A factor that was left out matters, or the scale was out of range.
   again |= (e < limit) | (e > F + 120) | ((e < F - 126) & ~((total == 0) & c_zero));
   v8f out = rounded8(num, total, e - F, &again);
   out = (v8f)(((v8i)out & ~again) | ((v8i)c8 & again));
@@ -344,7 +344,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   return mask_of(again);
 }
 
-// The same with the usual lengths as compile-time constants.
+// exact_eight with the usual lengths as compile-time constants.
 static unsigned exact_columns(const Block *b, int n0, const float *a, const int16_t *ea,
                               int row_top, int row_small, int row_shift, float *c) {
   switch (b->K) {
@@ -471,8 +471,8 @@ static float *prescaled(const Numerics *num, int slot, const float *X, const flo
   return out;
 }
 
-// fp4 with scale factors: `scale_group` products are summed exactly and multiplied by the
-// significands of the scale factors, whose exponents decide how these sums are aligned.
+// fp4 with scale factors: `scale_group` products are summed exactly and multiplied by the scale
+// factors' significands; the scale factors' exponents decide how the sums are aligned.
 static float grouped_element(const Numerics *num, int K, const float *a, const float *b,
                              const float *sa, const float *sb, int vector, float c) {
   double part[64];

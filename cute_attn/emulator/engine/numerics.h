@@ -21,15 +21,15 @@ typedef enum { UNIT_MMA, UNIT_WGMMA, UNIT_TCGEN05 } MmaUnit;
 // product, with exponent e(a) + e(b) and a significand in [0, 4), and the accumulator are truncated
 // to `fraction_bits` below the largest of these exponents (zeros have none). The exact sum is then
 // rounded to the accumulator's format: towards zero to `result_bits` fraction bits of f32, or to
-// nearest f16; zero is always positive. This agrees bit for bit with an H100 and an H200 for all
-// types of sm_90. Other generations are as published (MMA-Sim, arXiv 2511.10909).
+// nearest f16; zero is always positive. This model agrees bit for bit with an H100 and an H200 for
+// all types of sm_90. Other generations are as published (MMA-Sim, arXiv 2511.10909).
 typedef struct {
   bool exact;           // false: plain f32 arithmetic, in the order of k
   int block_k, fraction_bits, result_bits;
   bool f16_result;
-  int min_exponent_a, min_exponent_b;  // of the operands' normal numbers: subnormals have it too
-  int scale_group;      // products summed exactly before they are scaled (block-scaled fp4); 0: 1
-  Emu *emu;             // whose working memory it takes
+  int min_exponent_a, min_exponent_b;  // of the operands' normal numbers; subnormals use it too
+  int scale_group;      // products summed exactly before scaling (block-scaled fp4); 0 means 1
+  Emu *emu;             // owner of the working memory
 } Numerics;
 
 // Whether, and how, operands come with scale factors.
@@ -40,13 +40,13 @@ typedef enum { SCALED_NONE, SCALED_MXF8F6F4, SCALED_MXF4 /* mxf4, mxf4nvf4 */ } 
 Numerics numerics_of(Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
                      BlockScale scaled);
 
-// D = A * B^T (+ D): A is M x K, B is N x K, D is M x N, all row-major and dense. The values are
-// those of the operands' formats, exact in f32; with an f16 accumulator D holds values of f16.
-// Any M, N; K a multiple of n->block_k (or less than it).
+// D = A * B^T (+ D): A is M x K, B is N x K, D is M x N, all row-major and dense. Values have the
+// operands' formats, which are exact in f32; with an f16 accumulator D holds values of f16. Any M,
+// N; K is a multiple of n->block_k, or less.
 void mma_tile(const Numerics *n, int M, int N, int K, const float *A, const float *B, float *D,
               bool accumulate);
 
-// The same, faster if B (address and contents), N and K are those of the last call.
+// mma_tile; faster if B (address and contents), N and K are as in the last call.
 void mma_tile_again(const Numerics *n, int M, int N, int K, const float *A, const float *B,
                     float *D, bool accumulate);
 
@@ -62,11 +62,11 @@ void mma_tile_scaled(const Numerics *n, int M, int N, int K, const float *A, con
 void decode_floats(FloatType type, const void *raw, int count, float *out);
 void decode_fp4(const uint8_t *raw, int count, float *out);
 
-// D = A * B^T (+ D) of integers, in tiles as those of mma_tile.
+// D = A * B^T (+ D) of integers, in tiles as in mma_tile.
 void multiply_integers(int M, int N, int K, const int16_t *A, const int16_t *B, int32_t *D,
                        bool accumulate, bool saturate);
 void widen_bytes(const uint8_t *in, int count, bool is_signed, int16_t *out);
-// Sixteen elements of 6 or 4 bits, packed in 12 or 8 bytes, to a byte each.
+// Unpack sixteen elements of 6 or 4 bits, from 12 or 8 bytes, to a byte each.
 void unpack_bits(const uint8_t *in, int bits, uint8_t out[16]);
 
 #pragma GCC visibility pop

@@ -29,7 +29,7 @@ const char *emu_check_name(int i) { return i < CK_COUNT ? CHECK_NAMES[i] : NULL;
 const char *emu_counter_name(int i) { return i < CT_COUNT ? COUNTER_NAMES[i] : NULL; }
 const char *emu_special_register_name(int i) { return i < SR_COUNT ? SPECIAL_NAMES[i] : NULL; }
 
-// Each has a file of its name.
+// Families; each has a file of its name.
 static const struct { const char *name; const Form *forms; } FAMILIES[] = {
     {"control", FORMS_CONTROL}, {"integer", FORMS_INTEGER}, {"float", FORMS_FLOAT},
     {"convert", FORMS_CONVERT}, {"warp", FORMS_WARP}, {"barrier", FORMS_BARRIER},
@@ -79,7 +79,7 @@ typedef struct {
   int32_t launch_registers, keeps_registers;
 } ProgramHeader;
 
-// The number of entries of Insn.op for a form's destinations, which come first.
+// The number of entries of Insn.op for a form's destinations; destinations come first.
 static uint8_t destinations(const Form *form) {
   uint8_t n = 0;
   for (const char *token = form->operands; *token == 'd';) {

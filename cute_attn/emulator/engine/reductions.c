@@ -30,7 +30,7 @@ REDUCE(dec_32, uint32_t, a == 0 || a > b ? b : a - 1)
 ALWAYS_INLINE uint32_t sum_f32(uint32_t a, uint32_t b) {
   return canonical(as_float(a) + as_float(b));
 }
-// A NaN stays as it is, signalling or not; that of `b` comes first.
+// A NaN stays unchanged, signalling or not; the NaN of `b` takes precedence.
 ALWAYS_INLINE uint64_t sum_f64(uint64_t a, uint64_t b) {
   double x = as_double(a), y = as_double(b), sum = x + y;
   return y != y ? b : x != x ? a : sum == sum ? double_bits(sum) : NAN64;
@@ -43,7 +43,7 @@ REDUCE(max_f32, uint32_t, EXTREME32(a, b, true, false))
 REDUCE(min_nan_f32, uint32_t, EXTREME32(a, b, false, true))
 REDUCE(max_nan_f32, uint32_t, EXTREME32(a, b, true, true))
 
-// Sums in f32, of which f16 and bf16 have less than half the precision: rounding twice is right.
+// Sums in f32. f16 and bf16 have less than half of f32's precision, so rounding twice is right.
 #define HALF(type, infinity) \
   REDUCE(add_##type, uint16_t, type##_of(sum_f32(f32_of_##type(a), f32_of_##type(b)))) \
   REDUCE(min_##type, uint16_t, extreme16(a, b, false, infinity)) \

@@ -10,7 +10,7 @@
 // From OP_ADD to OP_XOR in the order of REDUCTIONS.
 typedef enum {
   OP_COPY, OP_ADD, OP_MIN, OP_MAX, OP_INC, OP_DEC, OP_AND, OP_OR, OP_XOR,
-  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // of f32: a number or a NaN wins
+  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // for f32: which wins, a number or a NaN
   OP_COUNT
 } ReduceOp;
 static inline ReduceOp f32_extreme(bool max, bool nan_wins) {
@@ -23,10 +23,10 @@ typedef enum {
   TY_TF32, TY_TF32_FTZ, TY_B4X16, TY_B4X16_P64, TY_B6X16_P32, TY_COUNT
 } ElementType;  // in the order of tensormap.replace's .elemtype
 
-// to = to op from, element by element. The two may lie at any address.
+// to = to op from, element by element. Both may lie at any address.
 typedef void (*Reduction)(uint8_t *to, const uint8_t *from, uint32_t bytes);
 
-Reduction reduction_of(ReduceOp op, ElementType type);  // NULL: there is none
+Reduction reduction_of(ReduceOp op, ElementType type);  // NULL: no such reduction
 
 static inline void reduce_or_copy(Reduction reduce, uint8_t *to, const uint8_t *from,
                                   uint32_t bytes) {

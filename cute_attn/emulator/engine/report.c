@@ -14,7 +14,7 @@ typedef struct {
 struct Findings {
   Finding *list;
   int count, room;
-  int severity_count[2];  // limited separately, so that notes do not crowd out errors
+  int severity_count[2];  // separate limits: notes must not crowd out errors
   struct { uint32_t offset, bytes, element; char *name; } *shared;
   int nshared;
   struct { int first, last; char *name; } *warps;
@@ -64,8 +64,8 @@ const char *address_name(const Cta *cta, uint32_t offset) {
   return text("shared memory at 0x%x", address);
 }
 
-// Errors after which the launch goes on with made-up values, as the access was skipped or read
-// nothing. Loops on such values may never end.
+// Errors after which the launch goes on with made-up values, because the access was skipped or read
+// nothing. Loops on made-up values may never end.
 #define MAKES_UP_VALUES                                                                     \
   (1ull << CK_BOUNDS | 1ull << CK_ALIGNMENT | 1ull << CK_UNINITIALISED | 1ull << CK_DESCRIPTOR | \
    1ull << CK_CLUSTER | 1ull << CK_TMEM)
@@ -76,7 +76,7 @@ static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check,
   if (!checking(e, check)) return;
   struct Findings *f = e->findings;
   int insn = I ? (int)(I - e->program->code) : -1;
-  if (insn >= e->program->ncode) insn = e->program->ncode - 1;  // past the end is the exit
+  if (insn >= e->program->ncode) insn = e->program->ncode - 1;  // past the end counts as the exit
   int other_insn = other ? (int)(other - e->program->code) : -1;
   for (int i = 0; i < f->count; i++) {
     Finding *x = &f->list[i];
@@ -85,7 +85,7 @@ static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check,
       return;
     }
   }
-  if (f->severity_count[severity] >= e->max_findings && !e->stop) return;  // keep the final one
+  if (f->severity_count[severity] >= e->max_findings && !e->stop) return;  // keep the last finding
   f->severity_count[severity]++;
   if (f->count == f->room) {
     f->room = f->room ? 2 * f->room : 16;
@@ -148,11 +148,11 @@ void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   else
     finding(w, I, CK_UNINITIALISED, SEV_ERROR,
             "reads register %d, which has no value in lanes 0x%08x", o->id, lanes);
-  w->defined[o->id] |= lanes;  // report it only once
+  w->defined[o->id] |= lanes;  // report an undefined register only once
 }
 
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
-  if (I->flags & F_PURE) {  // a finding only once something else depends on the result
+  if (I->flags & F_PURE) {  // no finding until something depends on the result
     w->tainted |= lanes;
     w->tainted_raw |= lanes & ~w->chosen[o->id];
     w->taint_origin = w->origin[o->id] >= 0 ? w->origin[o->id]
@@ -217,7 +217,7 @@ static const char *wait_text(const Warp *w, const Group *g) {
     case WAIT_NAMED_BARRIER: {
       const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];
       uint32_t missing = b->warps_before & ~b->warps;
-      if (!b->warps)  // the barrier has completed, and the warp has not run since
+      if (!b->warps)  // the barrier has completed; the warp has not run since
         return text("goes on from named barrier %llu", (unsigned long long)g->wait_object);
       return text("waits at named barrier %llu: %d of %d threads have arrived, of %s, first at %s%s%s",
                   (unsigned long long)g->wait_object, b->arrived, b->expected,

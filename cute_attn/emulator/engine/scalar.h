@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-// Operand k as 32 lanes called `name`. Unlike SRC32 this does not clear the buffer first.
+// Operand k as 32 lanes called `name`. Unlike SRC32, this macro does not clear the buffer first.
 #define LANES32(name, k) \
   uint32_t name##_store[32]; \
   const uint32_t *name = src32_of(w, I, &I->op[k], m, name##_store)
@@ -37,21 +37,21 @@ static inline Mask mask_of(const uint32_t r[32]) {
 
 // ---------------------------------------------------------------------------------- rounding
 //
-// The values are those of the group {.rn|rz|rm|rp} of a pattern; absent means nearest.
+// Values are indices in the group {.rn|rz|rm|rp} of a pattern; absent means nearest.
 enum { RN = 1, RZ, RM, RP, RNA, RS };
 
-// Set the rounding of the host for what follows, up to round_nearest().
+// Set the host's rounding mode until the next round_nearest().
 static inline void round_as(int mode) {
   static const int modes[] = {FE_TONEAREST, FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
   if (mode > RN) fesetround(modes[mode]);
 }
 static inline void round_nearest(int mode) { if (mode > RN) fesetround(FE_TONEAREST); }
-// Keeps arithmetic on the data behind these pointers on its side of a change of rounding: the
-// compiler does not know that the two depend on each other.
+// Keeps arithmetic on the data behind these pointers from moving across a change of the rounding
+// mode: the compiler does not know that the arithmetic depends on the mode.
 #define BARRIER4(a, b, c, d) __asm__ volatile("" : : "r"(a), "r"(b), "r"(c), "r"(d) : "memory")
 
-// x + y rounded to odd: rounding it again, to at most 51 bits in any direction, gives what
-// rounding the exact sum would.
+// x + y rounded to odd: a second rounding, to at most 51 bits in any direction, gives the rounded
+// exact sum.
 ALWAYS_INLINE double add_odd(double x, double y) {
   double s = x + y, t = s - x, error = (x - (s - t)) + (y - t);
   uint64_t bits = double_bits(s);
@@ -62,7 +62,7 @@ ALWAYS_INLINE double add_odd(double x, double y) {
 
 // ----------------------------------------------------------------------------------- formats
 
-// A double in another format. `random` has its bits just below the last one kept (32 of them).
+// A double in another format. The 32 bits of `random` line up just below the last bit kept.
 ALWAYS_INLINE uint32_t narrow_random(double value, const Format *f, int mode, bool finite,
                                      uint32_t random) {
   uint64_t d = double_bits(value), a = d & ~(1ull << 63);
@@ -92,8 +92,8 @@ ALWAYS_INLINE uint32_t narrow(double value, const Format *f, int mode) {
   return narrow_random(value, f, mode, false, 0);
 }
 
-// Whether v, exact or rounded to odd, is below the smallest normal number once it is rounded to the
-// bits of f, whatever the exponent: that is what .ftz flushes.
+// Whether .ftz flushes v, exact or rounded to odd: whether v, rounded to f's precision with
+// unbounded exponent, is below the smallest normal number.
 ALWAYS_INLINE bool tiny(double v, const Format *f, int mode) {
   int exponent = 1023 + 1 - f->bias;
   double a = __builtin_fabs(v), smallest = as_double((uint64_t)exponent << 52);

@@ -1,5 +1,5 @@
-// Tensor memory (TMEM) and what the tcgen05 instructions share: allocation, loads and stores are in
-// tmem.c, matrix operations in tcgen05_mma.c, the rest in tcgen05_copy.c.
+// Tensor memory (TMEM) and declarations shared by the tcgen05 instructions. Allocation, loads and
+// stores are in tmem.c, matrix operations in tcgen05_mma.c, the rest in tcgen05_copy.c.
 #ifndef CUTE_ATTN_TCGEN05_H
 #define CUTE_ATTN_TCGEN05_H
 
@@ -20,11 +20,11 @@ typedef struct {
   int columns, column;
   Warp *warp;
   const Insn *insn;
-} Request;  // of a warp that allocates with cta_group::2, and waits for its peer
+} Request;  // of a warp that allocates with cta_group::2 and waits for its peer
 
 typedef struct {
   bool filled, in_tmem;
-  uint64_t a;  // descriptor or TMEM address that it was filled from
+  uint64_t a;  // descriptor or TMEM address of the matrix that filled it
 } Collector;
 
 typedef struct {
@@ -38,10 +38,10 @@ struct Tmem {
   uint32_t words[LANES][COLUMNS];
   struct { bool used, freed; int first, columns; Warp *warp; const Insn *insn; } slices[SLICES];
   Request request;
-  int deallocations;  // with cta_group::2, so far
-  View released;      // what deallocations publish to the next allocation
+  int deallocations;  // number so far, with cta_group::2
+  View released;      // effects that deallocations publish to the next allocation
   const Insn *relinquished;
-  int group;      // the cta_group that the kernel uses, and the first instruction that did
+  int group;      // the kernel's cta_group, and the first instruction that used it
   const Insn *group_insn;
   Collector collectors[5];  // a, b0 to b3
   WarpState warps[MAX_WARPS];
@@ -52,9 +52,10 @@ struct Tmem {
 struct Tmem *tmem_of(Warp *w, const Insn *I);  // NULL after a fatal finding
 // Report a kernel that uses both cta_groups.
 void check_group(Warp *w, const Insn *I, int group);
-// The CTAs of a cta_group, the one of even rank first. Returns how many; 0 after a finding.
+// The CTAs of a cta_group, the CTA of even rank first. Returns their number; 0 after a finding.
 int ctas_of(Warp *w, const Insn *I, int group, Cta *ctas[2]);
-// Whether `lanes` x `columns` words of TMEM exist; reports them if not, or if not allocated.
+// Whether `lanes` x `columns` words of TMEM exist; reports words that do not exist or are not
+// allocated.
 bool check_block(const Access *a, Cta *cta, const char *role, int lane, int column, int lanes,
                  int columns);
 
@@ -91,7 +92,7 @@ static inline const uint8_t *fetch(Touched *touched, Cta *cta, uint32_t address)
 }
 
 Touched *fetch_begin(const Cta *cta);
-// Check what has been fetched since fetch_begin.
+// Check all units fetched since fetch_begin.
 void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name);
 
 #pragma GCC visibility pop

@@ -35,7 +35,7 @@ Touched *fetch_begin(const Cta *cta) {
 
 void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name) {
   Access plain = *access, *a = &plain;
-  a->tensor = 0;  // on shared memory only fences of the asynchronous proxy matter
+  a->tensor = 0;  // for shared memory only fences of the asynchronous proxy matter
   if (touched->bad)
     finding(a->warp, a->insn, CK_BOUNDS, SEV_ERROR,
             "%s reaches shared address 0x%x, outside the %u bytes of CTA %u from 0x%x on", name,
@@ -88,12 +88,12 @@ static const struct { int rows, chunks; } CP_SHAPES[] = {
 };
 
 typedef struct {
-  int shape, group, bits;  // of the source's elements, where they are expanded to bytes
+  int shape, group, bits;  // bits of the source's elements, if expanded to bytes
   Matrix matrix;
   uint32_t address;
 } Copy;
 
-// The lanes that row `row` is copied to. Returns their number.
+// The lanes to which row `row` is copied. Returns their number.
 static int copy_lanes(int shape, int row, int lanes[4]) {
   switch (shape) {
     case CP_4x256b: lanes[0] = 32 * row; return 1;
@@ -128,7 +128,7 @@ static void run_copy(AsyncOp *op, int stage) {
       }
     }
     fetch_end(touched, &op->access, ctas[i], "source of tcgen05.cp");
-    // Each access covers a whole group of lanes, or one of them for 4x256b.
+    // Each access covers a whole group of lanes, or one lane for 4x256b.
     bool single = c->shape == CP_4x256b;
     for (int l = 0; l < (single ? 4 : 1); l++) {
       int lane = base + 32 * l, count = single ? 1 : LANES;

@@ -57,7 +57,7 @@ typedef struct {
   int scale_a_id, scale_b_id;
   FloatType scale_type;
   uint32_t disabled[8];     // lanes of D, CTA by CTA
-  uint64_t zero_columns;    // descriptor of the mask of columns of B, of .ws
+  uint64_t zero_columns;    // for .ws: descriptor of the mask of B's columns
 } Mma;
 
 // Layout of the rows of D (and of A) in the TMEM of one CTA: `folds` groups of columns are stacked
@@ -94,7 +94,7 @@ static int bits_of(FloatType type) {
   return type == FT_E2M1 ? 4 : type == FT_E2M3 || type == FT_E3M2 ? 6 : 8;
 }
 
-// In TMEM elements under 8 bits have a byte each, with the sign in bit 5.
+// In TMEM an element under 8 bits takes a byte, with the sign in bit 5.
 static uint8_t narrow_from_byte(uint8_t byte, int bits) {
   return (uint8_t)(byte >> (6 - bits) & ((1u << bits) - 1));
 }
@@ -137,7 +137,7 @@ static void load_a_from_tmem(const AsyncOp *op, const Mma *m, Cta *cta, const La
   if (m->shift_a) memmove(t->a_raw[0], t->a_raw[1], (size_t)(l->rows - 1) * K_BYTES);
 }
 
-// Read D into d_tile. The same operation writes D, so that the read needs no mark of its own.
+// Read D into d_tile. The operation also writes D, so the read needs no separate mark.
 static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
   Tiles *t = tiles_of(op->emu);
   int column = (int)(m->d & 0xFFFF), n = l->columns;
@@ -339,7 +339,7 @@ static void check_reserved(Warp *w, const Insn *I, uint32_t d, uint32_t reserved
 static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
   const char *kind = KINDS[m->kind].name;
   bool scaled = m->kind >= KIND_MXF8F6F4, fp4 = m->kind >= KIND_MXF4;
-  // Bit 12 of fp4 is the version of sparse A, which a dense A does not have.
+  // Bit 12 of fp4 is the version of a sparse A; a dense A has no version.
   int d_type = d >> 4 & 3, a_type = d >> 7 & 7, b_type = d >> 10 & (fp4 ? 3 : 7);
   m->M = (int)(d >> 24 & 31) * 16;
   m->N = (int)(d >> 17 & 63) * 8;
@@ -454,7 +454,8 @@ static void check_lanes(Warp *w, const Insn *I, const Mma *m) {
             "A of tcgen05.mma at lane %u, D at lane %u: they must be aligned alike", a_lane, lane);
 }
 
-// Collector buffers hold no data here; a reuse is only checked for an earlier fill with its matrix.
+// Collector buffers hold no data in the emulator; a reuse is only checked for an earlier fill with
+// its matrix.
 static void check_collector(Warp *w, const Insn *I, const Mma *m, int modifier) {
   enum { FILL = 1, USE, LAST_USE, DISCARD };
   int usage = modifier ? (modifier - 1) % 4 + 1 : DISCARD;
@@ -581,7 +582,7 @@ static int exec_mma_scaled(Warp *w, const Insn *I, Mask m) {
   addresses_of(w, I, &I->op[4], m, scale_a);
   addresses_of(w, I, &I->op[5], m, scale_b);
   FOR_SET(l, m) {
-    // The two top bits may hold the number of the scale factor, which the descriptor repeats.
+    // The two top bits may hold the scale factor's number, which the descriptor repeats.
     Mma mma = {.kind = kind, .group = group, .vectors = vectors,
                .scale_a = (uint32_t)scale_a[l] & 0x3FFFFFFF,
                .scale_b = (uint32_t)scale_b[l] & 0x3FFFFFFF};

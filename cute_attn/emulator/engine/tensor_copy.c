@@ -10,8 +10,8 @@ typedef struct {
   AsyncOp *op;
   Copy *copy;
   bool writes;
-  bool some;                // an element of the box exists
-  uint64_t address;         // the run being gathered
+  bool some;                // whether any element of the box exists
+  uint64_t address;         // start of the run being gathered
   uint32_t place, bytes;
 } Runs;
 
@@ -64,8 +64,8 @@ static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t pl
     memcpy(r->copy->buffer + place + i * t->spread, p + i * t->bytes, t->bytes);
 }
 
-// One row of the box: the elements from (x, at[1], at[2] ...) on that exist. Stores write all of
-// the 16 bytes in which a row ends.
+// One row of the box: the existing elements from (x, at[1], at[2] ...) on. Stores write all of the
+// 16 bytes in which a row ends.
 static void add_row(Runs *r, const TensorMap *t, int64_t x, const int64_t at[5], uint32_t row) {
   uint64_t address = t->address;
   for (int d = 1; d < t->rank; d++) {
@@ -127,7 +127,8 @@ void move_tensor(AsyncOp *op, Copy *c, bool writes) {
   else if (c->mode == MODE_IM2COL) im2col_rows(&r, &c->map, c->at, c->pixel);
   else tile_rows(&r, &c->map, c->at);
   end_run(&r);
-  // Measured on an H200, for loads of tiles: illegal access; a store of no element does nothing.
+  // Measured on an H200: a load of such a tile is an illegal access; a store of no element does
+  // nothing.
   if (!r.some && !writes && c->mode == MODE_TILE &&
       !region_at(emu_of(op->warp), c->map.address, NULL))
     finding(op->warp, op->insn, CK_BOUNDS, SEV_ERROR,
@@ -137,7 +138,7 @@ void move_tensor(AsyncOp *op, Copy *c, bool writes) {
 
 void read_tensor(AsyncOp *op, Copy *c) {
   memset(c->buffer, 0, c->buffered);
-  if (c->map.nan_fill)  // the same bytes whatever the type
+  if (c->map.nan_fill)  // equal bytes for all types
     for (uint32_t i = 0; i < c->buffered; i += 2) memcpy(c->buffer + i, &(uint16_t){0x7FF7}, 2);
   move_tensor(op, c, false);
 }
@@ -201,7 +202,7 @@ static Copy *tensor_copy(Warp *w, const Insn *I, const Coordinates *from, int la
   c->tensor = true;
   c->map = t;
   c->mode = mode;
-  c->bytes = t.rows * (uint32_t)t.box[0] * t.bytes;  // counted as they lie in global memory
+  c->bytes = t.rows * (uint32_t)t.box[0] * t.bytes;  // counted as in global memory
   memcpy(c->at, from->at[lane], sizeof c->at);
   int expected = mode == MODE_GATHER ? 5 : dimensions;
   if (from->count != expected)
@@ -211,7 +212,7 @@ static Copy *tensor_copy(Warp *w, const Insn *I, const Coordinates *from, int la
   return NULL;
 }
 
-// A load that cannot be done never delivers its bytes to the mbarrier; hardware stops there.
+// An invalid load never delivers its bytes to the mbarrier; hardware stops at the load.
 static int load_tensor(Warp *w, const Insn *I, Mask m, TensorMode mode, const int32_t pixel[32][3],
                        const uint32_t *masks, bool pair) {
   Coordinates from;
@@ -274,7 +275,7 @@ static int exec_im2col_multicast(Warp *w, const Insn *I, Mask m) {
   return load_im2col(w, I, m, SRC32(5), pair_of(I, 7));
 }
 
-// Restrictions of stores that loads do not have. Hardware stops at all of them but the last.
+// Restrictions of stores that loads do not have. Hardware stops at a violation of all but the last.
 static bool storable(Warp *w, const Insn *I, const Copy *c) {
   const TensorMap *t = &c->map;
   for (int d = 0; d < t->rank && c->mode != MODE_GATHER; d++) {

@@ -51,7 +51,7 @@ static void decode_corners(TensorMap *t, uint32_t word) {
   }
 }
 
-// False if the bytes are no tensor map, or one of an unknown kind.
+// False if the bytes are no tensor map, or a tensor map of an unknown kind.
 static bool decode_tensor_map(TensorMap *t, const uint32_t words[16]) {
   uint32_t flags = words[2];
   int type = element_type(flags);
@@ -89,7 +89,7 @@ enum { MAP_FIELDS = 34 };
 
 // The fields of a tensor map, for comparisons: address, rank, type, im2col, interleave,
 // swizzle, fill, pixels; sizes, strides, box sizes, element strides (5 each); lower and upper
-// corners (3 each). False: it is none.
+// corners (3 each). False: the bytes are no tensor map.
 int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
   uint32_t words[16];
   TensorMap t;
@@ -101,14 +101,14 @@ int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
   for (int d = 0; d < 5; d++) {
     out[8 + d] = (int64_t)t.size[d];
     out[13 + d] = (int64_t)t.stride[d];
-    out[18 + d] = t.im2col && d ? 0 : t.box[d];  // there the word holds the corners
+    out[18 + d] = t.im2col && d ? 0 : t.box[d];  // the word holds the corners instead
     out[23 + d] = t.step[d];
   }
   for (int i = 0; i < 3; i++) out[28 + i] = t.lower[i], out[31 + i] = t.upper[i];
   return 1;
 }
 
-// An error of the tensor map for any use; NULL if there is none.
+// An error of the tensor map that any use meets; NULL without an error.
 static const char *map_fault(const TensorMap *t) {
   if (t->address % (t->interleave == 2 ? 32 : 16))
     return text("the global address 0x%llx is not a multiple of %d",
@@ -180,7 +180,7 @@ static void set_bits(uint32_t *word, int first, int count, uint32_t value) {
   *word = (*word & ~mask) | (value << first & mask);
 }
 
-// 128 bytes of a tensor map that an instruction changes: in shared memory, or else global.
+// The 128 bytes of a tensor map that an instruction changes, in shared or global memory.
 typedef struct { uint32_t *words; Cta *cta; uint32_t offset; } MapMemory;
 
 static bool map_memory(Warp *w, const Insn *I, int space, uint64_t address, MapMemory *at) {
@@ -195,7 +195,7 @@ static bool unchanged_map(const void *data, const uint8_t *word) {
   return !memcmp(data, word, 4);
 }
 
-// Set a word of a map. `v`: what it will be.
+// Set a word of a map to `v`.
 static void map_write(Warp *w, const Insn *I, const MapMemory *at, int word, uint32_t v) {
   Access a = access_of(w, I, "tensormap.replace");
   a.unchanged = unchanged_map;
@@ -313,7 +313,7 @@ static int exec_tensormap_copy(Warp *w, const Insn *I, Mask m) {
   uint8_t *p = global_pointer(w, I, to[l], 128, 128, true);
   if (!source || !p) return DONE;
   Access a = access_of(w, I, "tensormap.cp_fenceproxy");
-  shared_read(&a, cta, offset, 64);  // what follows may be undefined
+  shared_read(&a, cta, offset, 64);  // the words after these may be undefined
   global_write(&a, p, 128);
   memcpy(p, source, 128);
   sync_write(w, p, 2);

@@ -72,7 +72,7 @@ static bool slices_free(const struct Tmem *t, int first, int count) {
   return true;
 }
 
-// Allocate the first columns that are free in all of the CTAs; -1 if there are none.
+// Allocate the first columns that are free in all of the CTAs; -1 if no columns are free.
 static int allocate(Warp *w, const Insn *I, Cta **ctas, int n, int columns) {
   int count = columns / SLICE;
   for (int first = 0; first + count <= SLICES; first++) {
@@ -197,7 +197,7 @@ static int exec_dealloc(Warp *w, const Insn *I, Mask m) {
     progress(w->cta->emu);
   }
   if (group == 1) return DONE;
-  // The first of the pair may block until the other comes; here it always does.
+  // The first CTA of the pair may block until the other comes; in the emulator it always blocks.
   if (g->step == 0) {
     Cta *ctas[2];
     if (!ctas_of(w, I, 2, ctas)) return DONE;
@@ -245,12 +245,12 @@ static const struct { int registers, columns, lanes; } SHAPES[] = {
     [SHAPE_32x32b] = {1, 1, 32}, [SHAPE_16x32bx2] = {1, 1, 16},
 };
 
-// The cells of one ld or st. A cell is a word, or with pack or unpack the low halves of two.
+// The cells of one ld or st. A cell is a word, or with pack or unpack the low halves of two words.
 typedef struct {
   int shape, count;        // registers
   int lane, column;        // of the first cell
   int columns;             // of each access, in words
-  int split;               // from one access to the other, of 16x32bx2
+  int split;               // distance between the two accesses of 16x32bx2
   bool halves;
 } Cells;
 
@@ -290,7 +290,7 @@ static inline void cell_write(const Cells *c, struct Tmem *t, int lane, int colu
   t->words[lane][column + 1] = v >> 16;
 }
 
-// Decode the operands of ld or st; false after a finding if nothing can be done.
+// Decode the operands of ld or st; false after a finding if the operands cannot be decoded.
 static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int shape, int num,
                      bool halves, int split, int registers, const char *what, Cells *c) {
   uint64_t addresses[32];
@@ -317,7 +317,8 @@ static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int
   }
   int own = 32 * (w->index % 4), lanes = SHAPES[shape].lanes;
   if (c->lane != own && !(lanes == 16 && c->lane == own + 16)) {
-    // The hardware knows the warp's own quarter: DeepGEMM's addresses never name it.
+    // The hardware knows the warp's own quarter of the lanes: DeepGEMM's addresses never name the
+    // quarter.
     if (c->lane == 0 || (lanes == 16 && c->lane == 16))
       finding(w, I, CK_TMEM, SEV_NOTE,
               "%s at lane %d by warp %d, whose lanes are %d to %d: it works only because the "
@@ -346,7 +347,7 @@ typedef struct {
   Cells cells;
   Mask lanes;
   const Operand *registers, *reduced;
-  Reduction reduce;        // of ld.red; else NULL
+  Reduction reduce;        // for ld.red; else NULL
   bool absolute;
 } Load;
 
@@ -539,7 +540,7 @@ static int exec_wait_ld(Warp *w, const Insn *I, Mask m) {
     AsyncOp *op = s->loads[0];
     Load d = *(Load *)op->data;
     force(op);
-    // It is freed once no register is pending on it, so take it off the list first.
+    // An operation is freed once no register is pending on it, so take it off the list first.
     if (s->nloads && s->loads[0] == op)
       memmove(&s->loads[0], &s->loads[1], sizeof *s->loads * (size_t)--s->nloads);
     for (int r = 0; r <= d.cells.count; r++) {

@@ -5,8 +5,8 @@
 
 // ---------------------------------------------------------------------------------- member masks
 //
-// The lanes that execute an instruction may name different members: two halves of a warp may
-// each work separately. A part is a set of lanes that name the same members.
+// The lanes that execute an instruction may name different members: two halves of a warp may work
+// separately. A part is a set of lanes that name equal members.
 
 typedef struct { Mask members, lanes; } Part;
 
@@ -22,7 +22,7 @@ static void require_defined(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (bad) undefined_read(w, I, o, bad);
 }
 
-// The parts of lanes m by the masks in operand o, restricted to lanes in `known`. False: some
+// Divide lanes m into parts by the masks in operand o, restricted to lanes in `known`. False: some
 // members have not arrived yet, and the group is blocked.
 static bool gather(Warp *w, const Insn *I, Mask m, const Operand *o, Mask known, Part parts[32],
                    int *count) {
@@ -181,7 +181,7 @@ static int redux(Warp *w, const Insn *I, Mask m, ReduceOp op, ElementType type, 
   const uint32_t *v = SRC32(1);
   Reduction reduce = reduction_of(op, type);
   uint32_t x[32], result[32];
-  if (type == TY_F32) {  // a NaN becomes canonical, even if it is alone
+  if (type == TY_F32) {  // a NaN becomes canonical, even in a single lane
     FOR_LANES(l) x[l] = is_nan(v[l]) ? NAN32 : absolute ? v[l] & 0x7FFFFFFF : v[l];
     v = x;
   }

@@ -1,8 +1,8 @@
 // wgmma: asynchronous matrix multiplication by warpgroups of four warps.
 //
-// Each warp computes its 16 of the 64 rows as an operation of its own. The hardware starts when
-// all four warps have arrived, so the operations of the first three are held back, and that of the
-// last one runs them all. A wgmma that one warp has waited for is complete in all four.
+// Each warp computes its 16 of the 64 rows as a separate operation. The hardware starts when all
+// four warps have arrived, so the operations of the first three warps are held back, and the last
+// warp's operation runs all four. A wgmma that one warp has waited for is complete in all four.
 #include "engine.h"
 #include "float_bits.h"
 #include "matrix.h"
@@ -15,17 +15,17 @@ typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandClass;
 
 typedef struct Multiply {
   AsyncOp *op;
-  struct Multiply *next;   // of this warp, not yet run
-  uint64_t number;         // of the warp's wgmmas, from 1
+  struct Multiply *next;   // list of the warp's operations not yet run
+  uint64_t number;         // among the warp's wgmmas, from 1
   const char *kind;
   OperandClass operands;
   FloatType a_type, b_type;
   int n, k;
   bool f16_result, saturate, a_signed, b_signed;
   bool accumulate, negate_a, negate_b, mn_major_a, mn_major_b, a_in_registers;
-  bool last;               // the warp was the last of its warpgroup to issue it
+  bool last;               // whether the warp was the last of its warpgroup to issue
   uint64_t a_descriptor, b_descriptor;
-  uint8_t a[16 * K_BYTES]; // of registers
+  uint8_t a[16 * K_BYTES];  // A from registers
 } Multiply;
 
 typedef struct { int32_t id; uint64_t group; const Insn *insn; } HeldRegister;
@@ -43,7 +43,7 @@ static struct Wgmma *state_of(Warp *w) {
   return w->wgmma;
 }
 
-// Registers written since the last wgmma.fence; before the first one, all of them.
+// Registers written since the last wgmma.fence; before the first fence, all registers.
 static int32_t *unfenced_of(Warp *w) {
   int nregs = emu_of(w)->program->nregs;
   if (!w->unfenced) {
@@ -82,7 +82,7 @@ static void check_descriptor(Warp *w, const Insn *I, const char *which, uint64_t
             (unsigned long long)bits, (unsigned long long)reserved);
   Matrix matrix = matrix_of_bits(bits);
   if (!matrix.mode) return;
-  int chunks = matrix.width / 16;  // of 16 bytes
+  int chunks = matrix.width / 16;  // chunks of 16 bytes
   int first = (int)(matrix.start >> 4) & (chunks - 1), used = transposed ? rows / 8 : 2;
   if (used > chunks) used = chunks;
   if (first + used > chunks)
@@ -106,8 +106,8 @@ static const uint8_t *chunk_pointer(const Access *a, uint32_t address, bool chec
   return cta->shared + offset;
 }
 
-// Read rows first .. first + rows of an operand, 32 contiguous bytes of K each. Of every four
-// groups of eight rows, those in the mask `check` are checked for races.
+// Read rows first .. first + rows of an operand, 32 contiguous bytes of K each. The mask `check`
+// says which of every four groups of eight rows are checked for races.
 static void read_rows(const Access *a, uint64_t bits, bool transposed, int first, int rows,
                       unsigned check, uint8_t *out) {
   Matrix matrix = matrix_of_bits(bits);
@@ -202,8 +202,8 @@ static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b,
   }
 }
 
-// B as read by the last warp to arrive, which runs the operations of all four; and A and D of the
-// warp whose operation it runs.
+// B, read by the last warp to arrive, which runs the operations of all four warps; and A and D of
+// the warp whose operation is running.
 typedef struct { bool valid; uint64_t descriptor; uint8_t rows[MAX_N * K_BYTES];
                  _Alignas(64) float values[MAX_N * K_BYTES], A[16 * K_BYTES], D[16 * MAX_N];
 } SharedB;
@@ -230,7 +230,8 @@ static void run_part(Multiply *x) {
   float *A = shared_b->A, *D = shared_b->D;
   uint8_t a[16 * K_BYTES];
   const uint8_t *a_rows = x->a_in_registers ? x->a : a;
-  // All four warps read the same B: each checks a quarter, a different one at each step along K.
+  // All four warps read the same B: each warp checks a quarter of B, another quarter at each step
+  // along K.
   read_b(shared_b, x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
   if (!x->a_in_registers)
     read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
@@ -250,7 +251,7 @@ static void run_part(Multiply *x) {
   write_accumulators(w, x, D);
 }
 
-// The first wgmma that warp w has still to run, if it has this number.
+// The first wgmma that warp w still has to run, if its number is `number`.
 static Multiply *waiting(Warp *w, uint64_t number) {
   Multiply *x = w->wgmma ? w->wgmma->first_waiting : NULL;
   return x && x->number == number ? x : NULL;
@@ -295,7 +296,8 @@ static void check_fenced(Warp *w, const Insn *I, const Operand *o, const char *w
   w->unfenced[o->id] = 0;
 }
 
-// A wgmma in flight will write register o: another may only use exactly the same accumulators.
+// A wgmma in flight will write register o: another wgmma may use o only with exactly the same
+// accumulators.
 static void check_chain(Warp *w, const Insn *I, const Multiply *x, const Operand *o) {
   if (!w->npending || o->kind != K_REG || !w->pending[o->id]) return;
   AsyncOp *op = w->pending[o->id];
@@ -332,7 +334,7 @@ static void hold_register(struct Wgmma *s, int32_t id, uint64_t group, const Ins
   s->registers[i] = (HeldRegister){id, group, I};
 }
 
-// A in registers: copied now, though the hardware reads it later; see release_registers.
+// A in registers is copied now, though the hardware reads it later; see release_registers.
 static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
   const Operand *list = list_of(w, &I->op[1]);
   struct Wgmma *s = w->wgmma;
@@ -346,7 +348,7 @@ static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
 }
 
 // Check for registers of A that were overwritten while a wgmma was reading them. Groups up to
-// `group` no longer read theirs.
+// `group` no longer read registers.
 static void release_registers(Warp *w, const Insn *I, uint64_t group) {
   struct Wgmma *s = w->wgmma;
   int kept = 0;
@@ -452,8 +454,8 @@ static bool negative(Warp *w, const Insn *I, int k) {
   return v == -1;
 }
 
-// Float operands: scale-a and scale-b follow scale-d; 16-bit ones then have trans-a (unless A is
-// in registers) and trans-b.
+// Float operands: scale-a and scale-b follow scale-d. For 16-bit operands, trans-a (unless A is in
+// registers) and trans-b follow.
 static int issue_float(Warp *w, const Insn *I, Mask m, Multiply x) {
   x.negate_a = negative(w, I, 4);
   x.negate_b = negative(w, I, 5);
@@ -532,7 +534,7 @@ static int exec_wait(Warp *w, const Insn *I, Mask m) {
   if (left + 1 >= w->wgmma_group) return DONE;
   uint64_t group = w->wgmma_group - 1 - left;
   uint64_t oldest = w->wgmma_group > GROUPS ? w->wgmma_group - GROUPS : 1;
-  if (group < oldest) return DONE;  // dropped from the ring, and most likely awaited long ago
+  if (group < oldest) return DONE;  // no longer in the ring; most likely awaited long ago
   uint64_t end = s->group_end[group % GROUPS];
   FOR_PEERS(peer, w)
     if (!peer->exited && issued_by(peer) < end) return wait_for(w, WAIT_WGMMA, group, end);

@@ -1,5 +1,5 @@
 // A stand-in for the CUDA runtime: the functions that a compiled function's host code calls.
-// It is linked with the function's object file. Launches go to the hook that host.py sets;
+// This file is linked with the function's object file. Launches go to the hook that host.py sets;
 // all other calls succeed as on a real device.
 #include <stddef.h>
 #include <stdint.h>
@@ -31,9 +31,10 @@ enum { ATTRIBUTE_CLUSTER = 4 };
 enum {  // of the device
   MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_MEMORY_LIMIT = 97
 };
-#define SHARED_BYTES 232448  // the most that one CTA may have on sm_90 and sm_100
+#define SHARED_BYTES 232448  // most bytes of one CTA on sm_90 and sm_100
 
-// kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if it ran
+// kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if the
+// launch ran
 typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
 static Hook hook;
 static int device_values[4];  // number of SMs, major, minor, shared memory
@@ -61,7 +62,8 @@ int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **argum
   return hook && hook(kernel, dims, arguments) == 0 ? SUCCESS : LAUNCH_FAILURE;
 }
 
-// A library is its image, and a kernel its name: a copy, since the caller's lies on its stack.
+// A library's handle is its image, a kernel's handle a copy of its name: the caller's name lies on
+// the stack.
 int _cudaLibraryLoadData(void **library, const void *image) {
   *library = (void *)image;
   return SUCCESS;
@@ -179,7 +181,7 @@ int cuda_dialect_unload_library_once(void **handle) {
 
 void CuteDSLRT_TVMFFISetRaisedCudaError(void *set_raised, int error) {
   (void)set_raised;
-  char message[64];  // kind and format are those of the DSL's own runtime
+  char message[64];  // kind and format as in the DSL's own runtime
   snprintf(message, sizeof message, "CUDA Error Code: %d", error);
   TVMFFIErrorSetRaisedFromCStr("CUDADialectError", message);
 }

@@ -18,9 +18,10 @@ class Arguments(NamedTuple):
     Attributes:
         source: `[rows, heads * tile_columns]`, float16.
         sums: `[CTAs, consumer threads, 4]`, int32, the results of `work`.
-        clocks: `[CTAs]`, int64, the sum of the latencies of a CTA's tiles, with `latency`.
-        tiles: tiles of the source that the CTAs read in turns; at least as many as CTAs and
-            producer warps.
+        clocks: `[CTAs]`, int64; with the spec's `latency`, the sum of the latencies of a CTA's
+            tiles.
+        tiles: number of the source's tiles; the CTAs read them in turns. At least the number of
+            CTAs, and of producer warps.
         count: tiles that each CTA reads.
         sharing: CTAs that read the same tiles.
     """
@@ -48,7 +49,7 @@ def fake_arguments(spec: AsyncCopySpec) -> Arguments:
 
 
 def first_and_step(sums: cute.Tensor, sharing: Int32) -> tuple[Int32, Int32]:
-    """The place of this CTA's first tile, and the places from one of its tiles to the next."""
+    """The index of this CTA's first tile, and the step from each of its tiles to the next."""
     cta, _, _ = cute.arch.block_idx()
     return cta // sharing, Int32(sums.shape[0]) // sharing
 

@@ -57,7 +57,7 @@ class Operands(Carried):
 
 class TileCopy:
     """Base of the copies for one spec. `place` is the index of a tile in memory. All threads that
-    copy call `start`; those of one warp if `one_warp`, of which one thread copies."""
+    copy call `start`. With `one_warp`, all threads of one warp call it, and one of them copies."""
 
     one_warp = False
 
@@ -88,7 +88,7 @@ class TileCopy:
 
 
 class ByThreads(TileCopy):
-    """Base of copies in which each thread has 16-byte units of the tile."""
+    """Base of copies in which each thread copies 16-byte units of the tile."""
 
     def units(self, thread: Int32) -> list[tuple[Int32, Int64]]:
         """Byte offsets of a thread's units in shared and in global memory. All threads together
@@ -106,7 +106,7 @@ class ByThreads(TileCopy):
 
 
 class VectorLoads(ByThreads):
-    """Plain loads to registers, all of a tile's before the first store."""
+    """Plain loads to registers: a thread issues all loads of a tile before the first store."""
 
     def load(self, source: Source, place: Int32, thread: Int32) -> list[Sequence[Int32]]:
         tile = self.address(source, place)
@@ -150,7 +150,7 @@ class Tensor(TileCopy):
 
     one_warp = True
     op: Any = staticmethod(cpasync.CopyBulkTensorTileG2SOp)
-    ctas = 1  # that copy a tile together
+    ctas = 1  # CTAs that copy a tile together
 
     def prepare(self, source: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         spec = self.spec

@@ -1,8 +1,8 @@
-"""Reads a tensor with plain loads to registers and keeps a checksum: the rate at which L2 or memory
-can be read at all, beside which `bench async-copy` puts all copies.
+"""Reads a tensor with plain loads to registers and keeps a checksum. `bench async-copy` compares
+all copies to this kernel, which measures the highest rate of reads from L2 or memory.
 
-Thread t of all CTAs reads 16-byte vectors t, t + threads, ..., from the start again at the end.
-Runs on sm_80 and newer.
+Thread t of all CTAs reads 16-byte vectors t, t + threads, ..., and starts again at the tensor's
+end. Runs on sm_80 and newer.
 """
 
 from __future__ import annotations

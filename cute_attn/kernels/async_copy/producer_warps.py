@@ -1,15 +1,15 @@
-"""A stream of tiles that warps of their own copy, as in FlashAttention-3 and later.
+"""A stream of tiles with dedicated producer warps, as in FlashAttention-3 and later.
 
     CTA
       warps 0 to consumer_warps - 1     use   checksum or MMAs of tile after tile (`work`)
-      the `producer_warps` after them   load  tile after tile, `num_stages` ahead
+      the next `producer_warps`         load  tile after tile, `num_stages` ahead
 
 Where all threads of a warp copy (vector loads, cp.async), the producer warps copy each tile
-together. Where one thread does, they take turns.
+together. Where one thread copies, the producer warps take turns.
 
-With multicast, each CTA of a cluster of two loads half of each tile for both. So a stage is free
-once the consumers of both CTAs have used it. Runs on sm_90 and newer; vector loads and cp.async on
-sm_80 too.
+With multicast, each CTA of a cluster of two loads half of each tile into both CTAs. So a stage is
+free once the consumers of both CTAs have used it. Runs on sm_90 and newer; vector loads and
+cp.async on sm_80 too.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ProducerWarps:
         else:
             self.use(x, smem.tiles, barriers, thread)
         if cutlass.const_expr(spec.cluster > 1):
-            self.join()  # neither CTA may end while the other signals it or copies to it
+            self.join()  # neither CTA may exit while the other signals it or copies to it
 
     def join(self) -> None:
         """The barrier of all threads of a cluster."""
@@ -124,7 +124,7 @@ class ProducerWarps:
         thread: Int32,
         warp: Int32,
     ) -> None:
-        """The work of a producer warp; `thread` and `warp` count from the first of these."""
+        """The work of a producer warp; `thread` and `warp` count from the first producer warp."""
         spec, source, count = self.spec, x.source, x.count
         if cutlass.const_expr(self.copy.one_warp):
             place += warp * step

@@ -1,13 +1,13 @@
 """A stream of tiles that the same warps copy and use, as in FlashAttention-2.
 
     CTA, `consumer_warps` warps; for each of its tiles
-      wait     for the tile; a barrier of the CTA: all have it, and none uses the one before
-      start    the copy of the tile `num_stages - 1` ahead, in the stage of the one before
+      wait     for the tile; a CTA barrier: every warp has the tile, and has used the previous one
+      start    the copy of the tile `num_stages - 1` ahead, into the previous tile's stage
       use      checksum or MMAs (`work`)
 
-With one stage, each copy starts only once the tile before has been used: this is the experiment
-whose numbers for an RTX 5090 are published. A CTA's tiles are sums.shape[0] / sharing apart in
-memory, and start over at the end. Runs on sm_80 and newer; copies by one thread on sm_90.
+With one stage, each copy starts only after the previous tile has been used: the experiment with
+published numbers for an RTX 5090. A CTA's tiles are sums.shape[0] / sharing apart in memory, and
+start again at the source's end. Runs on sm_80 and newer; copies by one thread on sm_90.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SameWarps:
             else:
                 ahead = n + (spec.num_stages - 1)
                 if cutlass.const_expr(spec.num_stages == 1):
-                    cute.arch.sync_threads()  # the tile before has been used
+                    cute.arch.sync_threads()  # the previous tile has been used
                     before = clock() if cutlass.const_expr(spec.latency) else None
                     self.start(x.source, place, smem.tiles, n, True, barriers, thread)
                     place = next_place(place, step, x.tiles)
@@ -138,7 +138,7 @@ class SameWarps:
                 else:
                     self.copy.start(source, place, to, thread)
         if cutlass.const_expr(not self.copy.one_warp):
-            cute.arch.cp_async_commit_group()  # an empty one too: every tile has a group
+            cute.arch.cp_async_commit_group()  # possibly empty: every tile has a group
 
     @cute.jit
     def wait(self, barriers: Barriers, n: Int32) -> None:

@@ -10,9 +10,9 @@ from ..common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, VECTOR_BYTES, WARP_SIZ
 
 ELEMENT_BYTES = 2
 SWIZZLED_COLUMNS = 64  # 128 bytes, the width of the swizzle
-LONGEST_BOX = 256  # elements of a dimension, of a TMA box
+LONGEST_BOX = 256  # elements per dimension of a TMA box
 VECTOR_WORDS = 4
-READ_THREADS = 256  # of a CTA that only reads
+READ_THREADS = 256  # threads of a CTA of `plain_read`
 
 COPIES = (
     "none", "vector", "cp_async", "cp_async_l1", "bulk", "tensor", "tensor_swizzled", "multicast",
@@ -29,18 +29,19 @@ class AsyncCopySpec(Spec):
     Attributes:
         copy: "vector" loads to registers; "cp_async" of 16 bytes a thread, through L2 only, or
             "cp_async_l1" through L1 too; "bulk" is cp.async.bulk; "tensor" is cp.async.bulk.tensor,
-            without and with the 128-byte swizzle; "multicast" is the latter to both CTAs of a
-            cluster, each of which loads half of the boxes; "none" copies only as many tiles as
-            there are stages, and uses them again and again, with the same hand-overs.
+            without and with the 128-byte swizzle; "multicast" is the swizzled copy to both CTAs of
+            a cluster, each of which loads half of the boxes; "none" fills each stage once and uses
+            its tile again and again, with the same signals.
         tile_rows, tile_columns: a tile, of 16-bit elements.
-        heads: tiles beside each other in a row of memory. With one head, tiles are contiguous.
+        heads: tiles side by side in a row of the source. With one head, tiles are contiguous.
         box_rows, box_columns: what an instruction of one thread copies.
         num_stages: tiles in shared memory.
         consumer_warps: warps that use each tile together.
-        producer_warps: warps that do nothing but copy; 0: the warps that use the tiles copy them.
-        products: MMAs for each 16 by 8 elements of a tile; 0: a checksum of its words instead.
-        whole_tile: the checksum is of whole tiles; otherwise of one vector a thread, the next one
-            in the next tile.
+        producer_warps: warps that only copy; with 0, the warps that use the tiles copy them.
+        products: MMAs for each 16 by 8 elements of a tile; 0 computes a checksum of the tile's
+            words instead.
+        whole_tile: the checksum covers whole tiles; otherwise one vector per thread and tile, in
+            each tile the next vector.
         latency: measure the clocks from the first instruction of a copy until the tile may be used.
         try_wait: waits suspend the thread (sm_90 and newer).
 
@@ -168,15 +169,15 @@ class AsyncCopySpec(Spec):
 
     @property
     def bytes_in_flight(self) -> int:
-        """The most that are on their way to an SM. Vector loads hold them in registers. Warps that
-        use a tile themselves start the next copies before."""
+        """Largest number of bytes in flight to an SM. Vector loads hold them in registers. Warps
+        that both copy and use tiles start the next copies before they use a tile."""
         if self.copy == "vector" or self.num_stages == 1:
             return self.tile_bytes
         return self.tile_bytes * (self.num_stages - (self.producer_warps == 0))
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of the tiles and at most three mbarriers for each."""
+        """Shared memory of a CTA: the tiles, and at most three mbarriers per tile."""
         return self.num_stages * (self.tile_bytes + 3 * MBARRIER_BYTES)
 
 
@@ -185,7 +186,7 @@ class PlainReadSpec(Spec):
     """The compile-time parameters of the kernel that only reads.
 
     Attributes:
-        unroll: 16-byte loads of a thread in flight.
+        unroll: 16-byte loads in flight per thread.
     """
 
     unroll: int

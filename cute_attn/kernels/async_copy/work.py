@@ -1,7 +1,7 @@
 """What warps do with a tile once it is in shared memory: a checksum of its words, or MMAs.
 
-Both see every byte, and both results are exact, so that a tile that is missing, stale or in the
-wrong place shows. A thread reads 16-byte vectors, `consumer_threads` vectors apart.
+Both cover every byte, and both results are exact, so that a missing, stale or misplaced tile
+changes the result. A thread reads 16-byte vectors, `consumer_threads` vectors apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..common.ptx.mma import mma
 from ..common.spec import VECTOR_BYTES
 from .spec import VECTOR_WORDS, AsyncCopySpec
 
-# A checksum c becomes FACTOR c + word, modulo 2 ** 32: it depends on the order of the words.
+# A checksum c becomes FACTOR c + word, modulo 2 ** 32, and so depends on the order of the words.
 FACTOR = 0x9E3779B1 - (1 << 32)
 
 
@@ -57,15 +57,15 @@ class Checksum:
 class Products:
     """`products` MMAs with each half of a vector as their right operand.
 
-    All elements of the j-th left operand are j + 1, so the results are multiples of sums of
-    columns. Where the tiles hold small integers, float32 has them exactly."""
+    All elements of the j-th left operand are j + 1, so the results are multiples of column sums.
+    For tiles of small integers, these are exact in float32."""
 
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
     def start(self, count: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """The accumulators, and the elements of the left operands in pairs. These are not constants
-        to the compiler: it would copy them again for each tile."""
+        """The accumulators, and the elements of the left operands in pairs. The elements are opaque
+        to the compiler, which would otherwise copy constants again for each tile."""
         accumulators = cute.make_rmem_tensor((4, 2, self.spec.products), Float32)
         accumulators.fill(0.0)
         left = cute.make_rmem_tensor((self.spec.products,), Int32)

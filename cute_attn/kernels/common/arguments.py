@@ -1,7 +1,8 @@
 """Placeholder tensors that a kernel is compiled against.
 
-Sizes and strides are symbolic: they are arguments of the compiled function, so no new size
-recompiles it. `align` is the alignment, in bytes, of the first element and of each row or matrix.
+Sizes and strides are symbolic: the compiled function takes them as arguments, so a new size
+compiles nothing. `align` is the alignment, in bytes, of the first element and of each row or
+matrix.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def fake_strided(element: type[Numeric], shape: Sizes) -> cute.Tensor:
 def fake_contiguous(
     element: type[Numeric], shape: Sizes, align: int = 0, *, small: bool = False
 ) -> cute.Tensor:
-    """A contiguous tensor, aligned to `align` bytes; 0 is the size of an element. A `small` one
-    never has 2^31 elements: its strides have 32 bits, and take fewer registers."""
+    """A contiguous tensor, aligned to `align` bytes, or to its element's size if `align` is 0. A
+    `small` tensor has fewer than 2^31 elements: 32-bit strides take fewer registers."""
     stride: cute.SymInt | int = 1
     strides = []
     for size in reversed(shape):

@@ -20,8 +20,8 @@ def _is_dynamic(x: Any) -> bool:
 class Carried:
     """Base of classes whose attributes may be run-time values.
 
-    The DSL rebuilds an instance from these values wherever control flow joins. Other attributes are
-    compile-time constants and keep their values."""
+    Wherever control flow joins, the DSL rebuilds an instance from its run-time values. All other
+    attributes are compile-time constants and keep their values."""
 
     def __extract_mlir_values__(self) -> list[Any]:
         return [value for x in vars(self).values() for value in _values(x)]

@@ -14,8 +14,8 @@ from .tmem import TensorMemory
 
 
 def prepare(descriptors: tuple[cute.CopyAtom, ...], barriers: Barriers) -> None:
-    """Prefetch TMA descriptors and initialise mbarriers, by one warp; a barrier of the CTA, or of
-    its cluster, has to follow."""
+    """Prefetch TMA descriptors and initialise mbarriers. One warp calls this; a barrier of the CTA
+    or the cluster must follow."""
     for descriptor in descriptors:
         cpasync.prefetch_descriptor(descriptor)
     with cute.arch.elect_one():
@@ -33,11 +33,12 @@ def start_cluster(
     memory: cutlass.Constexpr[TensorMemory],
     address: cute.Pointer,
 ) -> None:
-    """Prefetch TMA descriptors and initialise mbarriers, by the load warp; allocate tensor memory,
-    by the MMA warp; all are ready in every CTA on return.
+    """Set up a cluster. The load warp prefetches TMA descriptors and initialises mbarriers; the MMA
+    warp allocates tensor memory. On return, every CTA may use descriptors, mbarriers and tensor
+    memory.
 
     Args:
-        address: in shared memory, for the hardware to write the address of tensor memory to.
+        address: word in shared memory to which the hardware writes the tensor memory's address.
     """
     if warp == load.warps[0]:
         prepare(descriptors, barriers)
@@ -53,8 +54,8 @@ def start_cluster(
 def finish_cluster(
     warp: Int32, mma: cutlass.Constexpr[Role], memory: cutlass.Constexpr[TensorMemory]
 ) -> None:
-    """Free tensor memory, once no CTA may still signal another's mbarriers or read its shared
-    memory."""
+    """Free tensor memory after a cluster barrier: by then no CTA signals another CTA's mbarriers or
+    reads another CTA's shared memory."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     if warp == mma.warps[0]:

@@ -1,7 +1,7 @@
 """exp(x) and 2 ** x for factors that multiply a state at every step.
 
-Such a factor is close to 1 where the state has a long memory, and often the same at every step, so
-that its error adds up over all steps. The special function unit errs by up to 1.4 * 2 ** -24 there.
+A state with a long memory has a factor close to 1, often equal at every step, so that rounding
+errors add up over the steps. Near 1 the special function unit errs by up to 1.4 * 2 ** -24.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .polynomial import polynomial
 from .ptx.math import exp2
 
 NEAR_0 = 2.0**-4
-TAYLOR = tuple(1.0 / math.factorial(n) for n in range(6))  # to 1e-10 where |x| < NEAR_0
+TAYLOR = tuple(1.0 / math.factorial(n) for n in range(6))  # error < 1e-10 where |x| < NEAR_0
 
 
 def decay_exp(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """The entry of a kernel: its arguments are listed once, in a NamedTuple.
 
-Compiled code takes the arguments one by one, and the stream behind them: a struct there costs a
-call 0.1 us. A kernel's `__call__` gathers them:
+Compiled code takes the arguments one by one, then the stream: a struct would cost each call 0.1 us.
+A kernel's `__call__` gathers the arguments:
 
     class Arguments(NamedTuple):
         x: cute.Tensor
@@ -50,5 +50,5 @@ def gathered(arguments: type[Listed], args: tuple[Any, ...]) -> tuple[Listed, An
 
 
 def placeholders(arguments: tuple[Any, ...], *more: Any) -> tuple[Any, ...]:
-    """What a kernel is compiled against: placeholders of its arguments, and one of a stream."""
+    """Placeholders of a kernel's arguments and of a stream, to compile the kernel against."""
     return (*arguments, *more, make_fake_stream(use_tvm_ffi_env_stream=True))

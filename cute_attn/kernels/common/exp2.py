@@ -67,8 +67,8 @@ def exp2_on_fma(x: Float32) -> Float32:
 
 
 def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:
-    """2 ** x of each x in the pairs: pairs whose index is in `on_fma` run on the FMA units (and
-    need x <= 128), the others on the special function unit."""
+    """2 ** x of each x in the pairs. Pairs whose index is in `on_fma` run on the FMA units and need
+    x <= 128; all other pairs run on the special function unit."""
     emulated = exp2_pairs([pairs[j] for j in on_fma], bounded=True)
     results = dict(zip(on_fma, emulated, strict=True))
     for j in range(len(pairs)):

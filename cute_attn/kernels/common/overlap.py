@@ -14,8 +14,8 @@ def overlaps(
 ) -> Boolean:
     """Whether a written tensor overlaps itself or another tensor; a None is skipped.
 
-    The rules are those of `cute_attn.ops.memory.check_memory`, which raises the error with its
-    reason. The first mode of `pools` counts slots, and the slots of two pools may be interleaved.
+    The rules are in `cute_attn.ops.memory.check_memory`, which raises the error and says why. The
+    first mode of `pools` counts slots; the slots of two pools may be interleaved.
     """
     found = Boolean(False)
     results = [x for x in written if x is not None]
@@ -38,8 +38,8 @@ def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Boolean:
 
 
 def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Boolean:
-    """Whether two pools with equally many slots have the same slot stride in bytes, and their slots
-    do not overlap within it."""
+    """Whether two pools of equally many slots have equal slot strides in bytes, and no slot of one
+    pool overlaps a slot of the other."""
     pitch = x.stride[0] * (x.element_type.width // 8)
     start, end = _span(x, first=1)
     other_start, other_end = _span(y, first=1)
@@ -72,8 +72,8 @@ def _meets_itself(x: cute.Tensor) -> Boolean:
 
 
 def _span(x: cute.Tensor, first: int = 0) -> tuple[Int64, Int64]:
-    """Addresses of the first byte of x and of the first byte past its end. With `first` = 1, those
-    of slot 0 of a pool."""
+    """Addresses of x's first byte and of the first byte past x. With `first` = 1, x is a pool and
+    the addresses are slot 0's."""
     start = x.iterator.toint()
     last = Int64(0)
     for mode in range(first, cute.rank(x)):

@@ -5,9 +5,9 @@ addresses in shared memory, the initialisation, the names in the emulator's repo
 the kernel's documentation.
 
 Producers and consumers count the uses of an edge from 0. Use `n` is stage `n % stages`, and `n`
-also implies the phase to wait for, so no thread keeps a phase bit. Where the number of stages is no
-power of two, this takes a division; a kernel that cannot afford it counts stages and phases itself,
-with `stage_pointer` or `address`.
+also implies the phase to wait for, so no thread keeps a phase bit. With a number of stages that is
+no power of two, stage and phase take a division. A kernel that cannot afford the division counts
+stages and phases itself, with `stage_pointer` or `address`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .carried import Carried
 from .smem import SharedMemory
 from .spec import MBARRIER_BYTES, WARP_SIZE
 
-CTAS = 2  # of a pair
-BOTH_CTAS = 0b11  # of a pair whose leader has rank 0
+CTAS = 2  # CTAs of a pair
+BOTH_CTAS = 0b11  # multicast mask of a pair whose leader has rank 0
 
 
 @dataclass(frozen=True)
 class Role:
-    """A job, and the warps of a CTA that do it."""
+    """A role in a kernel, and the warps of a CTA that play it."""
 
     name: str
     warps: range
@@ -74,9 +74,9 @@ class Edge:
     Attributes:
         name: the condition that a completed phase signals, such as "s_full".
         stages: mbarriers of the ring.
-        payload: what the consumer may then use, for the documentation.
-        by_warp: each producer warp has a ring of its own, for the consumer warp of the same number.
-        cluster: CTAs of the cluster; the Pipeline sets it.
+        payload: what the consumer may use after a completed phase, for the documentation.
+        by_warp: producer warp i has a ring of its own, which only consumer warp i waits on.
+        cluster: CTAs of the cluster; set by the Pipeline.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Edge:
 
     @property
     def producer_ctas(self) -> int:
-        """How many CTAs' producers complete one mbarrier."""
+        """How many CTAs have producers that arrive at one mbarrier."""
         return {Reach.LEADER: CTAS, Reach.EACH: CTAS, Reach.FIRST: self.cluster}.get(self.reach, 1)
 
     @property
@@ -190,8 +190,9 @@ class Pipeline:
 def report_names(
     memory: SharedMemory, pipeline: Pipeline, roles: Iterable[Role], shared_base: int
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
-    traces. Shared memory begins at address `shared_base`, and has the mbarriers in "barriers"."""
+    """Arguments of the emulator's `Names`: mbarriers, buffers and warps as reports and traces name
+    them. Shared memory begins at address `shared_base`; its buffer "barriers" holds the
+    mbarriers."""
     shared = memory.names(shared_base)
     barriers, _, _ = shared.pop("barriers")
     return {
@@ -222,11 +223,12 @@ class Barriers(Carried):
         return Int32(self.stage_pointer(name, stage).toint())
 
     def pointer(self, name: str, n: Int32) -> cute.Pointer:
-        """The mbarrier of use n; of the calling warp's ring, if each has its own."""
+        """The mbarrier of use n. With `by_warp`, the mbarrier belongs to the calling warp's
+        ring."""
         pointer = self.stage_pointer(name, self.stage(name, n))
         edge = self.pipeline[name]
         if edge.by_warp:
-            # Not warp_idx(), a shuffle: only one lane of the warp may execute this.
+            # warp_idx() is a shuffle, which fails here: perhaps only one lane executes this.
             warp = cute.arch.thread_idx()[0] // WARP_SIZE
             pointer += edge.stages * (warp - edge.producer.warps[0])
         return pointer
@@ -258,7 +260,7 @@ class Barriers(Carried):
         cute.arch.mbarrier_arrive(self.pointer(name, n))
 
     def warp_arrives(self, name: str, n: Int32) -> None:
-        """Arrive once for the whole warp, after everything that its threads did before."""
+        """Arrive once for the whole warp, after all earlier work of its threads."""
         each = self.pipeline[name].reach is Reach.EACH
         owners = range(CTAS) if each else (self.owner(name),)
         cute.arch.sync_warp()
@@ -267,7 +269,8 @@ class Barriers(Carried):
                 cute.arch.mbarrier_arrive(self.pointer(name, n), owner)
 
     def owner(self, name: str) -> Int32 | None:
-        """The rank of the CTA whose mbarrier this CTA's producers complete; None is its own."""
+        """The rank of the CTA whose mbarrier this CTA's producers complete; None for this CTA
+        itself."""
         reach = self.pipeline[name].reach
         if reach is Reach.PARTNER:
             return cute.arch.block_idx_in_cluster() ^ CTAS
@@ -276,8 +279,9 @@ class Barriers(Carried):
         return 0 if reach is Reach.FIRST else None
 
     def expect(self, name: str, n: Int32, nbytes: int) -> None:
-        """Arrive with expect_tx of `nbytes` from each producer CTA, by one thread: of the CTA that
-        owns the mbarrier, or for a partner's mbarrier of the producer."""
+        """Arrive with expect_tx of `nbytes` from each producer CTA. One thread calls this: in the
+        CTA that owns the mbarrier, or, where the edge reaches the partner's mbarrier, in the
+        producer CTA."""
         edge = self.pipeline[name]
         owner = self.owner(name) if edge.reach is Reach.PARTNER else None
         cute.arch.mbarrier_arrive_and_expect_tx(
@@ -288,14 +292,15 @@ class Barriers(Carried):
     def leader_expects(
         self, name: cutlass.Constexpr, n: Int32, nbytes: cutlass.Constexpr, cta: Int32
     ) -> None:
-        """`expect` by one thread of a pair's leader, whose place `cta` in the pair is 0; nothing
-        in CTA 1. The whole warp calls it."""
+        """Call `expect` from one thread of a pair's leader (`cta` = 0); do nothing in CTA 1. The
+        whole warp calls this."""
         if cta == 0:
             with cute.arch.elect_one():
                 self.expect(name, n, nbytes)
 
     def commit(self, name: str, n: Int32) -> None:
-        """Let the mbarrier complete once the MMAs that this warp has issued so far are done."""
+        """Let the mbarrier complete once the MMAs that this warp has issued so far have
+        finished."""
         pair = self.pipeline[name].reach is Reach.PAIR
         both = BOTH_CTAS
         if pair and self.pipeline.cluster > CTAS:

@@ -8,7 +8,7 @@ The scheduler warp of each CTA calls four methods:
     producer_tail(n)                  complete what is outstanding
 
 The kernel's tile map turns a tile's number into a block, head and sequence. Numbers come in any
-order. With packed sequences the host only has an upper bound of the number of tiles, so some
+order. For packed sequences the host knows only an upper bound of the number of tiles, so some
 numbers have no tile.
 """
 
@@ -38,7 +38,8 @@ class SingleTileScheduler(Carried):
 
     @staticmethod
     def edges(scheduler: Role) -> tuple[Edge, ...]:
-        """The edges that the scheduler adds to the kernel's; `scheduler` is the warp's role."""
+        """The edges that the scheduler adds to the kernel's edges; `scheduler` is the scheduler
+        warp's role."""
         return ()
 
     def __init__(self, num_tiles: Int32, barriers: Barriers, response: cute.Pointer | None):
@@ -75,18 +76,18 @@ class StaticPersistentScheduler(SingleTileScheduler):
 
     @cute.jit
     def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
-        following = tile + cute.arch.cluster_dim()[0]  # as many as there are clusters
+        following = tile + cute.arch.cluster_dim()[0]  # plus the number of clusters
         if following >= self.num_tiles:
             following = Int32(NO_TILE)
         return following
 
 
 class CounterScheduler(StaticPersistentScheduler):
-    """Persistent clusters, each of which takes the next tile that none has taken yet.
+    """Persistent clusters; each takes the next tile that no cluster has taken.
 
-    `counter` is an Int32 in global memory. It must be 0, and is 0 again afterwards: it wraps after
-    `num_tiles` requests, which are all of them, since the last one of each cluster fails. Launches
-    that may overlap need counters of their own.
+    `counter` is an Int32 in global memory. The counter must be 0, and is 0 again after the launch:
+    it wraps after `num_tiles` requests. The clusters make exactly so many, since each cluster's
+    last request fails. Launches that may overlap need separate counters.
     """
 
     def __init__(self, num_tiles: Int32, barriers: Barriers, counter: cute.Pointer):
@@ -109,7 +110,7 @@ class ClcScheduler(SingleTileScheduler):
 
     With cluster launch control (sm_100) the hardware cancels the launch of a pending cluster and
     returns its index. Answers come in no order. "None left" may come while clusters are pending;
-    these are then launched normally, so that no tile is lost.
+    the hardware then launches the pending clusters, so that no tile is lost.
     """
 
     @staticmethod
@@ -174,7 +175,7 @@ class TileQueue(Carried, Generic[Work]):
     @staticmethod
     def buffer(work: type) -> Buffer:
         count = len(fields(work))
-        words = 1 << (count - 1).bit_length()  # a stage is read by loads of 16 bytes
+        words = 1 << (count - 1).bit_length()  # a stage is read by 16-byte loads
         return Buffer("work", Int32, words, TileQueue.STAGES, holds="the tiles to work on")
 
     def __init__(self, work: type[Work], words: cute.Pointer, barriers: Barriers):
@@ -261,7 +262,7 @@ class TileQueue(Carried, Generic[Work]):
         return self.work(*(cute.arch.make_warp_uniform(words[i]) for i in range(count)))
 
     def release(self, n: Int32) -> None:
-        """Release the stage of work n, which this warp does not read again."""
+        """Release the stage of work n, once this warp has read it."""
         self.barriers.warp_arrives("work_empty", n)
 
 

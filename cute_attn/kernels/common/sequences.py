@@ -18,7 +18,7 @@ class Sequences(Carried):
     Attributes:
         tokens: tokens of each sequence, or of all packed sequences together.
         cu_seqlens: the starts of packed sequences, followed by the end of the last.
-        seqused: how many leading tokens of each sequence are used.
+        seqused: number of leading tokens of each sequence that are used.
     """
 
     tokens: Int32
@@ -26,7 +26,7 @@ class Sequences(Carried):
     seqused: cute.Tensor | None = None
 
     def batch(self, x: cute.Tensor) -> Int32:
-        """The number of sequences of `x`, a tensor with these rows."""
+        """The number of sequences; `x` is a tensor whose rows are their tokens."""
         return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def start(self, sequence: Int32) -> Int32:
@@ -34,7 +34,7 @@ class Sequences(Carried):
         return 0 if self.cu_seqlens is None else self.cu_seqlens[sequence]
 
     def length(self, sequence: Int32) -> Int32:
-        """Tokens of a sequence that are used, at most its rows. A value <= 0 means none."""
+        """Number of used tokens of a sequence, at most its rows. A value <= 0 means none."""
         length = self.tokens
         if self.cu_seqlens is not None:
             length = self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence]

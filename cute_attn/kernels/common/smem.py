@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from .carried import Carried
 from .spec import MAX_SMEM_BYTES
 
-SWIZZLE_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
+SWIZZLE_ALIGNMENT = 1024  # bytes, for a buffer with a 128-byte swizzle
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SharedMemory:
     """Buffers in the order given, each at its alignment.
 
     Raises:
-        ValueError: two buffers have one name, or all together take more than `limit` bytes.
+        ValueError: two buffers have one name, or the buffers take more than `limit` bytes in all.
     """
 
     def __init__(self, *buffers: Buffer, limit: int = MAX_SMEM_BYTES):
@@ -81,8 +81,8 @@ class SharedMemory:
         return max(buffer.alignment for buffer in self.buffers.values())
 
     def names(self, address: int) -> dict[str, tuple[int, int, int]]:
-        """For the emulator: name -> (address, bytes, bytes of a stage). Names of buffers inside a
-        ring include the stage."""
+        """For the emulator: name -> (address, bytes, bytes of a stage). The name of a buffer inside
+        a ring includes its stage."""
         names = {}
         for name, buffer in self.buffers.items():
             at = address + self.offsets[name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 WARP_SIZE = 32
-VECTOR_BYTES = 16  # the widest access of one thread
+VECTOR_BYTES = 16  # widest access of one thread
 MBARRIER_BYTES = 8
 
 # Bytes of shared memory that a CTA may have.

@@ -3,13 +3,13 @@ dA_log and ddt_bias over chunks.
 
     out[row, column] = sum_i partials[i, row, column]        in float32, rounded once
 
-`slices` threads share the sum of the same elements: thread s adds up partials s, s + slices, ... in
-order, and the slices' sums are then added in order too. So the bits depend on the number of
-partials alone. The kernel is bound by memory bandwidth; it reads each partial once.
+`slices` threads share an element's sum: thread s adds partials s, s + slices, ... in order, and
+then the threads' sums are added in order. So the bits depend only on the number of partials. The
+kernel reads each partial once, and is bound by memory bandwidth.
 
     CTA (THREADS / slices vectors of consecutive elements), 8 warps
       sum     a thread's partials of its vector
-      reduce  (with slices) the slices' sums, through shared memory
+      reduce (with slices) the threads' sums, through shared memory
 
 Runs on sm_80 and newer.
 """
@@ -30,7 +30,7 @@ from .smem import Buffer, SharedMemory
 from .sum_partials_spec import SumPartialsSpec
 
 NUM_THREADS = 256
-UNROLL = 4  # loads of a thread in flight
+UNROLL = 4  # loads in flight per thread
 
 
 class Arguments(NamedTuple):
@@ -51,7 +51,7 @@ class SumPartials:
     def __init__(self, spec: SumPartialsSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.vectors = NUM_THREADS // spec.slices  # of a CTA
+        self.vectors = NUM_THREADS // spec.slices  # per CTA
         self.smem = SharedMemory(
             Buffer("sums", Float32, NUM_THREADS, spec.vector, holds="sums of the slices")
         )

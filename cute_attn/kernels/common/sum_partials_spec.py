@@ -16,7 +16,8 @@ class SumPartialsSpec(Spec):
     Attributes:
         dtype: dtype of the sums; the partial results are float32.
         vector: consecutive elements that a thread loads at once; it divides a row's columns.
-        slices: threads that share the partial results of an element, for many of few elements.
+        slices: threads that share an element's sum; more than 1 pays for many partials of few
+            elements.
 
     Raises:
         TypeError: a field has another type than its annotation.

@@ -1,9 +1,9 @@
-"""TMA of the rows of attention tensors, in boxes of 128 bytes of columns with the 128-byte swizzle.
+"""TMA copies of the rows of attention tensors, in boxes 128 bytes wide with the 128-byte swizzle.
 
-TMA checks the bounds of a tensor, not those of a packed sequence or of the used part of a sequence.
-So ragged rows have two coordinates (i, j), which name row i + j - (size of i). A box that reaches
-past its sequence is placed so that the rows beyond the end have an i out of bounds, where loads
-give 0 and stores do nothing.
+TMA checks the bounds of a tensor, but not of a packed sequence or of a sequence's used part. So
+ragged rows have two coordinates (i, j), which name row i + j - (size of i). A box that reaches past
+its sequence is placed so that rows beyond the end have an i out of bounds. For such rows loads give
+0 and stores do nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class BoxedRows:
     Attributes:
         rows: rows of a box.
         columns: columns of a row.
-        packed: query heads that share a box, interleaved token by token; one head to `box`.
-        ragged: a sequence's rows may be followed by rows of another, or by unused ones. Boxes then
+        packed: query heads that share a box, interleaved token by token; `box` counts them as one
+            head.
+        ragged: rows of another sequence, or unused rows, may follow a sequence's rows. Boxes then
             need at least two tokens: TMA sees no index out of bounds in a dimension of size 1.
-        batched: the tensor has a mode of sequences.
+        batched: the tensor has a batch mode.
         box_columns: columns of a box, 128 bytes.
     """
 
@@ -83,19 +84,19 @@ class BoxedRows:
         stored: bool = False,
     ) -> cute.Tensor:
         """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
-        `start` and has `seqlen` tokens. Behind the sequence, a box that is `stored` has no row, and
-        one that is loaded has its last row as the first."""
+        `start` and has `seqlen` tokens. Past the sequence's end, a `stored` box has no row; a
+        loaded box starts with the sequence's last row."""
         return self.at(x, self.place(index, start, seqlen, stored=stored), head, sequence)
 
     def place(
         self, index: Int32, start: Int32, seqlen: Int32, *, stored: bool = False
     ) -> tuple[Int32, ...]:
-        """Where a box is, for `at`: what of a box's coordinates has to be computed."""
+        """The computed coordinates of a box, for `at`."""
         if not self.ragged:
             return (index,)
         token = index * self.tokens
         if not stored:
-            # Without any row, a load touches the first byte that TMA sees, in front of the tensor.
+            # A load of no row touches the first byte that TMA sees, which lies before the tensor.
             token = cutlass.min(token, seqlen - 1)
         valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
         return start + token + valid, self.tokens - valid
@@ -158,7 +159,7 @@ def load_boxes(
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
-    `multicast` each CTA of a pair loads half of the boxes, for both."""
+    `multicast` each CTA of a pair loads half of the boxes into both CTAs."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
@@ -190,9 +191,9 @@ def load_use(
     more_bytes: cutlass.Constexpr[int] = 0,
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Use n of a ring of tiles of 16 bits, with edges `{name}_empty` and `{name}_full`: wait until
-    its stage is empty, and start to fill it; see `load_boxes`. By one warp, which copies
-    `more_bytes` for the same use itself."""
+    """Wait until the stage of use n is empty and start to fill it, by `load_boxes`. The ring has
+    tiles of 16-bit elements and the edges `{name}_empty` and `{name}_full`. One warp calls this; it
+    copies `more_bytes` of the stage itself."""
     barriers.wait_previous(f"{name}_empty", n)
     with cute.arch.elect_one():
         barriers.expect(f"{name}_full", n, cute.size(rows) * 2 + more_bytes)
@@ -208,12 +209,12 @@ def store_boxes(
     edges: cutlass.Constexpr[tuple[str, str]],
     stored: Int32,
 ) -> Int32:
-    """Store rows from boxes that other warps stage in `smem`, (rows, columns of a box, stages), and
-    return the number of boxes so far.
+    """Store rows from boxes that other warps write to `smem`, (rows, columns of a box, stages).
+    Return the number of boxes stored so far.
 
     Args:
-        edges: to here, once a box is staged; and back, once TMA has read it.
-        stored: boxes so far.
+        edges: the edge that says a box is staged, and the edge that says TMA has read the box.
+        stored: boxes stored before this call.
     """
     box_shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     to, source = partition(tma, cute.local_tile(rows, box_shape, (0, None)), smem)

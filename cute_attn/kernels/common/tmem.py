@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
 
-MAX_TMEM_COLUMNS = 512  # of 32 bits, in each of 128 lanes
+MAX_TMEM_COLUMNS = 512  # columns of 32 bits, in each of 128 lanes
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Region:
 
 
 class TensorMemory(Carried):
-    """Regions of tensor memory, in the order given. All 512 columns are always allocated, so that
-    addresses are compile-time constants and take no register.
+    """Regions of tensor memory, in the order given. All 512 columns are always allocated: addresses
+    are then compile-time constants and take no register.
 
     Raises:
         ValueError: the regions take more columns than there are.
@@ -69,7 +69,7 @@ class TensorMemory(Carried):
 
 
 def shifted(x: cute.Tensor, columns: Int32) -> cute.Tensor:
-    """x moved by `columns`, in units of its elements; for example to another stage."""
+    """x moved by `columns`, counted in elements of x; for example to another stage."""
     return cute.make_tensor(x.iterator + columns, x.layout)
 
 
@@ -82,7 +82,7 @@ def first_columns(accumulator: cute.Tensor, columns: int) -> cute.Tensor:
 def row_load(
     rows: cute.Tensor, row: Int32, columns: int
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
-    """(copy, its source, shape of its values) for a thread to load its row, `columns` at once."""
+    """(copy, source, shape of the values) with which a thread loads its row, `columns` at once."""
     copy = _row_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_S(rows), copy.partition_D(_identity(rows)).shape
 
@@ -90,7 +90,7 @@ def row_load(
 def row_store(
     rows: cute.Tensor, row: Int32, columns: int
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
-    """(copy, its target, shape of its values) for a thread to store its row, as `row_load`."""
+    """(copy, target, shape of the values) with which a thread stores its row; see `row_load`."""
     copy = _row_copy(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_D(rows), copy.partition_S(_identity(rows)).shape
 

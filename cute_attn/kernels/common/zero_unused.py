@@ -1,8 +1,8 @@
-"""Zeros in the rows of a tensor that belong to no sequence, or that are not used.
+"""Zeroes the rows of a tensor that belong to no sequence, and the unused rows of sequences.
 
-The kernels of a backward write the used rows of each sequence, and only these, so that every row of
-a gradient is written once. Here a CTA has a tile of rows. It zeroes those before the first sequence
-and after the last, and with seqused those behind the used rows of each sequence.
+A backward's kernels write only the used rows of each sequence, so that every row of a gradient is
+written once. Here a CTA has a tile of rows. It zeroes the rows before the first sequence and after
+the last, and with seqused the rows after each sequence's used rows.
 
 Runs on sm_80 and newer.
 """
@@ -23,16 +23,16 @@ from .spec import VECTOR_BYTES
 from .zero_unused_spec import ZeroUnusedSpec
 
 NUM_THREADS = 256
-ROWS = 64  # of a CTA
-WORDS = VECTOR_BYTES // 4  # of a store
+ROWS = 64  # rows per CTA
+WORDS = VECTOR_BYTES // 4  # words per store
 
 
 class Arguments(NamedTuple):
     """What the kernel is called with.
 
     Attributes:
-        x: `[n, tokens, words]`, 32-bit words of any type. Packed sequences lie in each of the n
-            alike; without cu_seqlens, the sequence of each is its index modulo the batch size.
+        x: `[n, tokens, words]`, 32-bit words of any type. All n have the same packed sequences;
+            without cu_seqlens, `x[i]` has sequence i modulo the batch size.
         cu_seqlens: `[batch + 1]`.
         seqused: `[batch]`.
     """

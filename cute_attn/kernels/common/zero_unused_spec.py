@@ -13,7 +13,7 @@ class ZeroUnusedSpec(Spec):
 
     Attributes:
         varlen: the rows are packed sequences, with cu_seqlens.
-        seqused: an argument gives the number of used tokens of each sequence.
+        seqused: the argument `seqused` gives the number of used tokens of each sequence.
 
     Raises:
         TypeError: a field has another type than its annotation.

@@ -5,7 +5,7 @@
     g                                                    "none"
 
 Without A_log, exp(A_log) is 1. "softplus" is Kimi Linear's gate (arXiv 2510.26692), "lower_bound"
-that of its successors. `log2_decay` and `log_decay_gradients` are fast, `log_decay` and
+the gate of its successors. `log2_decay` and `log_decay_gradients` are fast, `log_decay` and
 `accurate_log_decay_gradients` accurate.
 """
 
@@ -22,13 +22,14 @@ from ..common.numbers import LN_2, LOG2_E
 from ..common.polynomial import polynomial
 from ..common.ptx.math import exp2, log2, reciprocal
 
-# This decay erases a state, and sums of such logarithms stay finite.
+# A decay this small erases a state, and sums of such logarithms stay finite.
 SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
-LARGEST_EXPONENT = 80.0  # of the exponential in a sigmoid, which then is 1e-35, as good as 0
+LARGEST_EXPONENT = 80.0  # bounds a sigmoid's exponent; the sigmoid is then 1e-35, as good as 0
 
 
 # log2(1 + x) / x on [0, 1]: the polynomial of degree 7 with the smallest maximum relative error,
-# 1.9e-7; found by Remez's algorithm. Of log2 itself, 1 + x would lose the small x of a weak gate.
+# 1.9e-7; found by Remez's algorithm. A polynomial of log2 would need 1 + x, which loses the small x
+# of a weak gate.
 LOG2_OF_1_PLUS = (
     1.4426947605, -0.72131008821, 0.48006369642, -0.35339482707,
     0.25600971776, -0.15535187281, 0.063607892814, -0.012319473757,
@@ -37,17 +38,17 @@ LOG2_OF_1_PLUS = (
 
 def log2_of_1_plus_exp2(y: Any, small: Any) -> Any:
     """log2(1 + 2^y), which is a softplus in base 2, from y and small = 2^-|y|; it does not
-    overflow. The relative error is 2e-7, and that of `small`."""
+    overflow. The relative error is 2e-7, plus the relative error of `small`."""
     quotient = polynomial(small, LOG2_OF_1_PLUS)
     return cute.math.fma(quotient, small, cute.arch.fmax(y, Float32(0.0)))
 
 
 def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The logarithm of a decay in base 2, at least SMALLEST_LOG2_DECAY; one float32 element.
+    """The base-2 logarithm of a decay, at least SMALLEST_LOG2_DECAY, as one float32.
 
     Args:
-        rate: exp(A_log), or 1.0 where there is none.
-        bias: dt_bias, or 0.0.
+        rate: exp(A_log), or 1.0 without A_log.
+        bias: dt_bias, or 0.0 without dt_bias.
     """
     if gate == "none":
         result = g * Float32(LOG2_E)
@@ -65,14 +66,14 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
 def log_decay_gradients(
     gate: str, dg: Any, g: Any, rate: Any, bias: Any, lower_bound: Any
 ) -> tuple[Any, Any]:
-    """Return the gradients of g (and of dt_bias), and of A_log, from dg, that of the logarithm of
-    the decay. Both are 0 where `log2_decay` replaces the logarithm."""
+    """Return the gradient of g (and of dt_bias) and the gradient of A_log, from dg, the gradient of
+    the logarithm of the decay. Both are 0 where `log2_decay` replaces the logarithm."""
     if gate == "none":
         kept = g * LOG2_E > Float32(SMALLEST_LOG2_DECAY)
         return Float32(cutlass.select_(kept, dg, Float32(0.0))), Float32(0.0)
     x = g + bias
     z = x * LOG2_E if gate == "softplus" else x * (rate * LOG2_E)
-    # sigmoid(z) sigmoid(-z) = 2^-|z| / (1 + 2^-|z|)^2 does not cancel.
+    # sigmoid(z) sigmoid(-z) = 2^-|z| / (1 + 2^-|z|)^2 involves no cancellation.
     small = exp2(-cute.arch.fmax(z, -z))
     inverse = reciprocal(1.0 + small)
     if gate == "softplus":
@@ -95,8 +96,8 @@ SMALLEST_BETA = {cutlass.BFloat16: 2.0**-40, cutlass.Float16: 2.0**-14}
 
 
 def nonzero_beta(dtype: Any, beta: Any) -> Any:
-    """beta, or the number of the same sign and of SMALLEST_BETA, if that is larger. The backward
-    divides by it. Its square must be in the range of float32, and it in that of `dtype`."""
+    """beta, with a magnitude of at least SMALLEST_BETA, because the backward divides by it.
+    SMALLEST_BETA is in the range of `dtype`, and its square in the range of float32."""
     smallest = Float32(SMALLEST_BETA[dtype])
     signed = cutlass.select_(beta < Float32(0.0), -smallest, smallest)
     is_small = cute.arch.fmax(beta, -beta) < smallest
@@ -104,7 +105,7 @@ def nonzero_beta(dtype: Any, beta: Any) -> Any:
 
 
 def split_beta(dtype: Any, beta: Any) -> tuple[Any, Any]:
-    """Return (m, p), where beta = m p and p is a power of two; so x and p x round alike.
+    """Return (m, p), where beta = m p and p is a power of two, so that x and p x round alike.
 
     With bfloat16 p is 1. The exponents of float16 are few, so m and p share beta's exponent evenly.
     """
@@ -117,13 +118,13 @@ def split_beta(dtype: Any, beta: Any) -> tuple[Any, Any]:
 
 
 def sigmoid(x: Any) -> Any:
-    # Where 2^-x overflows to inf, its reciprocal is 0, as it should be.
+    # Where 2^-x overflows to inf, its reciprocal is 0, the correct result.
     return reciprocal(1.0 + exp2(-x * Float32(LOG2_E)))
 
 
 def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The natural logarithm of a decay to the accuracy of float32, for results stored in it:
-    `log2_decay` rounds the exponent of a gate's exponential."""
+    """The natural logarithm of a decay to the accuracy of float32, for results stored in float32.
+    `log2_decay` is less accurate: it rounds the exponent of a gate's exponential."""
     if gate == "none":
         return g
     x = g + bias
@@ -138,7 +139,7 @@ def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
 def accurate_log_decay_gradients(
     gate: str, dg: Any, g: Any, rate: Any, bias: Any, lower_bound: Any
 ) -> tuple[Any, Any]:
-    """`log_decay_gradients` to the accuracy of float32, for results stored in it."""
+    """`log_decay_gradients` to the accuracy of float32, for results stored in float32."""
     decay = log_decay(gate, g, rate, bias, lower_bound)
     zero = Float32(0.0)
     if gate == "none":
@@ -148,7 +149,7 @@ def accurate_log_decay_gradients(
     else:
         x = g + bias
         z = rate * x
-        # sigmoid(-z) rather than 1 - sigmoid(z), which cancels.
+        # sigmoid(-z) rather than 1 - sigmoid(z), which loses digits by cancellation.
         d = dg * (lower_bound * rate * (accurate_sigmoid(z) * accurate_sigmoid(-z)))
         of_rate = cutlass.select_(d == zero, zero, d * x)
     kept = decay * Float32(LOG2_E) > Float32(SMALLEST_LOG2_DECAY)

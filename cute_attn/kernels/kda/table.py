@@ -18,7 +18,7 @@ SEGMENTS = KernelDef(
     name="kda_segments", target="cute_attn.kernels.kda.chunk.fused.segments:KdaSegments"
 )
 
-# The backward of the chunked path, which also runs PREPARE and STATE_PASS.
+# The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",
     target="cute_attn.kernels.kda.chunk.backward.adjoint_pass:KdaAdjointPass",

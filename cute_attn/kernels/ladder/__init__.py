@@ -1,1 +1,1 @@
-"""The FMHA ladder: one attention forward, written again with one more idea at each step."""
+"""The FMHA ladder: an attention forward in ten steps, each of which adds one idea."""

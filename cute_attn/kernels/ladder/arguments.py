@@ -19,8 +19,8 @@ class Arguments(NamedTuple):
     """What the kernels are called with.
 
     Attributes:
-        q, k, v, o: `[B, S, H, D]` with any strides, but a contiguous last dimension, and rows on 16
-            bytes.
+        q, k, v, o: `[B, S, H, D]`. The last dimension is contiguous, rows start on 16-byte
+            boundaries, other strides are free.
     """
 
     q: cute.Tensor

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from ..common.spec import smem_bytes
 from .spec import ELEMENT_BYTES, FmhaLadderSpec
 
-RESERVED_BYTES = 1024  # of shared memory, by the system for each CTA
+RESERVED_BYTES = 1024  # shared memory that the system takes per CTA
 K_STAGES, V_STAGES = 2, 4  # at most, from step 3 on
 PIPELINED, OCCUPANCY, SWIZZLED = 3, 4, 5  # the first steps with these ideas
 
 
 class Config(NamedTuple):
-    """Tiles by name; those of sm_100 and sm_120 are the published ladder's."""
+    """Tiles by name; the published ladder's tiles for sm_100 and sm_120 are among them."""
 
     tile_m: int
     tile_n: int
@@ -29,7 +29,7 @@ CONFIGS = {
     "sm_120": Config(64, 64, 4, 2),
 }
 
-# From step 6 on, which need Hopper: by step, with the stages of K, which are those of V too.
+# Steps from 6 on, which need Hopper: by step, with the number of stages of K, and of V.
 HOPPER_CONFIGS = {
     6: (Config(128, 64, 8, 1), 2),
     7: (Config(64, 128, 4, 2), 1),
@@ -48,8 +48,8 @@ def config_of(arch: str) -> str:
 
 
 def stages(tile_m: int, tile_n: int, head_dim: int, occupancy: int, arch: str) -> tuple[int, int]:
-    """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM. Powers of two
-    only, since the place of a tile in its ring would take a division."""
+    """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM. Only powers
+    of two: otherwise the place of a tile in its ring would take a division."""
     tile = tile_n * head_dim * ELEMENT_BYTES
     limit = (smem_bytes(arch) + RESERVED_BYTES) // occupancy - RESERVED_BYTES
     room = (limit - tile_m * head_dim * ELEMENT_BYTES) // tile
@@ -74,8 +74,8 @@ def spec_of(
     v_stages: int | None = None,
     swizzled: bool | None = None,
 ) -> FmhaLadderSpec:
-    """The spec of a step on `arch`; None leaves a value to the configuration. Those by name are of
-    the portable steps; the others have their own.
+    """The spec of a step on `arch`; None leaves a value to the configuration. Named configurations
+    are for the portable steps; each later step has its own.
 
     Raises:
         ValueError: an unknown configuration, or values that no kernel supports.

@@ -9,7 +9,7 @@ from ..common.spec import MAX_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE, Spec
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 128)
 ELEMENT_BYTES = 2
-FRAGMENT_ROWS = 16  # of an mma.sync
+FRAGMENT_ROWS = 16  # rows of an mma.sync
 FIRST_WITHOUT_TRANSPOSE, FIRST_WITH_TMA = 3, 6  # steps
 SWIZZLE_KEYS = 64  # elements of the 128 bytes in which units are swizzled
 
@@ -36,9 +36,9 @@ class FmhaLadderSpec(Spec):
         tile_n: keys of a K/V tile.
         num_warps: warps that compute; a step may add producer warps.
         k_stages, v_stages: tiles of K and of V in shared memory at once; steps whose stage holds a
-            tile of each take as many of both.
-        occupancy: CTAs of an SM that registers are allotted for.
-        swizzled: of a step that copies by cp.async, whether its tiles are swizzled.
+            tile of K and a tile of V need equal numbers.
+        occupancy: CTAs per SM for which registers are allotted.
+        swizzled: whether tiles are swizzled, for steps that copy by cp.async.
 
     Raises:
         TypeError: a field has another type than its annotation.

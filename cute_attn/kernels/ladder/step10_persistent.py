@@ -1,11 +1,12 @@
 """Step 10 of the ladder, persistent: a CTA for each SM takes one tile after another.
 
-While the consumers finish a tile, the load warp already fetches the next one's Q, K and V, so that
-a tile's end and the next one's start overlap. The stores of O run beside the next tile too.
+While the consumers finish a tile, the load warp already fetches Q, K and V of the next tile, so
+that a tile's end overlaps the next tile's start. The stores of O also run beside the next tile.
 
-The load warp takes the next tile when it has started the last load of this one: the next that no
-CTA has taken, counted in global memory. It tells the consumers through a queue in shared memory.
-Heads whose K and V fit L2 together are worked on together; among them the longest tiles come first.
+The load warp takes the next tile after it has started the last load of the current tile. A counter
+in global memory gives the next tile that no CTA has taken. The load warp tells the consumers
+through a queue in shared memory. Heads whose K and V fit L2 together are worked on together,
+longest tiles first.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class FmhaStep10(FmhaStep9):
     @entry(Arguments, num_ctas=Int32, counter=cute.Tensor)
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        """Launch the kernel. `num_ctas` are resident at once; `counter` is for the scheduler, see
-        there."""
+        """Launch the kernel. `num_ctas` CTAs are resident at once; `CounterScheduler` explains
+        `counter`."""
         *given, num_ctas, counter, stream = args
         a = Arguments(*given)
         batch, seqlen, heads, _ = a.q.shape
@@ -51,7 +52,7 @@ class FmhaStep10(FmhaStep9):
 
     def tile_map(self, seqlen: Int32, heads: Int32, batch: Int32) -> TileMap:
         tokens = Sequences(seqlen)
-        head_bytes = Int64(seqlen) * (2 * self.spec.row_bytes)  # of K and V
+        head_bytes = Int64(seqlen) * (2 * self.spec.row_bytes)  # bytes of K and V
         return TileMap(
             self.spec.tile_m, 1, self.spec.causal, tokens, tokens, heads, 1, batch,
             heads_in_l2(head_bytes, heads * batch),
@@ -63,8 +64,8 @@ class FmhaStep10(FmhaStep9):
         tiles = self.tile_map(seqlen, heads, batch)
         scheduler = CounterScheduler(tiles.count(), barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
-        index = Int32(0)  # of the CTA's tiles
-        n = Int32(0)  # K/V tiles
+        index = Int32(0)  # counts the CTA's tiles
+        n = Int32(0)  # counts K/V tiles
         number = scheduler.initial_work_tile()
         while number >= 0:
             _, block, head, sequence = tiles.locate(number)

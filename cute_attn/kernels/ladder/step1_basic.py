@@ -68,7 +68,7 @@ class Work(Carried):
 
 @dataclass(frozen=True)
 class CopyingWork(Work):
-    """The work of a warp that also copies K and V; see `Work` for the others."""
+    """The work of a warp that also copies K and V; `Work` explains the inherited attributes."""
 
     k: Rows
     v: Rows
@@ -90,7 +90,7 @@ class FmhaStep1:
         )
         self.warp_rows = spec.tile_m // spec.num_warps
         self.m_blocks = self.warp_rows // FRAGMENT_ROWS
-        self.rows = 2 * self.m_blocks  # rows of S and O that a thread has a part of
+        self.rows = 2 * self.m_blocks  # rows of S and O in which a thread has elements
         self.memory = SharedMemory(*self.buffers())
 
     def buffers(self) -> list[Buffer]:
@@ -181,15 +181,14 @@ class FmhaStep1:
             self.copy(work.smem_v, work.v, tile * self.spec.tile_n, self.spec.tile_n)
             self.copies_done()
             self.add_values(work.smem_v, p, acc)
-            cute.arch.sync_threads()  # all warps are done with K^T and V
+            cute.arch.sync_threads()  # all warps have read K^T and V
 
     def copy(self, shared: Int32, source: Rows, first: Int32, rows: int) -> None:
         self.layout.copy(shared, source, first, rows, self.spec.num_threads)
         cute.arch.cp_async_commit_group()
 
     def copies_done(self, pending: int = 0) -> None:
-        """Wait until at most the latest `pending` groups of copies are unfinished, of any
-        thread."""
+        """Wait until each thread has at most its latest `pending` groups of copies unfinished."""
         cute.arch.cp_async_wait_group(pending)
         cute.arch.sync_threads()
 
@@ -199,7 +198,7 @@ class FmhaStep1:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         blocks = self.spec.tile_n // 8
         for i in range(self.spec.head_dim // 32 * blocks // self.spec.num_warps):
-            index = i * self.spec.num_warps + warp  # of 8 keys by 32 columns
+            index = i * self.spec.num_warps + warp  # index of a block of 8 keys by 32 columns
             key, unit = index % blocks * 8, index // blocks * 4
             source = self.layout.offset(key + (lane & 7), unit + (lane >> 3))
             block = load_matrices(work.smem_k + source, transposed=True)
@@ -235,7 +234,7 @@ class FmhaStep1:
         return values
 
     def keys(self, smem_k: Int32, n: int, step: int) -> Sequence[Int32]:
-        """Right operands of K^T, of keys from 8 n on and columns from 16 step on."""
+        """Right operands of K^T: keys from 8 n on, columns from 16 step on."""
         return self.transposed_layout.right(smem_k, n, step, self.operands_per_load)
 
     # -- P = softmax(S) -----------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Step 2 of the ladder, math: exponentials in base 2.
 
-exp(scale s - m) costs a range reduction around each exponential. 2 ** (scale log2(e) s - m) is one
-fma, with the scale folded into it, and one instruction of the special function unit that flushes
-subnormal numbers to 0. The maximum is that of the unscaled scores, so softmax_scale must not be
+exp(scale s - m) costs a range reduction for each exponential. 2 ** (scale log2(e) s - m) costs one
+fma, which includes the scale, and one instruction of the special function unit, which flushes
+subnormal numbers to 0. The maximum is taken over unscaled scores, so softmax_scale must not be
 negative.
 """
 

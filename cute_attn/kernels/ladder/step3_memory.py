@@ -1,16 +1,16 @@
 """Step 3 of the ladder, memory: loads ahead of their use, and no transpose of K.
 
 `mma.sync` takes its right operand by columns, which are the rows of K: a plain ldmatrix of the K
-tile gives it, so the transpose and its buffer go. V needs ldmatrix's own transpose, as before.
+tile loads it, so the transpose and its buffer go. V still needs ldmatrix's transpose.
 
 K and V have rings of stages. A tile's copy starts as soon as its stage is free:
 
     K of tile + k_stages        once all warps have the scores of `tile`
     V of tile + v_stages - 1    once all warps have added the values of `tile` - 1
 
-so even one stage of each hides the copy of V behind Q K^T, and that of K behind the softmax and
-P V. Every copy commits its own group, an empty one past the last tile, so that a constant number
-of groups is younger than the one that is waited for.
+So even one stage of each hides the copy of V behind Q K^T, and the copy of K behind the softmax and
+P V. Every copy commits a group, past the last tile an empty group. So a wait always leaves the same
+number of younger groups unfinished.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Step 4 of the ladder, full: an occupancy target, approximate division, longest tiles first.
 
-With `occupancy` CTAs on an SM, one computes exponentials while another's MMAs run: ptxas keeps its
-registers to a share of the SM's, and the stages of K and V to a share of its shared memory. A row
-of O is multiplied by one approximate reciprocal in place of head_dim exact divisions. With a
-causal mask the last query tile of a head has the most keys and starts first, so that the last CTAs
-to run are short.
+With `occupancy` CTAs on an SM, one CTA computes exponentials while another CTA's MMAs run. ptxas
+limits a CTA's registers to its share of the SM, and the heuristics limit the stages of K and V to
+its share of shared memory. A row of O is multiplied by one approximate reciprocal in place of
+head_dim exact divisions. With a causal mask the last query tile of a head has the most keys and
+starts first, so that the last CTAs to run are short.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Step 5 of the ladder, swizzle: shared memory without bank conflicts, and wider ldmatrix.
 
-A matrix of an ldmatrix is 16 bytes of each of 8 rows. Rows of 256 bytes all start in the same
-bank, so that it takes 8 wavefronts in place of one. With unit u of row r at u ^ (r & 7), as
-`spec.swizzled` says, the 8 units lie in different banks. One ldmatrix.x4 then loads two right
+ldmatrix reads a matrix as 16 bytes of each of 8 rows. Rows of 256 bytes all start in the same bank,
+so that a read takes 8 wavefronts in place of one. With unit u of row r at u ^ (r & 7), as
+`spec.swizzled` says, the 8 units lie in different banks. And one ldmatrix.x4 loads two right
 operands in place of one.
 """
 

@@ -1,16 +1,17 @@
 """Step 6 of the ladder, TMA: a warp of its own loads the tiles, with one instruction a box.
 
 In steps 1 to 5 all threads compute addresses and bounds, and issue a `cp.async` for each 16 bytes.
-TMA needs one thread: a descriptor knows the tensor, and out-of-bounds rows become 0. So a load warp
-runs ahead of the consumers, as far as its rings have stages. mbarriers take the place of
-`sync_threads`: a consumer warp waits for a tile's bytes and says when it has read them, and warps
-drift apart, so that one's MMAs run beside another's softmax.
+TMA needs one thread: a descriptor has the tensor's address and shape, and rows out of bounds become
+0. So a load warp runs ahead of the consumers, as far as its rings have stages. mbarriers replace
+`sync_threads`: a consumer warp waits for a tile's bytes and signals when it has read them. Warps
+drift apart, so that one warp's MMAs run beside another warp's softmax.
 
     warps            role       work
     0 to n - 1       consumers  as before: S = Q K^T, softmax, O += P V, store O
     n                load       Q, then K and V of each tile
 
-TMA writes boxes of 64 columns, swizzled as step 5 swizzles rows: `BoxedTiles` is that layout.
+TMA writes boxes of 64 columns, swizzled as step 5 swizzles rows; `BoxedTiles` describes this
+layout.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .step1_basic import Work
 from .step5_swizzle import FmhaStep5
 from .tiles import UNIT_BYTES, Rows, TileLayout
 
-LINE_BYTES = 128  # of a box's row
+LINE_BYTES = 128  # bytes of a box's row
 LINE_UNITS = LINE_BYTES // UNIT_BYTES
 
 
@@ -82,7 +83,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class ConsumingWork(Work):
-    """The work of a warp of the consumers; see `Work` for the others."""
+    """The work of a consumer warp; `Work` explains the inherited attributes."""
 
     barriers: Barriers
 
@@ -112,7 +113,7 @@ class FmhaStep6(FmhaStep5):
         spec = self.spec
         tile = spec.tile_n * spec.head_dim
         return [
-            # As tiles of tile_n rows too, so that one layout fits all.
+            # Q is loaded as tiles of tile_n rows too, so that one layout fits Q, K and V.
             Buffer("q", self.dtype, tile, spec.tile_m // spec.tile_n, SWIZZLE_ALIGNMENT, "Q"),
             Buffer("k", self.dtype, tile, spec.k_stages, SWIZZLE_ALIGNMENT, "K"),
             Buffer("v", self.dtype, tile, spec.v_stages, SWIZZLE_ALIGNMENT, "V"),

@@ -68,7 +68,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Tile(Carried):
-    """A tile of queries, `block` of a head.
+    """Tile number `block` of a head's queries.
 
     Attributes:
         seqlen: queries and keys of the sequence.
@@ -86,7 +86,7 @@ class Tile(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps.
 
     Attributes:
         warp: the warp's number in the CTA.
@@ -236,7 +236,7 @@ class FmhaStep7:
         return Tile(block, head, sequence, seqlen, end, whole)
 
     def tile_of_cta(self, x: Operands) -> Tile:
-        """The tile of a CTA; the last one of a head has the most keys, and starts first."""
+        """The tile of a CTA. The last tile of a head has the most keys, and starts first."""
         block, head, sequence = cute.arch.block_idx()
         if self.spec.causal:
             block = cute.arch.grid_dim()[0] - 1 - block
@@ -258,8 +258,8 @@ class FmhaStep7:
         index: Int32,
         n: Int32,
     ) -> Int32:
-        """Load Q of the CTA's tile `index` and its K/V tiles, of which n came before; return how
-        many there are then."""
+        """Load Q of the CTA's tile `index`, and its K/V tiles. The CTA has loaded n K/V tiles
+        before; return the new count."""
         spec = self.spec
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (spec.k_stages, spec.tile_n * spec.head_dim))
@@ -288,8 +288,8 @@ class FmhaStep7:
 
     @cute.jit
     def compute_tile(self, own: Consumer, tile: Tile, index: Int32, n: Int32) -> Int32:
-        """Compute O of the CTA's tile `index`; n K/V tiles came before it. Return how many there
-        are then."""
+        """Compute O of the CTA's tile `index`. The CTA has used n K/V tiles before; return the new
+        count."""
         own.softmax.start()
         own.acc.fill(0.0)
         own.barriers.wait("q_full", index)
@@ -318,7 +318,7 @@ class FmhaStep7:
 
     @cute.jit
     def rescale(self, own: Consumer, factors: list[Float32]) -> None:
-        """Multiply the rows of O by their factors, which are mostly 1: see `OnlineSoftmax`."""
+        """Multiply each row of O by its factor, which is mostly 1: see `OnlineSoftmax`."""
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             fragments.scale_rows(own.acc, factors)
 
@@ -356,7 +356,7 @@ class FmhaStep7:
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, tile: Tile) -> None:
         """Store the warpgroup's rows through shared memory, by TMA."""
         spec = self.spec
-        self.stores_done(own)  # of the tile before, out of the same buffer
+        self.stores_done(own)  # the previous tile's stores, from the same buffer
         group_barrier(own.group)
         words = fragments.operand(own.acc, self.dtype)
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)

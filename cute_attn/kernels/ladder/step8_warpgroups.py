@@ -1,10 +1,10 @@
 """Step 8 of the ladder, warpgroups: two consumer warpgroups share the K/V tiles.
 
-With 128 rows in place of 64, a tile of K and V that has been loaded is used twice as often, and
-while one warpgroup computes a softmax, the other one's products may have the tensor cores. Each
-thread holds S, P and O of 64 rows by 128 columns: 160 registers, so that two warpgroups have not
-enough of them if all threads of the CTA have as many. `setmaxnreg` gives those of the load warp,
-which needs few, to the consumers. It works on warpgroups; three warps beside the load warp idle.
+With 128 query rows in place of 64, each loaded tile of K and V is used twice as often. While one
+warpgroup computes a softmax, the other warpgroup's products may have the tensor cores. A thread's
+share of S, P and O of 64 rows by 128 columns takes 160 registers, more than an equal share for all
+threads of the CTA. `setmaxnreg` moves registers from the load warp, which needs few, to the
+consumers. The instruction works on warpgroups, so three idle warps accompany the load warp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.pipeline import Barriers
 from ..common.smem import Pointers
 from .step7_wgmma import FmhaStep7, Operands
 
-# Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
+# Registers of a thread: consumer warpgroups -> (in the load warp's warpgroup, in a consumer).
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 
 

@@ -1,16 +1,16 @@
 """Step 9 of the ladder, overlap: products run while a softmax is computed.
 
-In step 8 a warpgroup's S = Q K^T, its softmax and O += P V follow each other. Two things overlap
-them. Within a warpgroup, the scores of the next K/V tile are started before this tile's P V, and
-its softmax is computed while P V runs:
+In step 8 a warpgroup's S = Q K^T, softmax and O += P V follow each other. Two changes overlap them.
+First, a warpgroup starts the scores of the next K/V tile before this tile's P V, and computes the
+next tile's softmax while P V runs:
 
     start  S_j = Q K_j^T
-    start  O += P_j+1 V_j+1       of the K/V tile before
+    start  O += P_j+1 V_j+1       of the previous K/V tile
     wait   for S_j; compute P_j and the factor of O
     wait   for O, and rescale it
 
-And the warpgroups take turns to start products (named barriers), so that one's softmax falls into
-the other one's products, and not into its softmax.
+Second, the warpgroups take turns to start products (named barriers), so that one warpgroup's
+softmax runs beside the other warpgroup's products, not beside its softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .step8_warpgroups import FmhaStep8
 
 @dataclass(frozen=True)
 class ConsumerInTurns(Consumer):
-    """What a warp of the consumers keeps; see `Consumer` for the others."""
+    """The values that a consumer warp keeps; `Consumer` explains the inherited attributes."""
 
     turns: Turns
 
@@ -57,7 +57,7 @@ class FmhaStep9(FmhaStep8):
     def compute_tile(self, own: ConsumerInTurns, tile: Tile, index: Int32, n: Int32) -> Int32:
         own.softmax.start()
         own.acc.fill(0.0)
-        # The last K/V tile: there is no P yet for a second product.
+        # The last K/V tile comes first: there is no P yet for a second product.
         own.barriers.wait("q_full", index)
         own.barriers.wait("k_full", n)
         scores = self.start_scores(own, n)
@@ -96,7 +96,7 @@ class FmhaStep9(FmhaStep8):
         n: Int32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """P of use n of K, beside the product of the P and V before."""
+        """P of the K/V tile of use n, computed while the previous P V runs."""
         own.barriers.wait("k_full", n)
         own.turns.wait()
         scores = self.start_scores(own, n)

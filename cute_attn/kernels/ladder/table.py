@@ -11,12 +11,13 @@ class LadderStep(NamedTuple):
     """A step.
 
     Attributes:
-        number: 0 is PyTorch; each other step has the ideas of the ones before it.
-        name: on the command line and in tables.
+        number: 0 is PyTorch; each kernel includes the ideas of all earlier steps.
+        name: the step's name on the command line and in tables.
         idea: what the step adds, in one line.
         kernel: None for PyTorch.
-        archs: the targets that it runs on; empty for all from sm_80 on.
-        persistent: its kernel takes the number of CTAs, and an int32 that is 0, before the stream.
+        archs: the targets that the kernel runs on; empty for all from sm_80 on.
+        persistent: the kernel takes two more arguments before the stream: the number of CTAs, and
+            an int32 counter that is 0.
     """
 
     number: int
@@ -69,7 +70,7 @@ def find(number: int) -> LadderStep:
     """The step of this number.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no step has this number.
     """
     for step in STEPS:
         if step.number == number:

@@ -23,7 +23,8 @@ UNIT_BYTES = 16
 
 @dataclass(frozen=True)
 class Rows(Carried):
-    """The rows of a head in global memory: address of the first, bytes from row to row, rows."""
+    """The rows of a head in global memory: address of the first row, bytes from row to row, number
+    of rows."""
 
     address: Int64
     pitch: Int64
@@ -62,7 +63,8 @@ class TileLayout:
 
     def moved(self, offset: Int32, rows: int, units: int) -> Int32:
         """Offset of the unit that lies `rows` rows, a multiple of 8, and `units` units further. If
-        swizzled, `units` must not carry: it has no bit in common with the offset's unit."""
+        swizzled, `units` and the offset's unit must have no bit in common, so that their sum does
+        not carry."""
         within, beyond = units * UNIT_BYTES % 128, units * UNIT_BYTES // 128 * 128
         if self.swizzled and within:
             offset = offset ^ within
@@ -82,7 +84,7 @@ class TileLayout:
         step = num_threads // units
         for i in range(0, rows, step):
             present = first + row + i < source.length
-            # i has no bit in common with row, so that it flips bits of the swizzle.
+            # i and row have no bit in common, so that i flips bits of the swizzle.
             flip = (i & 7) * UNIT_BYTES if self.swizzled else 0
             target = (offset ^ flip) + i * self.row_bytes
             copy_async(shared + target, at + i * source.pitch, present)

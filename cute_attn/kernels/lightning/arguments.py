@@ -1,7 +1,7 @@
 """The arguments of every Lightning decode kernel, and placeholders to compile against.
 
 Sizes and strides are symbolic, so no new size recompiles a kernel; the compiled host code checks
-that they agree with each other.
+that the tensors' sizes agree.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .spec import DecodeSpec
 class Arguments(NamedTuple):
     """What the kernels are called with.
 
-    The last dimensions of q, k, v and of the drafts are contiguous, their other strides are free.
-    The matrix of each head of the state is contiguous.
+    q, k, v and the drafts have a contiguous last dimension and otherwise any strides. In the state,
+    each head's matrix is contiguous.
 
     Attributes:
-        q, k: `[B, H, K]`, or `[B, T, H, K]` of several tokens.
-        v, o: `[B, H, V]`, or `[B, T, H, V]`.
+        q, k: `[B, H, K]`, or `[B, T, H, K]` for several tokens.
+        v, o: `[B, H, V]`, or `[B, T, H, V]` for several tokens.
         state: `[N, H, V, K]` or `[N, H, K, V]`.
         decay: `[H]`, float32.
-        state_indices: `[B]`, int32, or None: sequences are slots.
+        state_indices: `[B]`, int32, or None: sequence i has slot i.
         draft_k, draft_v: `[N, S, H, K]` and `[N, S, H, V]`, or None without a replay.
         num_accepted: `[B]`, int32, or None without a replay.
     """

@@ -4,7 +4,7 @@ Per token and head, with S the state as a V by K matrix:
 
     S <- exp(-decay) * S + v k^T            o = softmax_scale * S q
 
-A call reads and writes the state once, and everything else is a hundredth of these bytes, so the
+A call reads and writes the state once; all other tensors have a hundredth of its bytes. So the
 kernel is bound by memory bandwidth. Every thread issues all of its loads before the first use, and
 the CTAs resident on an SM hide each other's latency.
 
@@ -53,7 +53,8 @@ class LightningDecode:
         """Launch the kernel."""
         a, stream = gathered(Arguments, args)
         batch, heads = a.q.shape[0], a.state.shape[1]
-        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
+        # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator raises
+        # the reason.
         drafts = (a.draft_k, a.draft_v)
         inputs = (a.q, a.k, a.v, a.decay, a.state_indices, *drafts, a.num_accepted)
         if overlaps((a.o, a.state), inputs, (a.state, *drafts)):
@@ -64,7 +65,8 @@ class LightningDecode:
         self.kernel(a).launch(
             grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
             block=[self.spec.num_threads, 1, 1],
-            # Without a bound, ptxas for sm_80 spills in the loop over tokens to gain occupancy.
+            # Without a register bound, ptxas for sm_80 spills in the loop over tokens to gain
+            # occupancy.
             min_blocks_per_mp=1 if self.spec.multi_token and not self.tile.state_is_vk else 0,
             stream=stream,
         )
@@ -75,8 +77,8 @@ class LightningDecode:
         slot = sequence
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            # A negative index is padding. An index past the pool is a caller's bug; it is treated
-            # as padding, so that no access is out of bounds.
+            # A negative index is padding. An index past the pool is a caller's bug; treating it as
+            # padding keeps every access in bounds.
             slot = x.state_indices[sequence]
             valid = slot >= 0 and slot < x.state.shape[0]
 

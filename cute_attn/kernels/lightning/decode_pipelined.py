@@ -1,9 +1,9 @@
 """Lightning Attention decode through shared memory, with a pipeline for each warp.
 
-It computes the same function as `decode`, for one token a call. A warp loads further tiles (tile_v
-rows of K, contiguous in memory) into shared memory while it computes on one. Warps never wait for
-each other: each has its own ring of `num_stages` tiles, and gets tiles round robin in a persistent
-grid.
+The kernel computes what `decode` computes, for one token per call. A warp computes on one tile
+(tile_v rows of K, contiguous in memory) while its next tiles are loaded into shared memory. Warps
+never wait for each other: each has its own ring of `num_stages` tiles, and gets tiles round robin
+in a persistent grid.
 
     start      the load of tile i + num_stages - 1, into the stage of tile i - 1
     wait       for tile i
@@ -11,7 +11,7 @@ grid.
     write back tile i, from registers or through its stage
 
 `load="bulk"` loads a tile with one `cp.async.bulk` by lane 0, and has an mbarrier for each stage
-(sm_90 and newer). With "cp_async" every lane loads what it uses itself, so lanes need no barrier.
+(sm_90 and newer). With "cp_async" every lane loads what it uses, so lanes need no barrier.
 
 Shared memory: num_warps * num_stages * (tile bytes + one mbarrier); checked in the Spec.
 """
@@ -59,7 +59,7 @@ class LightningDecodePipelined:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """Arguments of the emulator's `Names`: the mbarriers and tiles in its reports. Shared
+        """Arguments of the emulator's `Names`: mbarriers and tiles as reports name them. Shared
         memory begins at address `shared_base`."""
         shared = self.memory.names(shared_base)
         barriers, _, _ = shared.pop("barriers")
@@ -142,11 +142,11 @@ class LightningDecodePipelined:
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 self.tile.zeros(x.o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
-                    cute.arch.cp_async_bulk_commit_group()  # empty: every tile has a group
+                    cute.arch.cp_async_bulk_commit_group()  # an empty group: every tile has a group
 
             following = i + stages - 1
             if cutlass.const_expr(self.bulk_write_back):
-                # The next load overwrites tile i - 1, which its store must have read.
+                # The next load overwrites tile i - 1, so the store of tile i - 1 must have read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             if cutlass.const_expr(self.bulk_load):
                 cute.arch.sync_warp()  # every lane has read tile i - 1
@@ -172,7 +172,7 @@ class LightningDecodePipelined:
         slot = sequence
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            # Negative indices, and those past the pool, are padding: see `decode`.
+            # Negative indices and indices past the pool are padding: see `decode`.
             slot = x.state_indices[sequence]
             valid = slot >= 0 and slot < x.state.shape[0]
         return tile_index, head, sequence, slot, valid
@@ -212,7 +212,7 @@ class LightningDecodePipelined:
                     source = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
                     cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
         if cutlass.const_expr(not self.bulk_load):
-            cute.arch.cp_async_commit_group()  # an empty one too: every tile has a group
+            cute.arch.cp_async_commit_group()  # possibly empty: every tile has a group
 
     @cute.jit
     def wait_load(self, loaded: cute.Pointer, i: cutlass.Int32) -> None:
@@ -243,6 +243,6 @@ class LightningDecodePipelined:
                 # Lane 0 has the tile's first elements, so its target is the start of the tile.
                 tile = cute.make_tensor(target.iterator, cute.make_layout((self.tile_elements,)))
                 cute.copy(atom, buffer, tile)
-            cute.arch.cp_async_bulk_commit_group()  # each lane has its own; only lane 0's is full
+            cute.arch.cp_async_bulk_commit_group()  # a group per lane; only lane 0's has a copy
         else:
             cute.autovec_copy(stored, target)

@@ -1,7 +1,7 @@
 """Tuning of the Lightning decode kernel. The measurements are in docs/log/lightning_decode.md;
 `python -m cute_attn.bench lightning-decode --variants` repeats them.
 
-The same rule holds for every batch size, so that the kernel does not change as a batch grows. It
+One rule holds for every batch size, so that the kernel does not change as a batch grows. The rule
 sets how many 16-byte vectors of the state a thread holds:
 
     one token a call      2    at most 32 registers, so that an SM holds its full 2048 threads
@@ -45,7 +45,7 @@ def decode_config(
     else:
         tile_v = TILE_V_KV
         lanes_per_row = tile_v // vector
-    accesses = tile_v * head_dim_k // (vector * WARP_SIZE)  # of one warp each
+    accesses = tile_v * head_dim_k // (vector * WARP_SIZE)  # accesses of one warp each
     return {
         "tile_v": tile_v,
         "num_warps": min(MAX_WARPS, max(1, accesses // vectors)),
@@ -55,8 +55,8 @@ def decode_config(
 
 
 def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
-    """Tunings to measure for a float32 state in layout "vk": those with "num_stages" are of the
-    pipelined kernel, the others of the register kernel."""
+    """Tunings to measure for a float32 state in layout "vk": tunings with "num_stages" are for the
+    pipelined kernel, all others for the register kernel."""
     lanes = min(WARP_SIZE, head_dim_k // 4)
     register: list[dict[str, Any]] = [
         {"tile_v": tile_v, "num_warps": num_warps, "lanes_per_row": lanes_per_row}

@@ -40,7 +40,7 @@ def check_operator(**fields: object) -> None:
 class DecodeSpec(Spec):
     """The compile-time parameters of the register kernel (`decode`).
 
-    The first group of fields describes the caller's tensors. The second is the tuning that
+    The first group of fields describes the caller's tensors. The second group is the tuning that
     `heuristics` picks; any legal choice computes the same function.
 
     Attributes:
@@ -55,8 +55,8 @@ class DecodeSpec(Spec):
         tile_v: columns of V in a tile.
         num_warps: warps of a CTA.
         lanes_per_row: lanes of a warp across one row of the tile.
-        hints: of loads and stores of the state. "hold": L2 keeps a line from its load (evict_last)
-            to its store (evict_normal); "streaming": evict-first for both.
+        hints: cache hints of the state's loads and stores. "hold": L2 keeps a line from its load
+            (evict_last) to its store (evict_normal); "streaming": evict-first for both.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -146,7 +146,7 @@ class PipelinedDecodeSpec(DecodeSpec):
     one token.
 
     Attributes:
-        num_stages: stages of a warp's ring in shared memory, each of one tile.
+        num_stages: stages of a warp's ring in shared memory; a stage holds one tile.
         load: "bulk" (cp.async.bulk, sm_90 and newer) or "cp_async" (16 bytes a lane).
         write_back: "bulk" from shared memory, or "vector" from registers.
     """
@@ -186,5 +186,5 @@ class PipelinedDecodeSpec(DecodeSpec):
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of the tiles and their mbarriers."""
+        """Shared memory of a CTA: bytes of the tiles and their mbarriers."""
         return self.num_warps * self.num_stages * (self.tile_bytes + MBARRIER_BYTES)

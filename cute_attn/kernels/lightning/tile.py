@@ -1,8 +1,8 @@
 """A tile of the Lightning state in the registers of one or more warps, and its arithmetic.
 
-Rows of a tile are contiguous in memory: it is V by K in layout "vk", K by V in "kv". Each warp owns
-a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` of them, where every
-lane has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
+Rows of a tile are contiguous in memory: a tile is V by K in layout "vk", K by V in "kv". Each warp
+owns a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` rows; every lane
+has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
 shuffles), and along a column in "kv" (by shuffles, then between warps through shared memory).
 """
 
@@ -16,7 +16,7 @@ from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import Arguments
 from .spec import DecodeSpec
 
-MAX_REGISTERS = 200  # of a thread's 255; the rest is for addresses and temporaries
+MAX_REGISTERS = 200  # for the tile, of a thread's 255; addresses and temporaries take the rest
 
 
 class StateTile:
@@ -47,7 +47,7 @@ class StateTile:
     # -- distribution -----------------------------------------------------------------------
 
     def warp_and_lane(self) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """This thread's warp, counted among those that share its tile, and its lane."""
+        """This thread's lane, and its warp's number among the warps that share the tile."""
         thread, _, _ = cute.arch.thread_idx()
         return (thread // WARP_SIZE) % self.num_warps, thread % WARP_SIZE
 
@@ -184,7 +184,7 @@ class StateTile:
                 sums = [sums[0] + cute.arch.shuffle_sync_bfly(sums[0], offset=step)]
             step = step // 2
 
-        # Now a lane has `len(sums)` rows, or `sharing` lanes have the same row.
+        # Now a lane has `len(sums)` rows, or `sharing` lanes share one row.
         sharing = max(1, self.lanes_per_row // self.rows)
         lane_in_row = lane % self.lanes_per_row
         first = (lane_in_row // sharing) * len(sums)

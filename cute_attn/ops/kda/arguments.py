@@ -1,6 +1,6 @@
 """Checks of the KDA operators' arguments, and copies of tensors that kernels cannot read in place.
 
-Nothing here reads device memory to the host.
+No function here copies device memory to the host.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from ...kernels.kda.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
 from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor, exceeds
 from ..operator import is_compiling, plain
 
-STATE_DTYPES = ("float32", "bfloat16")  # of an initial state; converted to float32
+STATE_DTYPES = ("float32", "bfloat16")  # dtypes of an initial state, which is converted to float32
 INDEX_DTYPES = ("int32", "int64")
 SAFE_LOWER_BOUNDS = (-5.0, 0.0)
 MAX_TOKENS = 2**31 - CHUNK  # positions are int32 in a kernel
 MAX_GRID_YZ = 65535  # heads and sequences are grid dimensions
 
-_ALIGNMENT = 16  # bytes: of addresses and strides
+_ALIGNMENT = 16  # bytes, for addresses and strides
 
 
 # -- checks -------------------------------------------------------------------------------------
 
 
 def check_dtypes(given: dict[str, Tensor], names: Sequence[str]) -> None:
-    """Raise TypeError unless the first of `names` has a 16-bit dtype, and all others the same."""
+    """Raise TypeError unless the first of `names` has a 16-bit dtype, and all others have its
+    dtype."""
     first = given[names[0]]
     check_dtype(names[0], first, DTYPES)
     for name in names[1:]:
@@ -57,8 +58,8 @@ class Sizes(dict[str, Any]):
     """The sizes of a call's dimensions by letter: B, T, HQK, HV, K, V, N, S."""
 
     def take(self, name: str, x: Tensor, shape: str) -> None:
-        """Match x with a shape such as "B T HQK K": store the sizes that are still unknown, and
-        raise ValueError if another differs."""
+        """Match x with a shape such as "B T HQK K": store sizes that are still unknown, and raise
+        ValueError if a known size differs."""
         letters = shape.split()
         expected = [int(s) if s.isdecimal() else self.get(s) for s in letters]
         given = list(x.shape)
@@ -126,18 +127,19 @@ class Sizes(dict[str, Any]):
             )
 
     def num_chunks(self, cu_seqlens: Tensor | None) -> Any:
-        """Chunks of a sequence of a batch, or an upper bound on those of all packed sequences."""
+        """Chunks of each sequence of a batch, or an upper bound on the chunks of all packed
+        sequences."""
         if cu_seqlens is None:
             return (self["T"] + CHUNK - 1) // CHUNK
         return self["T"] // CHUNK + self["N"]
 
 
 def count_chunks(cu_seqlens_cpu: Any, cu_seqlens: Any, x: Any) -> int | None:
-    """The number of chunks of packed sequences, for a tensor x `[B, T, ...]`; None without
-    cu_seqlens_cpu, or if it cannot be read.
+    """The number of chunks of packed sequences, for a tensor x `[B, T, ...]`; None if
+    cu_seqlens_cpu is None or cannot be read.
 
     Raises:
-        TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
+        TypeError, ValueError: cu_seqlens_cpu cannot be a copy of cu_seqlens.
     """
     if cu_seqlens_cpu is None or is_compiling():
         return None
@@ -147,10 +149,10 @@ def count_chunks(cu_seqlens_cpu: Any, cu_seqlens: Any, x: Any) -> int | None:
 
 
 def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any) -> int | None:
-    """Check cu_seqlens_cpu; return the number of chunks, or None if it cannot be read.
+    """Check cu_seqlens_cpu. Return the number of chunks, or None if cu_seqlens_cpu cannot be read.
 
     Raises:
-        TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
+        TypeError, ValueError: cu_seqlens_cpu cannot be a copy of cu_seqlens.
     """
     if cu_seqlens_cpu is None:
         return None
@@ -158,7 +160,7 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it must be a copy")
     if not isinstance(cu_seqlens, Tensor):
-        return None  # another check refuses it
+        return None  # another check refuses cu_seqlens_cpu
     check_tensor("cu_seqlens", cu_seqlens)
     check_dtype("cu_seqlens_cpu", cu_seqlens_cpu, INDEX_DTYPES)
     if cu_seqlens_cpu.device.type != "cpu":
@@ -260,7 +262,8 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
 
 
 def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
-    """Check the shapes of q, k, v, g and beta, whose first dimensions `step` are "B" or "B T"."""
+    """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
+    dimensions."""
     sizes.take("q", given["q"], f"{step} HQK K")
     sizes.take("k", given["k"], f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
@@ -274,8 +277,8 @@ def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None
 
 
 def readable(x: Tensor) -> Tensor:
-    """x if a kernel can read it in place, else a view or a copy: its rows must be contiguous, and
-    its address and other strides multiples of 16 bytes."""
+    """x if a kernel can read x in place, else a view or a copy. Rows must be contiguous; the
+    address and all other strides must be multiples of 16 bytes."""
     unit = _ALIGNMENT // x.element_size()
     shape, strides = x.shape, x.stride()
     fits = True
@@ -303,8 +306,8 @@ def readable_state(state: Tensor | None) -> Tensor | None:
 
 
 def readable_parameters(a: Any) -> dict[str, Tensor | None]:
-    """A_log and dt_bias of the arguments `a`, float32 and contiguous. The launch views them with
-    the number of dimensions that the kernel takes."""
+    """A_log and dt_bias of the arguments `a`, float32 and contiguous. The launch reshapes them to
+    the kernel's number of dimensions."""
     A_log, dt_bias = (
         None if x is None else contiguous(x.to(torch.float32)) for x in (a.A_log, a.dt_bias)
     )
@@ -315,7 +318,7 @@ def readable_parameters(a: Any) -> dict[str, Tensor | None]:
 
 
 def unchanged(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
-    """Fill final_state for sequences without tokens: with the initial state, or 0."""
+    """Fill final_state, for sequences without tokens, with the initial state, or with 0."""
     if final_state is None:
         return None
     return final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
@@ -365,7 +368,8 @@ def sequence_plan(a: Any) -> dict[str, Any]:
 
 
 def launch_scalars(a: Any) -> tuple[float, float, float]:
-    """The scale, the gate's lower bound and the factor of beta's sigmoid, as kernels take them."""
+    """The kernels' scalar arguments: scale, the gate's lower bound, the factor of beta's
+    sigmoid."""
     return (
         a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
         0.0 if a.lower_bound is None else float(a.lower_bound),

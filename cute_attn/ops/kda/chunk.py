@@ -5,16 +5,16 @@
     fused      prepare, state_pass                        the default: moves half of the bytes
     modular    gate_cumsum, chunk_intra, delta_h, output  has the intermediate states
 
-If few long sequences would leave SMs idle, the fused path splits them. It then runs three kernels
-in place of state_pass, and the last bits of a sequence's result may depend on the rest of the call.
+If few long sequences would leave SMs idle, the fused path splits them. Three kernels then replace
+state_pass, and the last bits of a sequence's result may depend on the rest of the call.
 
 A warm call of the fused path looks up the loaded kernels, allocates the results and calls the
 kernels. The look-up's key holds everything that the choice of kernels depends on, every number and
 every flag. The compiled host code checks the rest before it launches: lengths, strides, alignment,
 the other tensors' dtypes and devices.
 
-Nothing here reads device memory or waits for it: the kernels find the chunks of packed sequences
-themselves, see `kernels/kda/chunk/chunks.py`.
+The host neither reads device memory nor waits for the device: the kernels find the chunks of packed
+sequences themselves, see `kernels/kda/chunk/chunks.py`.
 
 A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
 corrections v_new. With disable_recompute it also keeps the records of `prepare`, which the backward
@@ -95,15 +95,15 @@ def chunk_kda(
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
     For each token, where the state S of a value head is a K by V matrix (Kimi Linear, arXiv
-    2510.26692; the chunked form is that of arXiv 2406.06484):
+    2510.26692; the chunked form is from arXiv 2406.06484):
 
         S <- Diag(exp(g)) S
         u  = beta (v - S^T k)
         S <- S + k u^T
         o  = scale S^T q
 
-    Arguments, their order and their defaults are those of flash-linear-attention's function of this
-    name, so that a user only changes the import.
+    Arguments, their order and their defaults match flash-linear-attention's function of this name,
+    so that a user only changes the import.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. q, k, v and g are read in place
@@ -113,8 +113,8 @@ def chunk_kda(
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (less
             than -128 counts as -128), or with use_gate_in_kernel the input of the gate.
-        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. If a gradient is
-            needed, one nearer to 0 than 2**-40 (2**-14 with float16 q) counts as that, with its
+        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. If a gradient is needed, a
+            beta nearer to 0 than 2**-40 (2**-14 with float16 q) counts as this bound with beta's
             sign.
         scale: factor of q; None is K ** -0.5. 0, or 2**-60 to 2**60 in size (with float16 q and
             use_qk_l2norm_in_kernel, 2**-10 to 2**15).
@@ -127,25 +127,25 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
         allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
         safe_gate: the gates are bounded; with use_gate_in_kernel it needs a lower_bound in [-5, 0).
-            It changes no result, since the kernels take gates of any size.
-        lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
-        disable_recompute: keep all intermediate results for the backward, which is then faster;
-            without a gradient it has no effect.
+            The flag changes no result, since the kernels take gates of any size.
+        lower_bound: lower bound of the gate, negative; ignored without use_gate_in_kernel.
+        disable_recompute: keep all intermediate results for the backward, which is then faster; no
+            effect without a gradient.
         return_intermediate_states: also return h, the state at the start of every chunk. Only
             under `torch.inference_mode()`.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
         cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
             not checked, since that would synchronise.
-        cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With it h has no unused
-            chunks at its end.
-        cp_context: None.
-        use_graph: ignored, as max_num_seqs is: every call can be captured in a CUDA graph.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With this copy h has no
+            unused chunks at its end.
+        cp_context: must be None.
+        use_graph: ignored: every call can be captured in a CUDA graph.
         max_num_seqs: ignored.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
-        dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
-            use_gate_in_kernel.
-        chunk_size: 64.
+        dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
+            are ignored without use_gate_in_kernel.
+        chunk_size: must be 64.
         state_indices: `[N]` int32, contiguous: the slot of the pool that each sequence uses, see
             below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
@@ -156,32 +156,32 @@ def chunk_kda(
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
     sequence starts from the state in its slot, and its final state is written to the same slot, in
-    place. A new sequence's slot must hold 0. A negative index marks padding: that sequence starts
-    from 0, its o is computed from there, and its final state is written nowhere. An index >= slots
-    is an error of the caller; it is treated as padding, since a check would synchronise. Slots that
-    are not named are neither read nor written. No slot may be named twice; if one is, results and
-    the slot are undefined.
+    place. A new sequence's slot must hold 0. A negative index marks padding: the sequence starts
+    from a state of 0, and its final state is written nowhere. An index >= slots is an error of the
+    caller; it is treated as padding, since a check would synchronise. Slots that no index names are
+    neither read nor written. Two indices must not name one slot: the results and the slot would be
+    undefined.
 
     Checkpoints, for prefix caches: the state after (i + 1) * checkpoint_interval tokens of this
     call's sequence n is also written to slot checkpoint_indices[n, i] of the pool, if the sequence
-    has as many tokens and the index names a slot. Further states are not stored.
+    has as many tokens and the index names a slot. Other states are not stored.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
     their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
-    `cute_attn.reload_settings`), a sequence's result does not depend on the others of the call.
+    `cute_attn.reload_settings`), a sequence's result does not depend on the call's other sequences.
 
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
         `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
         `[N, HV, K, V]` float32, or None without output_final_state; with state_indices it is the
-        pool itself. h is that of `kda_chunk_delta_h`.
+        pool itself. h is as `kda_chunk_delta_h` returns it.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
-        NotImplementedError: a head dimension without a kernel (the message lists the supported
-            ones), another chunk_size, a cp_context, a second derivative, or a tensor that requires
-            a gradient with state_indices.
+        NotImplementedError: a head dimension without a kernel (the message lists supported
+            dimensions), another chunk_size, a cp_context, a second derivative, or a tensor that
+            requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
         _refuse_chunks_and_contexts(chunk_size)
@@ -197,7 +197,7 @@ def chunk_kda(
     if cu_seqlens_cpu is not None:
         num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, q)
     if return_intermediate_states and (
-        # Dynamo traces no question for inference mode, in which there is no grad mode.
+        # Dynamo cannot trace a test for inference mode; grad mode is off in inference mode.
         is_grad_enabled() if is_dynamo_compiling() else not torch.is_inference_mode_enabled()
     ):
         raise ValueError(
@@ -235,8 +235,8 @@ _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
 
-# o, final_state, h, and what a forward keeps for the backward: states, v_new, and with
-# disable_recompute tiles, decay, inverse_norms
+# o, final_state, h, and results kept for the backward: states, v_new, and with disable_recompute
+# tiles, decay, inverse_norms
 _Results = tuple[
     Tensor,
     Tensor | None,
@@ -252,11 +252,11 @@ BY_STAGES = "by stages"
 
 
 class _Ready(NamedTuple):
-    """The kernels of the fused path, and their arguments that are the same at each call."""
+    """The kernels of the fused path, and the arguments that are equal in every call."""
 
     prepare: Callable[..., None]
     state_pass: Callable[..., None]
-    elements: int  # of the tiles of a chunk and head
+    elements: int  # elements of the tiles of a chunk and head
     scale: float
     lower_bound: float
     beta_scale: float
@@ -283,7 +283,8 @@ class _Chunk(Operator[ChunkArguments]):
         check(a, given)
 
     def prepare(self, a: ChunkArguments) -> _Ready | str:
-        """The kernels of the fused path, or BY_STAGES: each stage looks up its own kernel."""
+        """The kernels of the fused path. BY_STAGES stands for the modular path, whose stages look
+        up their own kernels."""
         device = a.q.device
         if a.return_intermediate_states:
             return BY_STAGES
@@ -342,7 +343,7 @@ class _Chunk(Operator[ChunkArguments]):
             batch, tokens, heads_qk, dim_k = q.shape
             batch_v, tokens_v, heads, dim_v = v.shape
             if ready is None:
-                # The table would find 1.0, or another number that is 1, for True.
+                # In the table's keys 1.0 == True, so a number could pass for a flag.
                 if not (
                     (output_final_state is True or output_final_state is False)
                     and (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
@@ -533,7 +534,7 @@ def _by_stages(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> _Results:
-    """Run the modular path; beta has been through its sigmoid, if any."""
+    """Run the modular path; beta's sigmoid, if requested, is already applied."""
     G = stages.GATE_CUMSUM.forward(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
     Aqk, _, w, u, _, kg = stages.CHUNK_INTRA.forward(
         q, k, v, G, beta, scale, cu_seqlens, False, l2norm

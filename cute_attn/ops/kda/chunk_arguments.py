@@ -17,8 +17,9 @@ from .arguments import (
     check_state,
 )
 
-# The smallest and the largest size of a scale: its exponents. Chunks have products times 2**-60 in
-# bfloat16. In float16 an element of scale * q is subnormal, or infinite, past the second pair.
+# Exponents of the smallest and the largest size of a scale. In bfloat16 chunks hold products times
+# 2**-60. In float16, with a scale past the second pair, an element of scale * q is subnormal or
+# infinite.
 SCALES = (-60, 60)
 SCALES_OF_NORMALISED_FLOAT16 = (-10, 15)
 
@@ -52,7 +53,7 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
     """Raise the documented exception if no kernel can take these arguments; return their sizes.
 
     Args:
-        given: those that are tensors, by name.
+        given: the arguments that are tensors, by name.
     """
     check_number("scale", a.scale)
     check_number("lower_bound", a.lower_bound)

@@ -1,30 +1,30 @@
 """Kimi Delta Attention over whole sequences: the operator of the backward.
 
-Three kernels, and sums of partial results. None adds in an order that depends on timing, so that
-every run gives the same bits:
+Three kernels, and sums of partial results. No sum has an order that depends on timing, so every run
+gives the same bits:
 
     prepare        the records of the chunks, again
     adjoint_pass   the gradient of the state after each chunk; dinitial_state
     gradients      dq, dk, dv, dg, dbeta; partial sums of dA_log and ddt_bias
     sum_partials   dA_log, ddt_bias
-    zero_unused    tokens of no sequence, which the others do not write
+    zero_unused    tokens of no sequence, which the other kernels do not write
 
 The forward keeps its arguments, the state at the start of each chunk and the corrections v_new.
-With disable_recompute it keeps the records too, and prepare does not run. If only initial_state
-requires a gradient, gradients does not run.
+With disable_recompute the forward also keeps the records, and prepare does not run. If only
+initial_state requires a gradient, the kernel `gradients` does not run.
 
-Memory in bytes, allocated through torch, with C the chunks of all sequences (of packed ones, the
-slots T // 64 + N) times HV:
+Memory in bytes, allocated through torch. C is HV times the number of chunks of all sequences;
+packed sequences count as T // 64 + N chunks:
 
     states, v_new        C (2 K V + 128 V)            kept
     records              C (128 (3 K + 128) + 4 K)    kept with disable_recompute, else a workspace
-    inverse_norms        512 C HQK / HV               likewise, with use_qk_l2norm_in_kernel
+    inverse_norms        512 C HQK / HV               as records, with use_qk_l2norm_in_kernel
     adjoints             2 C K V                      a workspace
     parts of dA_log      4 C, 8 C in clusters of 2    a workspace, with A_log
     parts of ddt_bias    4 C K                        a workspace, with dt_bias
 
-The records are freed before the results, dv apart, are allocated. If few long sequences are split,
-as in the forward, the segments take 4 (K + V) K bytes each.
+The records are freed before the results other than dv are allocated. If few long sequences are
+split, as in the forward, each segment takes 4 (K + V) K bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _OPTIONS = (
     "state_v_first",
 )  # fmt: skip
 
-# What the forward's autograd saves.
+# The tensors that the forward saves for autograd.
 SAVED = (*_INPUTS, *_OPTIONS, "disable_recompute", *_STATES, *RECORDS)
 
 
@@ -108,19 +108,20 @@ class BackwardArguments(NamedTuple):
 
     @property
     def from_tokens(self) -> bool:
-        """Whether a gradient is needed that `gradients` computes."""
+        """Whether the call needs a gradient that the kernel `gradients` computes."""
         return bool(self.need_inputs or self.need_dA_log or self.need_ddt_bias)
 
     @property
     def of_gate(self) -> tuple[Tensor | None, Tensor | None]:
-        """A_log and dt_bias as kernels take them, None if not used."""
+        """The kernels' arguments A_log and dt_bias, None if not used."""
         A, bias = (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
         heads, dim_k = self.g.shape[2:]
         return None if A is None else A.view(heads), None if bias is None else bias.view(-1, dim_k)
 
 
 class _Ready(NamedTuple):
-    """Loaded kernels, None for those not needed, and what is the same for all calls with a key."""
+    """The loaded kernels, None for kernels not needed, and all values that calls with one key
+    share."""
 
     prepare: _Function | None
     adjoint_pass: Pass
@@ -129,7 +130,7 @@ class _Ready(NamedTuple):
     sum_dt_bias: _Function | None
     zero_unused: _Function | None
     scalars: tuple[float, float, float]
-    cluster: int  # CTAs of gradients that share a chunk and a head
+    cluster: int  # CTAs of `gradients` that share a chunk and a head
 
 
 class Backward(Operator[BackwardArguments]):
@@ -216,8 +217,8 @@ class Backward(Operator[BackwardArguments]):
             *a[16:],
             type(a.scale),
             type(a.lower_bound),
-            # No kernel's host code compares all of these. Keys of empty tensors are never in the
-            # table.
+            # No kernel's host code compares all these shapes. Keys of empty tensors are never in
+            # the table.
             a.q.shape[:2] == a.v.shape[:2] == a.do.shape[:2],
             a.v.numel() > 0,
             *(x is None or x.shape[0] == _sequences(a) for x in (a.initial_state, a.dfinal_state)),
@@ -241,7 +242,7 @@ class Backward(Operator[BackwardArguments]):
         )
         if ready.gradients is None:
             return (None,) * 7 + (dinitial_state,)
-        del tiles, decay  # their memory, unless kept, serves the results
+        del tiles, decay  # unless kept, their memory is used for the results
         dq, dk, dg, dbeta = (
             _empty_like(x, memory_format=_contiguous) for x in (q, a.k, a.g, a.beta)
         )
@@ -349,15 +350,15 @@ def backward(
     dfinal_state: Tensor | None,
     needed: frozenset[str],
 ) -> dict[str, Tensor]:
-    """The gradients of the arguments of `chunk_kda` in `needed`.
+    """The gradients of the arguments of `chunk_kda` named in `needed`.
 
     Args:
-        saved: what `SAVED` names.
+        saved: the tensors that `SAVED` names.
         do, dfinal_state: the gradients of o and final_state; None is 0.
     """
     a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES)}
     if saved["disable_recompute"]:
-        # A result that was not requested is a tensor of no elements.
+        # A result that was not requested is a tensor without elements.
         records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
         a |= {name: saved[name] for name in records}
     if do is None:
@@ -382,7 +383,7 @@ def backward(
             strict=True,
         )
     )
-    for name in ("A_log", "dt_bias", "initial_state"):  # float32 so far
+    for name in ("A_log", "dt_bias", "initial_state"):  # convert from float32
         if name in needed:
             found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
     return {name: found[name] for name in needed}

@@ -1,4 +1,4 @@
-"""What the kernels of `chunk_kda` and of its gradient leave to one another, and the passes over
+"""Tensors passed between the kernels of `chunk_kda` and of its gradient, and the passes over
 chunks, whole or in segments."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def num_slots(v: Tensor, cu_seqlens: Tensor | None) -> int:
 def empty_records(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, l2norm: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Memory for what `prepare` writes for a backward: tiles `[slots, HV, elements]`, and float32
-    decay `[slots, HV, K]` and, with l2norm, inverse_norms `[slots, HQK, 2 * 64]`."""
+    """Memory for the results of `prepare` in a backward: tiles `[slots, HV, elements]`, float32
+    decay `[slots, HV, K]` and, with l2norm, float32 inverse_norms `[slots, HQK, 2 * 64]`."""
     slots, heads_qk, dim_k = num_slots(v, cu_seqlens), *q.shape[2:]
     heads = v.shape[2]
     tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
@@ -53,8 +53,9 @@ class Pass(NamedTuple):
     """The kernels of a pass.
 
     Attributes:
-        whole: takes whole sequences.
-        split: transitions, segments, outputs; loaded when a call first splits sequences.
+        whole: the kernel for whole sequences.
+        split: the kernels transitions, segments, outputs; loaded when a call first splits
+            sequences.
         num_sms: 0 if sequences may not be split.
     """
 
@@ -113,7 +114,8 @@ def run_in_segments(
 
     Args:
         written: the kernel's arguments from `o` up to the carried matrices.
-        carried: its arguments from there up to cu_seqlens: where these matrices are.
+        carried: the kernel's next arguments, up to cu_seqlens: the tensors with the carried
+            matrices.
     """
     batch, tokens, heads, dim_v = rows.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -125,7 +127,7 @@ def run_in_segments(
     )
     transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
     given = rows, tiles, decay
-    # The first kernel writes none of `written`; it takes any o of this shape.
+    # `transitions` writes none of `written`; its o may be any tensor of this shape.
     rest = *carried, cu_seqlens
     nothing = (None,) * (len(written) - 1)
     transitions(*given, rows, *nothing, *rest, states, moves, length, count)

@@ -61,32 +61,32 @@ def plan_chunk_kda(
     dt_bias: bool = True,
     split: bool | None = None,
 ) -> list[launch.Request]:
-    """The kernels that `chunk_kda` uses for such arguments, for `cute_attn.warmup` and spec files.
-    Except for `split`, they do not depend on batch, lengths and numbers of heads.
+    """The kernels that `chunk_kda` uses for these arguments, for `cute_attn.warmup` and spec files.
+    The choice does not depend on batch, lengths or numbers of heads, except through `split`.
 
     Args:
-        arch: such as "sm_90a".
-        dtype: of q, k and v.
-        gate_dtype: of g; None is that of q.
-        beta_dtype: of beta; None is that of q.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
+        arch: architecture, such as "sm_90a".
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
         initial_state: whether initial_state is given.
-        output_final_state: as the operator's.
-        use_qk_l2norm_in_kernel: as the operator's.
-        use_gate_in_kernel: as the operator's.
-        use_beta_sigmoid_in_kernel: as the operator's.
+        output_final_state: as in the operator.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
         lower_bound: whether lower_bound is given.
-        gradient: whether the call needs a gradient; disable_recompute has no effect here.
-        return_intermediate_states: as the operator's.
-        state_v_first: as the operator's.
+        gradient: whether the call needs a gradient; disable_recompute has no effect on the plan.
+        return_intermediate_states: as in the operator.
+        state_v_first: as in the operator.
         state_indices: whether state_indices is given: initial_state is a pool. The parameters
             initial_state and output_final_state are ignored then.
-        state_dtype: of the pool; ignored without state_indices.
+        state_dtype: dtype of the pool; ignored without state_indices.
         checkpoint_indices: whether checkpoint_indices is given.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
-        dt_bias: likewise.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         split: whether to include the three kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
@@ -157,27 +157,27 @@ def plan_chunk_kda_backward(
     grouped: bool = False,
     split: bool | None = None,
 ) -> list[launch.Request]:
-    """The kernels that the gradient of `chunk_kda` uses, as `plan_chunk_kda`; those of the forward
-    are in that one's plan.
+    """The kernels that the gradient of `chunk_kda` uses. `plan_chunk_kda` gives the forward's
+    kernels.
 
     Args:
-        arch: such as "sm_90a".
-        dtype: of q, k and v.
-        gate_dtype: of g; None is that of q.
-        beta_dtype: of beta; None is that of q.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
+        arch: architecture, such as "sm_90a".
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
         dfinal_state: whether final_state has a gradient.
         dinitial_state: whether initial_state requires a gradient.
-        use_qk_l2norm_in_kernel: as the operator's.
-        use_gate_in_kernel: as the operator's.
-        use_beta_sigmoid_in_kernel: as the operator's.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
         lower_bound: whether lower_bound is given.
-        disable_recompute: as the operator's.
-        state_v_first: as the operator's.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        disable_recompute: as in the operator.
+        state_v_first: as in the operator.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
-        dt_bias: likewise.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         inputs: whether any other argument than initial_state requires a gradient.
         grouped: whether there are more value heads than heads of q and k.
         split: as for `plan_chunk_kda`.
@@ -222,8 +222,8 @@ _ZERO_UNUSED = ZERO_UNUSED, ZeroUnusedSpec(varlen=True, seqused=False)
 
 
 class BackwardRequests(NamedTuple):
-    """The kernels of a backward, None where there is nothing to compute. Those of the pass are the
-    kernel for whole sequences, then the three for split ones."""
+    """The kernels of a backward, None where there is nothing to compute. `adjoint_pass` lists the
+    kernel for whole sequences, then the three kernels for split sequences."""
 
     prepare: launch.Request | None
     adjoint_pass: list[launch.Request]
@@ -243,7 +243,7 @@ def backward_requests(
     grouped: bool,
     **options: Any,
 ) -> BackwardRequests:
-    """The same kernels by their part; arguments and errors as for `plan_chunk_kda_backward`."""
+    """The kernels of `plan_chunk_kda_backward` by their part; arguments and errors are equal."""
     call = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
     gate = call.gate_fields
     return BackwardRequests(
@@ -260,7 +260,7 @@ class _Call:
     """The requests of a call with these parameters; see `plan_chunk_kda`.
 
     Args:
-        has_initial_state, has_final_state: whether its passes have these tensors.
+        has_initial_state, has_final_state: whether the call's passes have these tensors.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class _Call:
             **segments_config(**self.dims),
         )
         transitions = dataclasses.replace(spec, segments="transitions")
-        if isinstance(transitions, StatePassSpec):  # one for all forwards: it stores no results
+        if isinstance(transitions, StatePassSpec):  # it stores no results
             transitions = dataclasses.replace(transitions, store_states=False)
         return [(kernel, spec)] + self.split * [
             (kernel, transitions),

@@ -1,7 +1,7 @@
 """`chunk_kda` on a server's pool of states: the operator.
 
-It is an operator of its own since it writes one of its arguments, the pool. It has the fused path
-only, whole or in segments.
+This is a separate operator because it writes one of its arguments, the pool. It runs only the fused
+path, on whole sequences or in segments.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def chunk_kda_in_pool(
     checkpoint_indices: Tensor | None,
     checkpoint_interval: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kda` with state_indices; see there."""
+    """`chunk_kda` with state_indices; see `chunk_kda`."""
     if state_indices is None:
         raise ValueError("checkpoint_indices is given without state_indices, which it needs")
     if initial_state is None:
@@ -163,7 +163,7 @@ _OF_CHUNK_KDA = tuple(
 
 
 class _Ready(NamedTuple):
-    """The kernels, and their arguments that are the same at each call; see `chunk._Ready`."""
+    """The kernels, and the arguments that are equal in every call; see `chunk._Ready`."""
 
     prepare: Callable[..., None]
     pool_pass: Callable[..., None]
@@ -219,7 +219,8 @@ class _Pool(Operator[_Arguments]):
         check_memory(written, tensors)
 
     def _check_inputs(self, initial_state: Tensor, **inputs: Tensor | None) -> None:
-        """Refuse inputs of `prepare` that overlap the pool: its host code does not see the pool."""
+        """Refuse inputs of `prepare` that overlap the pool: the host code of `prepare` does not see
+        the pool."""
         memory = initial_state.untyped_storage().data_ptr()
         for x in inputs.values():
             if x is not None and x.untyped_storage().data_ptr() == memory:
@@ -227,7 +228,7 @@ class _Pool(Operator[_Arguments]):
                 return
 
     def nothing(self, a: _Arguments) -> Tensor | None:
-        """Without tokens the states stay as they are."""
+        """The result for no tokens; the states stay unchanged."""
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
             return None
         return a.out

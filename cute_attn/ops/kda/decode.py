@@ -1,8 +1,8 @@
 """Kimi Delta Attention decode: the operator.
 
-A model calls `kda_decode` for every layer and token, so a warm call does no more than look up the
-loaded kernel and call it. The compiled host code checks, before it launches, what the look-up's key
-leaves open: sizes, strides, overlaps, the other tensors' dtypes and devices.
+A model calls `kda_decode` for every layer and token, so a warm call only looks up the loaded kernel
+and calls it. Before the launch, the compiled host code checks all that the look-up's key leaves
+open: sizes, strides, overlaps, the other tensors' dtypes and devices.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def kda_decode(
     Arithmetic is float32 for all dtypes.
 
     Args:
-        q: `[B, HQK, K]`, or `[B, T, HQK, K]` for T new tokens a sequence; bfloat16, float16 or
+        q: `[B, HQK, K]`, or `[B, T, HQK, K]` for T new tokens per sequence; bfloat16, float16 or
             float32. The last dimension of q, k, v and g must be contiguous. All other strides are
             free, so that views of one packed projection are read in place.
         k: of q's shape and dtype.
@@ -108,14 +108,14 @@ def kda_decode(
             of HQK, and value head h uses query and key head h // (HV // HQK).
         g: `[B, HV, K]` or `[B, T, HV, K]`, bfloat16, float16 or float32: the input of the gate, or
             without use_gate_in_kernel the gate, which is the natural logarithm of the decay.
-        beta: `[B, HV]` or `[B, T, HV]`, any of these dtypes.
+        beta: `[B, HV]` or `[B, T, HV]`, bfloat16, float16 or float32.
         state: `[N, HV, V, K]`, or `[N, HV, K, V]` without state_v_first; float32 or bfloat16; each
             head's matrix contiguous and 16-byte aligned. Read and written once a call, in place.
         scale: factor of q; None is K ** -0.5.
         A_log: HV numbers, float32 or bfloat16, contiguous; optional with a lower_bound.
-        dt_bias: `[HV, K]` or `[HV * K]`, likewise; None is 0. A_log, dt_bias and lower_bound are
-            ignored without use_gate_in_kernel.
-        lower_bound: of the gate, negative.
+        dt_bias: `[HV, K]` or `[HV * K]`, float32 or bfloat16, contiguous; None is 0. A_log, dt_bias
+            and lower_bound are ignored without use_gate_in_kernel.
+        lower_bound: lower bound of the gate, negative.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
@@ -129,8 +129,9 @@ def kda_decode(
             synchronise. No two sequences may have the same slot.
         num_accepted_tokens: `[B]` int32, contiguous: for speculative decoding, see below.
         record_k: `[N, S, HQK, K]`, dtype of k: records of drafted tokens, see below.
-        record_g: `[N, S, HV, K]`, dtype of g, likewise.
-        record_u: `[N, S, HV, V]`, float32, likewise. The last dimension of each is contiguous.
+        record_g: `[N, S, HV, K]`, dtype of g, as record_k.
+        record_u: `[N, S, HV, V]`, float32, as record_k. The last dimension of all three records is
+            contiguous.
         out: tensor to write the output to, with the shape and dtype of the result. It must not
             overlap another argument.
 
@@ -139,17 +140,17 @@ def kda_decode(
 
     Speculative decoding, with T drafted tokens in a call, works in either of two ways:
         A slot for each position: state_indices is `[B, 1 + S]`, and T at most 1 + S. The call
-        stores the state after token t in slot state_indices[b, t], or nowhere if that is not in
-        the pool. num_accepted_tokens[b] is how many of the previous call's tokens were accepted:
-        this call starts from slot state_indices[b, num_accepted_tokens[b] - 1], and without
-        num_accepted_tokens from state_indices[b, 0]. Counts outside 1..1 + S are clamped.
+        stores the state after token t in slot state_indices[b, t], or nowhere if the pool has no
+        such slot. num_accepted_tokens[b] is the number of the previous call's tokens that were
+        accepted. This call starts from slot state_indices[b, num_accepted_tokens[b] - 1]; without
+        num_accepted_tokens, from state_indices[b, 0]. Counts outside 1..1 + S are clamped.
 
         A checkpoint and records: record_k, record_g and record_u are given. The slot holds the
-        state before the previous call's tokens, and the records hold those tokens. The call
-        replays the first num_accepted_tokens[b] of them and stores that state. Then it computes
-        its own tokens, at most S, and stores them in the records, not in the state. Counts outside
-        0..S are clamped. A replay repeats the draft's arithmetic exactly. A call reads and writes
-        the state once; a sequence needs memory for one state and S small records.
+        state before the previous call's tokens, and the records hold those tokens. The call replays
+        the first num_accepted_tokens[b] recorded tokens and stores the resulting state. Then it
+        computes its own tokens, at most S, and stores them in the records, not in the state. Counts
+        outside 0..S are clamped. A replay repeats the draft's arithmetic exactly. A call reads and
+        writes the state once; a sequence needs memory for one state and S small records.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -203,25 +204,25 @@ def plan_kda_decode(
     indexed: bool = True,
     accepted: bool = True,
 ) -> list[launch.Request]:
-    """The kernels that `kda_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
-    They do not depend on the numbers of sequences, heads and tokens.
+    """The kernels that `kda_decode` uses for these tensors, for `cute_attn.warmup` and spec files.
+    The choice does not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
-        dtype: of q, k and v.
-        gate_dtype: of g; None is that of q.
-        beta_dtype: of beta; None is that of q.
-        state_dtype: of the state.
-        A_log_dtype: of A_log; "none" without A_log.
-        dt_bias_dtype: of dt_bias; "none" without dt_bias.
+        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        state_dtype: dtype of the state.
+        A_log_dtype: dtype of A_log; "none" without A_log.
+        dt_bias_dtype: dtype of dt_bias; "none" without dt_bias.
         dt_bias_dims: dimensions of dt_bias, 1 or 2.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
-        state_v_first: as the operator's.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
+        state_v_first: as in the operator.
         lower_bound: whether lower_bound is given.
-        use_qk_l2norm_in_kernel: as the operator's.
-        use_gate_in_kernel: as the operator's.
-        use_beta_sigmoid_in_kernel: as the operator's.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
         multi_token: whether q is `[B, T, HQK, K]`, not `[B, HQK, K]`.
         slots: "indexed" (state_indices is `[B]`), "batch" (no state_indices), "positions"
             (state_indices is `[B, 1 + S]`) or "records" (record_k, record_g and record_u).
@@ -342,8 +343,8 @@ class _Decode(Operator[_Arguments]):
         return None if a.v.numel() else a.out
 
     def readable(self, a: _Arguments) -> _Arguments:
-        """Make state_indices `[B, 1]` into `[B]`, and insert a dimension of tokens for kernels with
-        positions or records, which need it."""
+        """Make state_indices `[B, 1]` into `[B]`, and insert the dimension of tokens that kernels
+        with positions or records need."""
         indices = a.state_indices
         if indices is not None and indices.dim() == 2 and indices.shape[1] == 1:
             a = a._replace(state_indices=indices.view(-1))
@@ -367,7 +368,7 @@ class _Decode(Operator[_Arguments]):
             gate_dtype=DTYPE_NAMES[a.g.dtype],
             beta_dtype=DTYPE_NAMES[a.beta.dtype],
             state_dtype=DTYPE_NAMES[a.state.dtype],
-            # Without the gate, these may have any dtype.
+            # Without the gate, A_log and dt_bias may have any dtype.
             A_log_dtype="none" if a.A_log is None else DTYPE_NAMES.get(a.A_log.dtype, "none"),
             dt_bias_dtype="none" if a.dt_bias is None else DTYPE_NAMES.get(a.dt_bias.dtype, "none"),
             dt_bias_dims=0 if a.dt_bias is None else a.dt_bias.dim(),
@@ -422,7 +423,7 @@ class _Decode(Operator[_Arguments]):
         key = None
         try:
             if ready is None:
-                # The table would find 1.0, or another number that is 1, for True.
+                # In the table's keys 1.0 == True, so a number could pass for a flag.
                 if not (
                     (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
                     and (use_gate_in_kernel is True or use_gate_in_kernel is False)
@@ -435,7 +436,7 @@ class _Decode(Operator[_Arguments]):
                         allow_neg_eigval, state_v_first,
                     )  # fmt: skip
                 key = (
-                    # Whole shapes: to get the head dimensions from them would cost more.
+                    # The key has whole shapes: extracting the head dimensions would cost more.
                     q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
                     scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,

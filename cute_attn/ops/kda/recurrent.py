@@ -64,11 +64,11 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention over sequences, token by token: for short ones, and as a check.
+    """Kimi Delta Attention over sequences, token by token: for short sequences, and as a check.
 
-    The formula is that of `chunk_kda`. Names, order and defaults of the arguments are those of
-    flash-linear-attention's function of this name. Arithmetic is float32 for all dtypes. The
-    states are not updated in place; `kda_decode` does that.
+    The formula is `chunk_kda`'s. Names, order and defaults of the arguments match
+    flash-linear-attention's function of this name. Arithmetic is float32 for all dtypes. States are
+    not updated in place; use `kda_decode` for updates in place.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. q, k, v and g are
@@ -80,8 +80,8 @@ def fused_recurrent_kda(
             use_gate_in_kernel the input of the gate.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
-        dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
-            use_gate_in_kernel.
+        dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
+            are ignored without use_gate_in_kernel.
         scale: factor of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
             number of sequences, is B without cu_seqlens.
@@ -91,7 +91,7 @@ def fused_recurrent_kda(
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
         use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
         allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
-        lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
+        lower_bound: lower bound of the gate, negative; ignored without use_gate_in_kernel.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
         cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
@@ -147,26 +147,26 @@ def plan_fused_recurrent_kda(
     A_log: bool = True,
     dt_bias: bool = True,
 ) -> list[launch.Request]:
-    """The kernel that `fused_recurrent_kda` uses for such arguments, for `cute_attn.warmup` and
-    spec files. It does not depend on batch, lengths and numbers of heads.
+    """The kernel that `fused_recurrent_kda` uses for these arguments, for `cute_attn.warmup` and
+    spec files. The choice does not depend on batch, lengths and numbers of heads.
 
     Args:
-        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
-        dtype: of q, k and v.
-        gate_dtype: of g; None is that of q.
-        beta_dtype: of beta; None is that of q.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
+        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
         initial_state: whether initial_state is given.
-        output_final_state: as the operator's.
-        use_qk_l2norm_in_kernel: as the operator's.
-        use_gate_in_kernel: as the operator's.
-        use_beta_sigmoid_in_kernel: as the operator's.
+        output_final_state: as in the operator.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
         lower_bound: whether lower_bound is given.
-        state_v_first: as the operator's.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        state_v_first: as in the operator.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
-        dt_bias: likewise.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -285,7 +285,7 @@ class _Recurrent(Operator[_Arguments]):
         try:
             dim_k, shape = q.shape[-1], v.shape
             if ready is None:
-                # The table would find 1.0, or another number that is 1, for True.
+                # In the table's keys 1.0 == True, so a number could pass for a flag.
                 if not (
                     (output_final_state is True or output_final_state is False)
                     and (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
@@ -357,7 +357,7 @@ _forward = _recurrent.forward  # bound once: this saves time per call
 
 def _outputs(
     v: Tensor,
-    shape: torch.Size,  # of v
+    shape: torch.Size,  # v's shape
     dim_k: int,
     output_final_state: bool,
     state_v_first: bool,
@@ -372,5 +372,5 @@ def _outputs(
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """x if its rows are contiguous, else a copy."""
+    """x if x has contiguous rows, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

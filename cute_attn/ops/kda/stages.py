@@ -6,9 +6,9 @@
     h, v_new, final_state     = kda_chunk_delta_h(kg, w, u, G, initial_state)
     o                         = kda_chunk_output(q, v_new, G, Aqk, h)
 
-Formulas are those of DeltaNet's parallel form (arXiv 2406.06484) with a decay for each channel
-(Kimi Linear, arXiv 2510.26692); `cute_attn.reference.kda` has each in plain PyTorch.
-Chunks have 64 tokens, counted from the start of a sequence.
+The formulas are DeltaNet's parallel form (arXiv 2406.06484) with a decay for each channel (Kimi
+Linear, arXiv 2510.26692); `cute_attn.reference.kda` has each stage in plain PyTorch. Chunks have 64
+tokens, counted from the start of a sequence.
 """
 
 from __future__ import annotations
@@ -107,17 +107,19 @@ def kda_gate_cumsum(
     successor)
 
         -exp(A_log) softplus(g + dt_bias)                    without a lower bound
-        lower_bound sigmoid(exp(A_log) (g + dt_bias))        with one; exp(A_log) is 1 without A_log
+        lower_bound sigmoid(exp(A_log) (g + dt_bias))        with a lower bound
+
+    Without A_log, exp(A_log) is 1.
 
     A gate below -128 counts as -128, whose decay is 0 in float32.
 
     Args:
-        g: `[B, T, HV, K]`, float32, bfloat16 or float16; K is 64 or 128. All tensors here are read
-            in place if rows are contiguous and 16-byte aligned, and copied otherwise.
+        g: `[B, T, HV, K]`, float32, bfloat16 or float16; K is 64 or 128. All tensors are read in
+            place if rows are contiguous and 16-byte aligned, and copied otherwise.
         A_log: HV numbers of any shape. A_log, dt_bias and lower_bound are ignored without
             use_gate_in_kernel.
         dt_bias: HV * K numbers of any shape; None is 0.
-        lower_bound: of the gate, negative; None for no bound.
+        lower_bound: lower bound of the gate, negative; None for no bound.
         use_gate_in_kernel: compute the gate from g, as above.
         cu_seqlens: as for `chunk_kda`.
 
@@ -146,7 +148,7 @@ def kda_chunk_intra(
     cu_seqlens: Tensor | None = None,
     output_qg: bool = False,
 ) -> KdaIntra:
-    """The part of a chunk that needs no state. With i and j its tokens and e its last one:
+    """The part of a chunk that needs no state. With tokens i and j, and the chunk's last token e:
 
         Aqk_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)                         for j <= i
         L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)                        for j < i
@@ -157,7 +159,7 @@ def kda_chunk_intra(
     No factor of a product exceeds 1 if all gates are at most 0.
 
     Args:
-        q: `[B, T, HQK, K]`, bfloat16 or float16. It is not normalised here, and neither is k.
+        q: `[B, T, HQK, K]`, bfloat16 or float16. q and k are not normalised here.
         k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q. Value head h uses query and key head h // (HV // HQK).
         g: G, `[B, T, HV, K]` float32, from `kda_gate_cumsum`.
@@ -237,8 +239,8 @@ def kda_chunk_delta_h(
 
     Args:
         kg: `[B, T, HV, K]`, bfloat16 or float16, from `kda_chunk_intra`.
-        w: of kg's shape and dtype, likewise.
-        u: `[B, T, HV, V]`, likewise.
+        w: of kg's shape and dtype, from `kda_chunk_intra`.
+        u: `[B, T, HV, V]`, dtype of kg, from `kda_chunk_intra`.
         g: G, `[B, T, HV, K]` float32.
         initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0.
         output_final_state: whether to return final_state.
@@ -249,9 +251,10 @@ def kda_chunk_delta_h(
 
     Returns:
         h, the state before every chunk, in the dtype of u: `[B, ceil(T / 64), HV, K, V]`, or with
-        cu_seqlens `[1, chunks, HV, K, V]`, the chunks of the sequences one after another. With
-        cu_seqlens_cpu `chunks` is their number. Without it, or under torch.compile, `chunks` is
-        T // 64 + N, and h is undefined past the last chunk. v_new is `[B, T, HV, V]`, or None
+            cu_seqlens `[1, chunks, HV, K, V]`, the chunks of the sequences one after another. With
+            cu_seqlens_cpu, `chunks` is the number of chunks. Without cu_seqlens_cpu, or under
+            torch.compile, `chunks` is T // 64 + N, and h is undefined past the last chunk. v_new is
+            `[B, T, HV, V]`, or None
         without output_v_new. final_state has the shape of initial_state, in float32, or is None
         without output_final_state.
 
@@ -286,7 +289,7 @@ def kda_chunk_output(
         q: `[B, T, HQK, K]`, bfloat16 or float16.
         v_new: `[B, T, HV, V]`, dtype of q, from `kda_chunk_delta_h`.
         g: G, `[B, T, HV, K]` float32.
-        Aqk: `[B, T, HV, 64]`, dtype of q, from `kda_chunk_intra`: its scale is included.
+        Aqk: `[B, T, HV, 64]`, dtype of q, from `kda_chunk_intra`, which includes the scale.
         h: from `kda_chunk_delta_h`, dtype of q.
         scale: factor of q; None is K ** -0.5.
         state_v_first: h is `[..., V, K]`, not `[..., K, V]`.
@@ -308,7 +311,7 @@ def kda_chunk_output(
 
 
 class Stage(Operator[Any]):
-    """Base class of the stages. `launch` copies tensors that a kernel cannot read in place, and
+    """Base class of the stages. `launch` copies tensors that a kernel cannot read in place;
     `nothing` allocates the results if there are no tokens."""
 
     values: str  # the argument with a value head's shape
@@ -320,8 +323,8 @@ class Stage(Operator[Any]):
 
 
 def packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
-    """The part of a key that depends on cu_seqlens, whether x, `[B, ...]`, fits it, and whether x
-    is empty."""
+    """The part of a key that depends on cu_seqlens, whether x, `[B, ...]`, fits cu_seqlens, and
+    whether x is empty."""
     if cu_seqlens is None:
         return x.numel() == 0
     shape = cu_seqlens.shape
@@ -402,7 +405,7 @@ class _GateCumsum(Stage):
 def check_heads_of_a_chunk(
     given: dict[str, Tensor], names: tuple[str, ...], cu_seqlens: Tensor | None
 ) -> Sizes:
-    """Check dtypes and shapes of a stage's tensors; the first of `names` decides the dtype."""
+    """Check dtypes and shapes of a stage's tensors; all have the dtype of the first of `names`."""
     check_dtypes(given, names)
     check_gate_and_beta_dtypes(given)
     check_dtype("g", given["g"], ("float32",))

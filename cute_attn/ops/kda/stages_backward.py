@@ -8,12 +8,12 @@
                                                                 dq, dk, dbeta, dg)
     dg, dA_log, ddt_bias             = kda_gate_cumsum_backward(dg, g, ...)
 
-In this order they make the gradient of the stages in `stages`, from do, that of o, and from that of
-the final state. What a function passes on is what flash-linear-attention's function for the same
-stage passes on, with the same shapes and dtypes, except that dq and dk are summed over the value
-heads of a group by the kernel. Between them
+In this order the functions compute the gradient of the stages in `stages`, from do, the gradient of
+o, and from the gradient of the final state. Each function returns what flash-linear-attention's
+function for its stage returns, in the same shapes and dtypes. One difference: the kernel sums dq
+and dk over the value heads of a group. In the tensors that the functions pass on,
 
-    dAqk    is the gradient of the product of q and k, which Aqk multiplies by the scale
+    dAqk    is the gradient of the unscaled product of q and k, Aqk / scale
     dv      is the gradient of v_new, then of u, then of v
     dh      is the gradient of the state after every chunk
     dAkk    is the gradient of L, of which Akk is (I + L)^-1
@@ -79,7 +79,7 @@ class KdaOutputGradients(NamedTuple):
     """Results of `kda_chunk_output_backward`."""
 
     dAqk: Tensor  # [B, T, HV, 64], float32
-    dv: Tensor  # [B, T, HV, V], of v_new
+    dv: Tensor  # [B, T, HV, V], gradient of v_new
 
 
 class KdaStateGradients(NamedTuple):
@@ -87,7 +87,7 @@ class KdaStateGradients(NamedTuple):
 
     dh: Tensor  # [B, chunks, HV, K, V] or [B, chunks, HV, V, K]
     dinitial_state: Tensor | None  # [N, HV, K, V] or [N, HV, V, K], float32
-    dv: Tensor  # [B, T, HV, V], of u
+    dv: Tensor  # [B, T, HV, V], gradient of u
 
 
 class KdaRecomputedGradients(NamedTuple):
@@ -114,8 +114,8 @@ class KdaGateGradients(NamedTuple):
     """Results of `kda_gate_cumsum_backward`."""
 
     dg: Tensor  # [B, T, HV, K]
-    dA_log: Tensor | None  # as A_log
-    ddt_bias: Tensor | None  # as dt_bias
+    dA_log: Tensor | None  # shape and dtype of A_log
+    ddt_bias: Tensor | None  # shape and dtype of dt_bias
 
 
 # -- the functions ------------------------------------------------------------------------------
@@ -134,20 +134,21 @@ def kda_chunk_output_backward(
         dAqk = scale do v_new^T    on and below the diagonal
         dv   = Aqk^T do
 
-    dAqk is the gradient of the product of q and k, which Aqk multiplies by the scale. The gradients
-    through q and h are those of `kda_recompute_w_u_backward` and `kda_chunk_delta_h_backward`.
+    dAqk is the gradient of the unscaled product of q and k; Aqk is that product times the scale.
+    `kda_recompute_w_u_backward` and `kda_chunk_delta_h_backward` compute the gradients through q
+    and h.
 
     Args:
         v_new: `[B, T, HV, V]`, bfloat16 or float16, from `kda_chunk_delta_h`.
-        Aqk: `[B, T, HV, 64]`, dtype of v_new. What lies above the diagonal is not used.
+        Aqk: `[B, T, HV, 64]`, dtype of v_new. Elements above the diagonal are not used.
         do: the gradient of o, of v_new's shape and dtype.
-        scale: that of the forward.
+        scale: the forward's scale.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
         dAqk, `[B, T, HV, 64]` float32, 0 above the diagonal and in the columns past a short chunk's
-        length; dv, that of v_new, in its shape and dtype. Both are contiguous, and undefined for
-        tokens of no sequence.
+        length; dv, the gradient of v_new, in v_new's shape and dtype. Both are contiguous, and
+        undefined for tokens of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -172,31 +173,31 @@ def kda_chunk_delta_h_backward(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> KdaStateGradients:
-    """The gradient of the state from chunk to chunk, from the last one to the first; with e a
+    """The gradient of the state from chunk to chunk, from the last chunk to the first; with e a
     chunk's last token:
 
         dh = dS        du = dv + kg dS        dS <- Diag(exp2(G_e)) dS + scale qg^T do - w^T du
 
     Args:
         qg: `[B, T, HV, K]`, bfloat16 or float16, from `kda_recompute_w_u` or `kda_chunk_intra`.
-        kg: of qg's shape and dtype, likewise.
-        w: of qg's shape and dtype, likewise.
+        kg: of qg's shape and dtype, from the same function.
+        w: of qg's shape and dtype, from the same function.
         g: G, `[B, T, HV, K]` float32.
         do: the gradient of o, `[B, T, HV, V]`, dtype of qg.
         dv: the gradient of v_new from `kda_chunk_output_backward`, of do's shape and dtype.
         dfinal_state: the gradient of the final state, `[N, HV, K, V]`, float32 (or bfloat16, which
             is converted); None is 0.
-        scale: that of the forward; None is K ** -0.5.
+        scale: the forward's scale; None is K ** -0.5.
         output_dinitial_state: whether to return dinitial_state.
         state_v_first: dfinal_state, dh and dinitial_state are `[..., V, K]`, not `[..., K, V]`.
         cu_seqlens: as for `chunk_kda`.
         cu_seqlens_cpu: as for `chunk_kda`.
 
     Returns:
-        dh, the gradient of the state after every chunk, in the dtype of do, with the chunks of h of
-        `kda_chunk_delta_h`; dinitial_state, of dfinal_state's shape, in float32, or None without
-        output_dinitial_state; dv, the gradient of u, of dv's shape and dtype, undefined for tokens
-        of no sequence.
+        dh, the gradient of the state after every chunk, in the dtype of do, with chunks laid out
+        like h of `kda_chunk_delta_h`; dinitial_state, of dfinal_state's shape, in float32, or None
+        without output_dinitial_state; dv, the gradient of u, of the argument dv's shape and dtype,
+        undefined for tokens of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -239,8 +240,8 @@ def kda_recompute_w_u_backward(
         dg   = q * dq + k * (Diag(beta) dks - dke)
         dg_e += sum_i (k_i * dke_i) + exp2(G_e) * sum_V (h * dh)
 
-    dAkk is that of L. It uses that v_new is u - w h, so that no gradient of Akk has to pass through
-    the inverse.
+    dAkk is the gradient of L. Its formula uses v_new = u - w h, so that no gradient of Akk has to
+    pass through the inverse.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16 or float16.
@@ -249,19 +250,19 @@ def kda_recompute_w_u_backward(
         v_new: of v's shape and dtype, from `kda_chunk_delta_h`.
         g: G, `[B, T, HV, K]` float32.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
-        Akk: `[B, T, HV, 64]`, dtype of q. What lies above the diagonal is not used.
+        Akk: `[B, T, HV, 64]`, dtype of q. Elements above the diagonal are not used.
         h: from `kda_chunk_delta_h`, dtype of q.
         do: the gradient of o, of v's shape and dtype.
         dh: from `kda_chunk_delta_h_backward`, of h's shape and dtype.
         dv: the gradient of u from `kda_chunk_delta_h_backward`, of v's shape and dtype.
-        scale: that of the forward; None is K ** -0.5.
+        scale: the forward's scale; None is K ** -0.5.
         state_v_first: h and dh are `[..., V, K]`, not `[..., K, V]`.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
         dq, dk and dg `[B, T, HV, K]`, dbeta `[B, T, HV]` and dAkk `[B, T, HV, 64]` in float32, and
         dv `[B, T, HV, V]` in the dtype of v, all contiguous, undefined for tokens of no sequence.
-        dq and dk are those of each value head. dAkk is 0 on and above the diagonal.
+        dq and dk are not yet summed over value heads. dAkk is 0 on and above the diagonal.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -289,8 +290,8 @@ def kda_chunk_intra_backward(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> KdaIntraGradients:
-    """The gradients through the products within chunks, added to those of the stages after. With i
-    and j tokens of a chunk, and D_ij = exp2(G_i - G_j):
+    """The gradients through the products within chunks, added to the gradients through later
+    stages. With i and j tokens of a chunk, and D_ij = exp2(G_i - G_j):
 
         a_i = sum_j dAqk_ij D_ij * k_j    b_i = sum_j dAkk_ij D_ij * k_j                 for j < i
         c_i = sum_j D_ji * (dAqk_ji q_j + beta_j dAkk_ji k_j)                            for j > i
@@ -307,10 +308,10 @@ def kda_chunk_intra_backward(
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
         dAqk: `[B, T, HV, 64]` float32, from `kda_chunk_output_backward`.
         dAkk: `[B, T, HV, 64]` float32, from `kda_recompute_w_u_backward`.
-        dq: `[B, T, HV, K]` float32, likewise.
-        dk: `[B, T, HV, K]` float32, likewise.
-        dbeta: `[B, T, HV]` float32, likewise.
-        dg: `[B, T, HV, K]` float32, likewise.
+        dq: `[B, T, HV, K]` float32, from `kda_recompute_w_u_backward`.
+        dk: `[B, T, HV, K]` float32, from `kda_recompute_w_u_backward`.
+        dbeta: `[B, T, HV]` float32, from `kda_recompute_w_u_backward`.
+        dg: `[B, T, HV, K]` float32, from `kda_recompute_w_u_backward`.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
@@ -339,21 +340,22 @@ def kda_gate_cumsum_backward(
     cu_seqlens: Tensor | None = None,
 ) -> KdaGateGradients:
     """The gradients of `kda_gate_cumsum`: sums of dg from each token to the end of its chunk, then
-    with use_gate_in_kernel the gradient of the gate. It is 0 for a gate that counts as -128.
+    with use_gate_in_kernel the gradient of the gate. This gradient is 0 for a gate that counts as
+    -128.
 
     Args:
         dg: `[B, T, HV, K]` float32, from `kda_chunk_intra_backward`: the gradient of ln(2) G.
-        g: as for `kda_gate_cumsum`, and so are the other arguments.
-        A_log: HV numbers of any shape.
-        dt_bias: HV * K numbers of any shape.
-        lower_bound: of the gate.
+        g: as for `kda_gate_cumsum`.
+        A_log: as for `kda_gate_cumsum`.
+        dt_bias: as for `kda_gate_cumsum`.
+        lower_bound: as for `kda_gate_cumsum`.
         use_gate_in_kernel: whether the forward computed the gate from g.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
         dg, of g's shape and dtype, contiguous, undefined for tokens of no sequence; dA_log and
-        ddt_bias, of the shape and dtype of A_log and dt_bias, None without them or without
-        use_gate_in_kernel. They are summed in float32, in a fixed order.
+        ddt_bias, of the shape and dtype of A_log and dt_bias. Each is None if its argument is None,
+        or without use_gate_in_kernel. dA_log and ddt_bias are summed in float32, in a fixed order.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -619,7 +621,7 @@ class _IntraArguments(NamedTuple):
 
 
 def _near_rows(x: Tensor) -> Tensor:
-    """x as a kernel can read it that computes offsets within a chunk in 32 bits."""
+    """x for a kernel that computes offsets within a chunk in 32 bits."""
     x = readable(x)
     return x if x.stride(1) * CHUNK < 2**31 else x.contiguous()
 

@@ -36,7 +36,7 @@ def plain_chunk(*, output_final_state, disable_recompute, cu_seqlens_cpu=None, *
 
 
 class Peer:
-    """The same function, of which tests can change what its gradients are multiplied by."""
+    """A peer's `chunk_kda` whose gradients are multiplied by `factor`, which tests change."""
 
     factor = 1.0
 

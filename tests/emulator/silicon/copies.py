@@ -715,7 +715,7 @@ def _replaced() -> Iterator[Case]:
 
 
 def _replaced_in_global() -> Iterator[Case]:
-    """The same instructions on a map in global memory: as it lies in the input, changed."""
+    """tensormap.replace on a map in global memory: the input's map, changed in place."""
     changes = (
         ("global_address", "b64", "", "0x123456789000"), ("global_stride", "b64", " 0,", "65536"),
         ("box_dim", "b32", " 1,", "9"), ("global_dim", "b32", " 2,", "77"),

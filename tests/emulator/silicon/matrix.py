@@ -137,7 +137,7 @@ def _mma(
 
 
 def _sorts_of(sort: str) -> tuple[str, str, str]:
-    """Of A, B and C."""
+    """The sorts of A, B and C."""
     return {
         "probe": ("probe", "ones", "normal"),
         "probe0": ("probe", "ones", "zeros"),

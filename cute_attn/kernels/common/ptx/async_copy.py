@@ -10,8 +10,9 @@ from .asm import asm
 
 def copy_async(shared: Int32, source: Int64, present: Boolean, *, level: str = "cg") -> None:
     """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address,
-    through L2 only ("cg") or L1 too ("ca"). Where `present` is false it reads nothing and writes
-    zeros. Commit and wait with `cute.arch.cp_async_commit_group` and `cp_async_wait_group`."""
+    through L2 only ("cg") or L1 too ("ca"). Where `present` is false, the instruction reads nothing
+    and writes zeros. Commit and wait with `cute.arch.cp_async_commit_group` and
+    `cp_async_wait_group`."""
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
     text = f"cp.async.{level}.shared.global [$0], [$1], 16, $2;"
     asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
@@ -30,14 +31,14 @@ def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None
 
 
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
-    """Start to add `nbytes` of float32 in shared memory to those at a 64-bit global address, by one
-    thread (sm_90 and newer), as part of its bulk group; addresses and `nbytes` are multiples of
-    16. The order of additions to an element by several threads is any."""
+    """Start to add `nbytes` of float32 from shared memory to the float32 at a 64-bit global address
+    (sm_90 and newer). One thread calls this; the copy joins its bulk group. Addresses and `nbytes`
+    are multiples of 16. Several threads' additions to one element come in any order."""
     text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {nbytes};"
     asm(text, [], [Int64(target), Int32(shared)], memory=True)
 
 
 def copies_arrive(barrier: Int32) -> None:
-    """Let the mbarrier at a shared address receive one arrival once all of this thread's earlier
-    `copy_async` are done."""
+    """Let the mbarrier at a shared address receive one arrival once this thread's earlier
+    `copy_async` have all finished."""
     asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [Int32(barrier)], memory=True)

@@ -11,21 +11,22 @@ from .asm import asm, operands
 
 
 def cta_rank() -> Int32:
-    """Read the CTA's rank in its cluster, anew at each use: kept in a register it would spill."""
+    """Read the CTA's rank in its cluster. Each use reads it again, since a rank kept in a register
+    would spill."""
     return cute.arch.make_warp_uniform(
         asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
     )
 
 
 def remote_address(address: Int32, rank: Int32) -> Int32:
-    """Map a shared address of this CTA to the same place in the CTA of `rank`."""
+    """Map a shared address of this CTA to the corresponding address in the CTA of `rank`."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return asm(text, [Int32], [Int32(address), Int32(rank)])
 
 
 def store_async(address: Int32, values: Sequence[Int32], barrier: Int32) -> None:
-    """Store four Int32 to a remote address, 16-byte aligned; the mbarrier at a remote address of
-    the same CTA counts the bytes (`st.async`)."""
+    """`st.async`: store four Int32 to a remote address, 16-byte aligned. An mbarrier of the target
+    CTA, also given by its remote address, counts the bytes."""
     text = (
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
         f"[$0], {{{operands(2, 4)}}}, [$1];"

@@ -1,4 +1,4 @@
-"""Instructions that stop the compiler from optimisations that cost more than they save."""
+"""Instructions that prevent compiler optimisations that cost more than they save."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Value = TypeVar("Value", bound=Numeric)
 
 
 def keep_branch() -> None:
-    """Keep the enclosing branch a branch. The compiler would turn a short one into selects or
+    """Keep the enclosing branch a branch. The compiler would turn a short branch into selects or
     predicated instructions, which every warp executes. It cannot predicate `pmevent`, a trigger for
-    profilers; number 7 is unused."""
+    profilers; event 7 is unused."""
     asm("pmevent 7;", [], [], volatile=True)
 
 

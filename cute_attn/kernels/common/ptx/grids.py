@@ -1,5 +1,5 @@
-"""Programmatic dependent launch (sm_90 and newer): a grid that is launched with `use_pdl` starts
-before the one in front of it in the stream is done."""
+"""Programmatic dependent launch (sm_90 and newer): a grid launched with `use_pdl` starts before the
+previous grid of its stream has finished."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from .asm import asm
 
 
 def start_dependents() -> None:
-    """Let the next grid start, once every CTA of this one has come here or is done."""
+    """Let the next grid start, once every CTA of this grid has called this or has exited."""
     asm("griddepcontrol.launch_dependents;", [], [], volatile=True)
 
 
 def wait_for_previous(address: Int64) -> None:
-    """Wait until the grid in front is done and its results are visible. The assembler would put
-    this before all arithmetic; `address`, which is not 0, is computed first."""
+    """Wait until the previous grid has finished and its results are visible. The assembler would
+    move this wait before all arithmetic; the wait depends on `address`, a nonzero value, which is
+    therefore computed first."""
     text = "{\n.reg .pred some;\nsetp.ne.b64 some, $0, 0;\n@some griddepcontrol.wait;\n}"
     asm(text, [], [Int64(address)], memory=True)

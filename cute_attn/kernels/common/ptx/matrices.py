@@ -25,8 +25,9 @@ def load_matrices(address: Int32, count: int = 4, *, transposed: bool = False) -
 
 
 def store_matrices(address: Int32, words: Sequence[Int32]) -> None:
-    """`stmatrix` (sm_90 and newer): store 1, 2 or 4 matrices, of which a lane has a word each.
-    Addresses and words are those of `load_matrices`, not transposed."""
+    """`stmatrix` (sm_90 and newer): store 1, 2 or 4 matrices; each lane holds one word of each
+    matrix. Addresses and words are distributed over lanes as in `load_matrices` without
+    `transposed`."""
     count = len(words)
     text = f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [$0], {{{operands(1, count)}}};"
     asm(text, [], [Int32(address), *map(Int32, words)], memory=True)

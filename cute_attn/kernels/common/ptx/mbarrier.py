@@ -14,8 +14,8 @@ def arrive(barrier: Int32) -> None:
 
 
 def wait(barrier: Int32, phase: Int32) -> None:
-    """Wait until the phase of parity `phase` of the mbarrier at a shared address is complete. sm_80
-    has no `try_wait`, so this polls with `test_wait`."""
+    """Wait until the phase of parity `phase` of the mbarrier at a shared address is complete. The
+    loop polls with `test_wait`, because sm_80 has no `try_wait`."""
     text = (
         "{\n.reg .pred done;\nagain_${:uid}:\n"
         "mbarrier.test_wait.parity.shared.b64 done, [$0], $1;\n"

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Numeric
 
 from .asm import asm, operands
 
-LINE_WORDS = 32  # of a line of L2
+LINE_WORDS = 32  # words of an L2 line
 
 _BITS = {Int32: "b32", Float32: "f32"}
 
@@ -43,30 +43,31 @@ def store_global(kind: type[Numeric], address: Int64, values: Sequence[Numeric])
 
 
 def prefetch_global(x: cute.Tensor, index: Int32) -> None:
-    """Bring the line of an element of a contiguous tensor in global memory to L2; behind the last
-    element, that one's."""
+    """Bring an element's line to L2, for a contiguous tensor in global memory. An index past the
+    end stands for the last element."""
     at = x.iterator + cutlass.min(index, cute.size(x) - 1)
     asm("prefetch.global.L2 [$0];", [], [at.toint()], volatile=True)
 
 
 def add_global(address: Int64, values: Sequence[Float32]) -> None:
-    """Add 4 Float32 to those at a 64-bit address in global memory (sm_90 and newer), aligned to
-    their size; each addition is atomic, of the whole GPU."""
+    """Add 4 Float32 to the 4 at a 64-bit address in global memory, 16-byte aligned (sm_90 and
+    newer). Each of the 4 additions is atomic at GPU scope."""
     _, sources = _vector(1, len(values))
     text = f"red.relaxed.gpu.global.add.v4.f32 [$0], {sources};"
     asm(text, [], [Int64(address), *map(Float32, values)], memory=True)
 
 
 def increment_global(address: Int64, last: Int32) -> Int32:
-    """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it was `last`;
-    atomic, of the whole GPU. Return what it was."""
+    """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it is `last`;
+    atomic at GPU scope. Return the old value."""
     text = "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;"
     return asm(text, [Int32], [Int64(address), Int32(last)], memory=True)
 
 
 def add_release(address: Int64, value: Int32) -> None:
-    """Add an Int32 to the one at a 64-bit address in global memory. A thread that reads the sum by
-    `load_acquire` sees all that this thread wrote before, or knew to be written."""
+    """Add an Int32 to the Int32 at a 64-bit address in global memory, with release semantics. A
+    thread that reads the sum by `load_acquire` sees all earlier writes of this thread, and all
+    writes that this thread has seen."""
     text = "red.release.gpu.global.add.u32 [$0], $1;"
     asm(text, [], [Int64(address), Int32(value)], memory=True)
 
@@ -77,7 +78,7 @@ def load_acquire(address: Int64) -> Int32:
 
 
 def sleep(nanoseconds: int) -> None:
-    """Suspend the warp for about so long."""
+    """Suspend the warp for about this many nanoseconds."""
     asm(f"nanosleep.u32 {nanoseconds};", [], [], volatile=True)
 
 

@@ -1,8 +1,8 @@
 """`wgmma` of a warpgroup (sm_90a), with the left operand in registers or in shared memory.
 
-Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
-and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
-64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
+Fragments are laid out as in `mma` (m16n8k16). Warp w of the warpgroup has rows 16 w to 16 w + 15 of
+the left operand and of the result. The right operand is in shared memory, in sub-tiles of 64 rows
+of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
 `product`, `shared_product` and `mixed_product` start an asynchronous product. Its result may be
 used only as returned by `wait`.
@@ -26,14 +26,15 @@ _COLUMNS = _SWIZZLE_128 | _STRIDE << 32
 
 
 def rows_descriptor(address: Int32) -> Int64:
-    """Describe a right operand whose columns are the rows at `address` (K-major). Each further 8 of
-    k are 16 bytes on, and each further 64 one sub-tile."""
+    """Describe a right operand whose columns are the rows at `address` (K-major). Each step of 8 in
+    k advances the address by 16 bytes; each step of 64 advances it by one sub-tile."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
 def columns_descriptor(address: Int32, sub_tile_step: Int32 = SUB_TILE_BYTES) -> Int64:
     """Describe a right operand whose rows are the rows at `address` (MN-major), 64 columns in each
-    sub-tile; sub-tiles are `sub_tile_step` bytes apart. Each further k is 128 bytes on."""
+    sub-tile; sub-tiles are `sub_tile_step` bytes apart. Each step of 1 in k advances the address by
+    128 bytes."""
     step = (sub_tile_step >> 4) << 16
     return Int64(_COLUMNS) | Int64(step) | Int64((Int32(address) >> 4) & 0x3FFF)
 
@@ -54,8 +55,9 @@ def product(
         c: n / 2 float32 of each thread; None is 0.
         a: 4 registers for each 16 of k.
         descriptors: descriptors of b, one for each 16 of k.
-        columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
-        adds: an Int32, the same in all threads; where it is 0, c counts as 0.
+        columns: whether the descriptors come from `columns_descriptor` rather than
+            `rows_descriptor`.
+        adds: an Int32, equal in all threads; 0 replaces c by zeros.
     """
     return _start(dtype, c, _fragments(a), [(n, descriptors)], columns, adds=adds)
 
@@ -68,7 +70,8 @@ def product_of_parts(
     *,
     columns: bool,
 ) -> list[Float32]:
-    """As `product`, where b and the accumulators have several parts: (n, descriptors) of each."""
+    """Start a `product` whose b and accumulators have several parts: (n, descriptors) of each
+    part."""
     return _start(dtype, c, _fragments(a), parts, columns)
 
 
@@ -82,8 +85,8 @@ def shared_product(
     columns: bool,
     transposed: bool = False,
 ) -> list[Float32]:
-    """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
-    each 16 of k, from `rows_descriptor`, or with `transposed` from `columns_descriptor`."""
+    """Start a `product` whose left operand is in shared memory. `a` has a descriptor of 64 rows for
+    each 16 of k, made by `rows_descriptor`, or with `transposed` by `columns_descriptor`."""
     return _start(dtype, c, [[Int64(x)] for x in a], [(n, descriptors)], columns, transposed)
 
 
@@ -97,8 +100,8 @@ def mixed_product(
     *,
     columns: bool,
 ) -> list[Float32]:
-    """As `product` with the registers `held` for the first part of k, and as `shared_product` with
-    the descriptors `a` for the rest."""
+    """Start a product whose left operand is in the registers `held` for the first part of k, as in
+    `product`, and in shared memory (descriptors `a`) for the rest, as in `shared_product`."""
     left = _fragments(held) + [[Int64(x)] for x in a]
     return _start(dtype, c, left, [(n, descriptors)], columns)
 
@@ -117,8 +120,8 @@ def _start(
     transposed: bool = False,
     adds: Int32 | None = None,
 ) -> list[Float32]:
-    """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a descriptor;
-    `parts` are (n, descriptors) of neighbouring columns of b; `adds` as of `product`."""
+    """Start c + a b. `left` has a's operand for each 16 of k: 4 registers, or a descriptor. `parts`
+    are (n, descriptors) of neighbouring columns of b. `product` explains `adds`."""
     name = TYPE_NAMES[dtype]
     count = sum(n for n, _ in parts) // 2
     first = count if c is None else 2 * count
@@ -152,7 +155,8 @@ def _start(
 
 
 def wait_for_all_but(pending: int) -> None:
-    """Wait until at most `pending` groups are unfinished, of whose results none is used yet."""
+    """Wait until at most `pending` groups are unfinished. No result of an unfinished group may be
+    in use."""
     asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], memory=True)
 
 

@@ -1,24 +1,26 @@
 """The base of the passes that carry a K by V matrix through the chunks of sequences.
 
-`state_pass` carries the state forwards, `adjoint_pass` its gradient backwards. For each chunk both
-read the record that `prepare` has written, and 64 rows of V elements: v, or the gradient of o.
+`state_pass` carries the state forwards, `adjoint_pass` the state's gradient backwards. For each
+chunk both read the record that `prepare` has written, and 64 rows of V elements: v, or the gradient
+of o.
 
 All matrices are transposed. A warp owns 16 columns of V and all of K: the carried matrix, 16 by K,
-is the accumulators of its products. Packed to 16 bits, in the same registers, it is the left
-operand of the next products, and so are their results. So the recurrence never leaves a warp's
-registers, and warps share only the chunk's tiles in shared memory.
+is in the accumulators of its products. Packed to 16 bits, the accumulators are the left operand of
+the next product without moving between threads, and so are that product's results. So the
+recurrence never leaves a warp's registers, and warps share only the chunk's tiles in shared memory.
 
     CTA (tile of V, value head, sequence)
       warp tile_v / 16     load    tiles, decay and rows of chunk after chunk
-      the warps before it  `chunk` of the pass
+      the warps before it  compute, by the pass's method `chunk`
 
-`products="wgmma"` (sm_90a) has the same fragments in the same threads.
+`products="wgmma"` (sm_90a) distributes fragments over threads as "mma" does.
 
-One long sequence leaves most SMs idle, so it may be split in segments. A segment's effect on the
-carried matrix is affine, S' = M S + B. A pass computes B from a matrix of 0, and M from the
-identity with rows of 0. So `segments="transitions"` passes [B | M] through every segment but the
-last, without results. The kernel of `segments` turns these into the matrices at the segments'
-starts, from which `segments="outputs"` runs all segments.
+One long sequence leaves most SMs idle, so it may be split into segments. A segment's effect on the
+carried matrix is affine, S' = M S + B. A pass that starts from a matrix of 0 computes B; a pass
+that starts from the identity, with rows of 0, computes M. So `segments="transitions"` passes
+[B | M] through every segment but the last, and stores no results. The kernel of `segments` turns
+B and M into the matrices at the segments' starts, from which `segments="outputs"` runs all
+segments.
 
 A pass counts chunks and segments in its own direction: the first chunk of a backward pass is the
 last of its sequence.
@@ -63,7 +65,7 @@ class Results(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where a pool has the matrices of the sequences; see `fused.pool_pass`."""
+    """The slots of a pool that hold the sequences' matrices; see `fused.pool_pass`."""
 
     state_indices: Any
     checkpoint_indices: Any
@@ -131,7 +133,7 @@ class Place(NamedTuple):
 
     sequence: Any  # a SequencePlace
     head: Any
-    column: Any  # the warp's first of V
+    column: Any  # the warp's first column of V
 
 
 class ChunkPass:
@@ -160,7 +162,8 @@ class ChunkPass:
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
         self.roles = (state, load)
-        # Every lane copies part of the rows; without bulk copies, part of the tiles too.
+        # Every lane copies part of the rows; without bulk copies, every lane also copies part of
+        # the tiles.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
         self.pipeline = Pipeline(
             Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
@@ -184,7 +187,7 @@ class ChunkPass:
         )
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
-        # The parts of a chunk's record that all CTAs read, and those that only CTAs with rows read:
+        # Parts of a chunk's record that all CTAs read, and parts that only CTAs with rows read:
         # (offset, bytes).
         self.parts, self.parts_of_rows = [(0, record_bytes)], []
         if self.transitions:
@@ -235,8 +238,8 @@ class ChunkPass:
 
     def fake_workspace(self, sequences: Any, heads: Any) -> dict[str, Any]:
         """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
-        `[N, P, HV, K, K]`. For every segment but the last, the first holds B, and later the matrix
-        at the start of the next segment; the second holds M."""
+        `[N, P, HV, K, K]`. For every segment but the last, segment_states holds B, and later the
+        matrix at the start of the next segment; segment_transitions holds M."""
         spec, leading = self.spec, (sequences, cute.sym_int(), heads)
         states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
         transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
@@ -279,7 +282,7 @@ class ChunkPass:
             sequence = sequence // x.num_segments
         place = sequence_place(sequence, x.rows.shape[1], x.cu_seqlens)
         tile_start = tile * spec.tile_v
-        column = tile_start + warp_index * 16  # the warp's first
+        column = tile_start + warp_index * 16  # the warp's first column
         first = Int32(0)
         end = (place.length + (CHUNK - 1)) // CHUNK
         last = end
@@ -287,7 +290,7 @@ class ChunkPass:
             first = segment * x.chunks_per_segment
             end = cutlass.min(first + x.chunks_per_segment, end)
             if cutlass.const_expr(self.transitions):
-                # The last segment's result is not needed, nor is M of the first segment, whose
+                # Neither the last segment's result is needed, nor M of the first segment, whose
                 # start is known.
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
                 end = end if needed else first
@@ -344,7 +347,7 @@ class ChunkPass:
             index = self.chunk_index(c, last)
             full = barriers.address("chunk_full", stage)
             at = stages + stage * self.stage_bytes
-            # Waiting for the other parity returns at once in the first use of a stage.
+            # At the first use of a stage, the wait for the other parity returns at once.
             mbarrier.wait(full + full_to_empty, phase ^ 1)
             slot = place.slot + index
             record, decays = (
@@ -473,7 +476,8 @@ class ChunkPass:
         elif cutlass.const_expr(spec.segments == "none"):
             self.store_result(state, x, sequence, head, column)
         elif cutlass.const_expr(self.ends):
-            # Stored by the segment with the last chunk, or the first of an empty sequence.
+            # The segment with the last chunk stores the result; of an empty sequence, the first
+            # segment.
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_result(state, x, sequence, head, column)
 
@@ -483,7 +487,7 @@ class ChunkPass:
             k, v = self.state.element(i, first_v, lane)
             state[i] = Float32(k == v)
 
-    # -- of a pass ----------------------------------------------------------------------------
+    # -- methods of a pass --------------------------------------------------------------------
 
     def load_start(
         self, state: cute.Tensor, x: Operands, sequence: Any, head: Any, column: Any
@@ -510,13 +514,13 @@ class ChunkPass:
         self, state: cute.Tensor, held: Any, stage: Any, results: Results, place: Place,
         index: Any, later: Any,
     ) -> None:  # fmt: skip
-        """Update the carried matrix by a chunk whose tiles are at `stage`, and store the results of
-        its `index`. `later` is false for the first chunk of the pass. A branch between the start
-        and the wait of a `wgmma` would make the compiler serialise them."""
+        """Update the carried matrix by chunk `index`, whose tiles are at `stage`, and store the
+        chunk's results. `later` is false for the first chunk of the pass. A branch between the
+        start and the wait of a `wgmma` would make the compiler serialise the wgmmas."""
         raise NotImplementedError
 
     def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:
-        """Store what the last chunk before `end` held, if `present`."""
+        """Store the values held since the last chunk before `end`, if `present`."""
 
     # -- rows of V ----------------------------------------------------------------------------
 
@@ -529,8 +533,8 @@ class ChunkPass:
         return within + (unit // units) * (CHUNK * self.line)
 
     def transposed_rows(self, base: Any) -> list[Any]:
-        """Return loaders of the transposed rows of the warp's 16 columns, 16 tokens each, as left
-        operands."""
+        """Return loaders for the warp's 16 columns of the rows, transposed: left operands of 16
+        tokens each."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         matrix, r = lane // 8, lane % 8
@@ -543,15 +547,15 @@ class ChunkPass:
         return [lambda j=j: load(j) for j in range(0, CHUNK // 8, 2)]
 
     def store_rows(self, rows: Any, o: cute.Tensor, place: Place, index: Any, present: Any) -> None:
-        """Store a chunk's rows of the warp's 16 columns to o, `[B, T, HV, V]`: 16 bytes of each of
-        8 rows for each store of a warp; L2 merges the two halves of a sector. `rows` are fragments
-        of the untransposed rows, 2 for each 8 of them."""
+        """Store a chunk's rows of the warp's 16 columns to o, `[B, T, HV, V]`. Each store of a warp
+        covers 16 bytes of each of 8 rows; L2 merges the two halves of a sector. `rows` are
+        fragments of the untransposed rows, 2 for each 8 rows."""
         sequence = place.sequence
         lane = cute.arch.lane_idx()
         row = index * CHUNK + lane // 4
         end = sequence.length
         if present is not True:
-            end = cutlass.select_(present, end, Int32(-CHUNK))  # no row is before that
+            end = cutlass.select_(present, end, Int32(-CHUNK))  # no row is before end
         step = o.stride[1] * 2
         column = place.column + 2 * (lane % 4)
         at = row_address(o, sequence.batch, sequence.start, place.head, column)
@@ -564,7 +568,7 @@ class ChunkPass:
     # -- states -------------------------------------------------------------------------------
 
     def store_state(self, s: list[Any], results: Results, place: Place, index: Any) -> None:
-        """Store a chunk's carried matrix, rounded to the operand s."""
+        """Store the carried matrix at a chunk, from the operand s to which it is rounded."""
         if self.transitions or not self.has_states:
             return
         steps = self.spec.head_dim_k // STEP

@@ -2,10 +2,10 @@
 
 Chunk c of sequence n has the slot
 
-    n * ceil(T / 64) + c              where all sequences have T tokens
-    cu_seqlens[n] // 64 + n + c       where they are packed
+    n * ceil(T / 64) + c              if all sequences have T tokens
+    cu_seqlens[n] // 64 + n + c       if sequences are packed
 
-Slots of packed chunks are distinct and ascend too, since the sequences before n have at most
+Slots of packed chunks are also distinct and ascending, since the sequences before n have at most
 (cu_seqlens[n] + 63 n) / 64 chunks; some slots have no chunk. A CTA finds the chunk of its slot by
 binary search, so the host needs no plan and reads nothing back.
 """
@@ -25,9 +25,10 @@ CHUNK_SHIFT = CHUNK.bit_length() - 1
 
 
 class ChunkPlace(NamedTuple):
-    """A chunk's place: its row of the batch, sequence, index within it, first token and length."""
+    """A chunk's place: row of the batch, sequence, index in the sequence, first token and
+    length."""
 
-    valid: Any  # whether the slot has a chunk; the length is 0 where it has none
+    valid: Any  # whether the slot has a chunk; without a chunk the length is 0
     batch: Any
     sequence: Any
     index: Any
@@ -36,7 +37,7 @@ class ChunkPlace(NamedTuple):
 
 
 class SequencePlace(NamedTuple):
-    """A sequence's place: its row of the batch, first token, length, and its first chunk's slot."""
+    """A sequence's place: row of the batch, first token, length, and the first chunk's slot."""
 
     batch: Any
     start: Any
@@ -113,7 +114,7 @@ def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> A
 
 def slot_and_head(heads: Any) -> tuple[Any, Any]:
     """The slot and value head of this CTA, in a grid of slots times heads. The head is the fast
-    index, so that value heads that share q and k find them in L2."""
+    index, so that value heads that share q and k find both in L2."""
     block, _, _ = cute.arch.block_idx()
     slot = Uint32(block) // Uint32(heads)
     return Int32(slot), Int32(Uint32(block) - slot * Uint32(heads))
@@ -126,8 +127,9 @@ def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
 
 @cute.jit
 def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """Return how many chunks the packed sequences before `sequence` have: the index of its first
-    chunk in h. Every lane of a warp must call it, as each counts some of the sequences."""
+    """Return how many chunks the packed sequences before `sequence` have, which is the index in h
+    of the first chunk of `sequence`. Every lane of a warp must call this: each lane counts some of
+    the sequences."""
     count = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):
@@ -190,7 +192,7 @@ class Divisors(NamedTuple):
 @cute.jit
 def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
     """(slot, value head, head of q and k, chunk) of this CTA. The value head is the fast index, so
-    that those of a group find q and k in L2."""
+    that the value heads of a group find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by.heads)
     head_qk, _ = divmod(head, by.group)

@@ -19,7 +19,7 @@ from .chunks import row_offset
 from .spec import CHUNK, InputsSpec
 from .sub_chunks import SUB_CHUNK
 
-# -inf of a dtype in a register, twice for 16 bits.
+# -inf of a dtype in a register; a 16-bit -inf twice.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 
@@ -27,16 +27,16 @@ class GateInputs:
     """Loads g, A_log and dt_bias. Threads 0 to 2 K - 1 have gates: thread t has channel
     2 (t % (K / 2)) and the next one of sub-chunk t // (K / 2). All methods run on the device."""
 
-    tokens = SUB_CHUNK  # of a thread
+    tokens = SUB_CHUNK  # tokens per thread
 
     def __init__(self, spec: InputsSpec):
         self.spec, self.dtype = spec, DTYPE[spec.gate_dtype]
         self.pairs = spec.head_dim_k // 2
         self.num_threads = self.pairs * (CHUNK // self.tokens)
-        self.registers = self.dtype.width // 16  # of a token's two channels
+        self.registers = self.dtype.width // 16  # registers for a token's two channels
 
     def place(self) -> tuple[Any, Any]:
-        """Return the thread's first token, and its pair of channels."""
+        """Return the thread's first token and pair of channels."""
         thread, _, _ = cute.arch.thread_idx()
         return thread // self.pairs * SUB_CHUNK, thread % self.pairs
 
@@ -56,7 +56,8 @@ class GateInputs:
 
     @cute.jit
     def load(self, rows: Any, length: Int32) -> Any:
-        """Load a thread's part of g, in its dtype. Rows past the chunk's end repeat the last."""
+        """Load a thread's part of g, in g's dtype. Rows past the chunk's end repeat the last
+        row."""
         thread, _, _ = cute.arch.thread_idx()
         registers = self.dtype.width // 16
         raw = cute.make_rmem_tensor((self.tokens * registers,), Int32)

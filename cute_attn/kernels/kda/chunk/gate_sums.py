@@ -1,6 +1,6 @@
 """Sums of gates within sub-chunks: P, or factors computed from it, and decays between sub-chunks.
 
-`scores` explains their use, and which rows are in range.
+`scores` explains how the sums are used, and which rows are in range.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def first_outside(sums: Any, token: Any) -> Any:
 
 
 class GateSums:
-    """Stores the sums in shared memory, and reads them. All methods run on the device."""
+    """Stores and reads sums of gates in shared memory. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory):
         self.memory, self.dtype = memory, memory.dtype
@@ -66,7 +66,7 @@ class GateSums:
     def store_rows_of_sums(
         self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
     ) -> None:
-        """Store a sub-chunk's rows of P, or of its factors, for two channels."""
+        """Store a sub-chunk's rows of P, or of the factors computed from P, for two channels."""
         if not self.memory.in_one_product:
             self._store_rows_of_p(smem, pair, sub, sums)
             return
@@ -112,8 +112,8 @@ class GateSums:
         return rows
 
     def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
-        """Return `rows_in_range` for half of the channels. If it is 16, the buffer of P holds
-        exp2(-shift - P)."""
+        """Return `rows_in_range` for half of the channels. If the result is 16, the buffer of P
+        holds exp2(-shift - P)."""
         if not self.memory.in_one_product:
             return Int32(0)
         warps = self.memory.head_dim_k // 2 // WARP_SIZE
@@ -147,8 +147,8 @@ class GateSums:
         """Return the decays from a row's token to a later token, for some channels.
 
         `p` is P of the row. `until` is the sum of gates from the sub-chunk's first token to the
-        later token, plus the shift. With `in_range`, `p` is exp2(-shift - P) and `until` exp2 of
-        that sum."""
+        later token, plus the shift. With `in_range`, `p` is exp2(-shift - P) and `until` is exp2 of
+        the sum."""
         if in_range:
             return [x * y for x, y in zip(p, until, strict=True)]
         return [

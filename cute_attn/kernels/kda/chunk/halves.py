@@ -37,9 +37,9 @@ class ScoresByHalves:
         """Store the scores of two of the four levels of sub-chunk b: L below the diagonal of its
         block, and scale q k, transposed, above it.
 
-        A level pairs h later tokens with the h before them. A sub-chunk has 8 later tokens in all:
-        rows 0 to 7 of the left operand are their q, rows 8 to 15 their k. The right operand has
-        the 8 earlier tokens. Only elements whose tokens share a group of 2 h are used.
+        A level pairs h later tokens with the h tokens before them. A sub-chunk has 8 later tokens
+        in all: rows 0 to 7 of the left operand are their q, rows 8 to 15 their k. The right operand
+        has the 8 earlier tokens. Only elements whose two tokens are in one group of 2 h are used.
         """
         for level in cutlass.range(2 * half, 2 * half + 2, unroll=1):
             shift = 3 - level

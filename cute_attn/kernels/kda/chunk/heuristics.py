@@ -7,7 +7,7 @@ from typing import Any
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
 from .spec import CHUNK, record_elements
 
-MOST_STAGES = 3  # of a pass: more stages hide no further latency
+MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
 # Measured on an H100: 12 heads are fastest in 3 segments (121 us rather than 155 at 8192 tokens,
 # 370 rather than 600 at 32768), 32 heads without segments.
@@ -17,7 +17,7 @@ MOST_SEGMENTS = 16
 
 
 def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a StatePassSpec, with as many stages as help and fit."""
+    """The tuning fields of a StatePassSpec: at most MOST_STAGES stages, as many as fit."""
     del head_dim_v  # a multiple of the tile
     tile_v = 64
     stage = 2 * (record_elements(head_dim_k) + CHUNK * tile_v) + max(1024, head_dim_k * 4)
@@ -40,8 +40,8 @@ def chunks_per_segment(
 ) -> int:
     """Chunks of a segment, or 0 where sequences are not split.
 
-    `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these leave most
-    of the SMs idle, splitting sequences into segments is faster.
+    `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these CTAs leave
+    most SMs idle, splitting sequences into segments is faster.
 
     Args:
         tokens: tokens of each sequence, or of all packed sequences together.
@@ -66,7 +66,7 @@ def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     del head_dim_v  # a multiple of a stage's columns
     bulk = has_bulk_copies(arch)
     cluster = head_dim_k // 64 if bulk else 1
-    # A test compares this with what the kernel declares.
+    # A test compares this number with the kernel's declaration.
     if smem_bytes(arch) < 44_000 + 896 * (head_dim_k // cluster):
         raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
     return {"cluster": cluster, "copies": "bulk" if bulk else "cp_async"}

@@ -15,10 +15,10 @@ column in each lane. `invert` computes the other blocks of the inverse X, from 1
     4      N21 = L21 X11          X21 = -X22 N21, X32 N21
     5      N31 = L31 X11                                          X31 = -X33 N31 - X32 N21
 
-All factors are inverses, or L itself, so no large terms cancel. Each product is three of tf32, and
-nearly as accurate as float32. Products are transposed, as in N20^T = X00^T L20^T: accumulators of
-16 by 8 are then the left operand of the next product, with its index k in the order 0, 2, 4, 6, 1,
-3, 5, 7, and a thread's part of a right operand M^T is two neighbours of a row of M.
+All factors are inverses, or L itself, so no large terms cancel. Each product is computed as three
+tf32 products, nearly as accurate as float32. Products are transposed, as in N20^T = X00^T L20^T.
+Accumulators of 16 by 8 are then the left operand of the next product, with index k in the order 0,
+2, 4, 6, 1, 3, 5, 7. A thread's part of a right operand M^T is two neighbours of a row of M.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from .sub_chunks import (
 
 
 def split(x: Any) -> tuple[Any, Any]:
-    """Split x into two tf32 operands whose sum is x to 21 bits: its upper 19 bits, which are all
-    that a tf32 MMA reads of an operand, and the rest."""
+    """Split x into two tf32 operands whose sum is x to 21 bits: x's upper 19 bits, which are all
+    that a tf32 MMA reads, and the rest."""
     x = Float32(x)
     high = Int32(x.bitcast(Int32)) & Int32(-(1 << 13))
     low = x - high.bitcast(Float32)
@@ -59,7 +59,8 @@ class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, *, columns: str | None = None):
-        """columns: the buffer of `memory` with a factor of each column of the result, if any."""
+        """columns: the buffer of `memory` with a factor for each column of the result, if there are
+        factors."""
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
 
     @cute.jit
@@ -89,8 +90,9 @@ class Inverse:
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32) -> None:
-        """Store all blocks of the inverse to `tile_kk`. All warps call this; `part` is the warp.
-        L and the inverted diagonal blocks must be visible to all before, as the results are after.
+        """Store all blocks of the inverse to `tile_kk`. All warps call this; `part` is the warp. L
+        and the inverted diagonal blocks must be visible to all warps before; afterwards the results
+        are.
         """
         n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
         n.fill(0.0)
@@ -177,7 +179,7 @@ class Inverse:
     # -- operands -----------------------------------------------------------------------------
 
     def _split(self, x: list[Any]) -> list[Any]:
-        """Return the high operands of 8 float32, followed by the low ones."""
+        """Return the high operands of 8 float32, followed by the low operands."""
         high, low = zip(*map(split, x), strict=True)
         return [*high, *low]
 

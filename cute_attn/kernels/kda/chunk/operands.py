@@ -21,7 +21,8 @@ from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
 from .tiles import UNIT_BYTES
 
 # With l2norm, rows longer than LONG are first multiplied by SHORTENED. The shifted product of two
-# other rows stays below 2^120, and so do those of shortened rows up to a length of 2^64.
+# rows that are not LONG stays below 2^120; so does the product of shortened rows up to a length
+# of 2^64.
 LONG, SHORTENED = 2.0**30, 2.0**-34
 
 
@@ -33,7 +34,7 @@ class Operands:
 
     @cute.jit
     def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:
-        """Start the cp.async of the chunk's rows of q or k; rows past its end become 0."""
+        """Start the cp.async of the chunk's rows of q or k; rows past the chunk's end become 0."""
         thread, _, _ = cute.arch.thread_idx()
         units = self.memory.qk_row // UNIT_BYTES
         step = NUM_THREADS // units
@@ -58,10 +59,11 @@ class Operands:
         results: cute.Tensor | None = None,
         is_stored: cutlass.Boolean | bool = True,
     ) -> None:
-        """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of both. The
-        factors `of_columns` of these rows, which must be there, multiply q . k and get the norms.
+        """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of q and k.
+        The buffer `of_columns` must have these rows' factors. The factors multiply q . k; then the
+        factors are multiplied by the norms, in place.
 
-        The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right one is k, then q.
+        The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right operand is k, then q.
         Only the diagonals of the results are used.
 
         Args:
@@ -73,7 +75,7 @@ class Operands:
         row = (thread >> 5) * 8 + r
         at = smem + self.memory["q"] + row * self.memory.qk_row + c * 16
         by_k, by_q = self._products_of_rows(at, parity(row) << 6)
-        # Factors from the length of a shortened row to that of the original one.
+        # Factors from a shortened row's length to the original row's length.
         longer_q, longer_k = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(self.memory.l2norm and self.memory.in_one_product):
             q_square, k_square = (
@@ -110,8 +112,9 @@ class Operands:
             store_shared(Float32, place + self.memory["own_score"], [dot * scale])
 
     def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
-        """Multiply the thread's row in shared memory by SHORTENED if it is long, and return the
-        inverse of the factor. The row's sum of squares is in `square` of lane r // 2 of its four.
+        """Multiply the thread's row in shared memory by SHORTENED if the row is long, and return
+        the inverse of the factor. Of the row's four lanes, lane r // 2 has the sum of squares in
+        `square`.
         """
         lane = cute.arch.lane_idx()
         is_long = cute.arch.shuffle_sync(square, (lane & ~3) + (lane >> 3)) > LONG * LONG

@@ -43,7 +43,7 @@ class ScoreTiles:
                 cutlass.select_(first, acc[n + i], acc[8 * SUB_CHUNKS + n + i]) for i in range(4)
             ]
             store_shared(Float32, at + n // 4 * (WARP_SIZE * 16), values)
-        # Both warps must execute the same bar.sync for compute-sanitizer; PTX does not ask for it.
+        # Both warps execute the same bar.sync because compute-sanitizer asks for it; PTX does not.
         cute.arch.barrier(barrier_id=SWAP_BARRIER + b, number_of_threads=2 * WARP_SIZE)
 
     def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
@@ -62,8 +62,9 @@ class ScoreTiles:
         return smem + at + b * REGION.nbytes + cute.arch.lane_idx() * 16
 
     def scaled(self, sums: Any, n: int, back: int, row: Any, columns: Any) -> list[Any]:
-        """Return two sums times the factors of their row and of their columns, without the 2^shift
-        that rows have for earlier sub-chunks. The row's factor comes last: it may be small."""
+        """Return two sums times the factors of their row and of their columns, without the factor
+        2^shift of rows against earlier sub-chunks. The row's factor, which may be small, is
+        multiplied last."""
         values = [sums[n + e] for e in range(2)]
         factors = columns
         if back and self.memory.shift:
@@ -75,8 +76,8 @@ class ScoreTiles:
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
-        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4 after `swap_sums`. This
-        warp may then read them."""
+        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4 after `swap_sums`. The
+        warp may then read these rows."""
         sums = self.take(smem, b, 0, acc)
         cute.arch.sync_warp()
         self.stage_scores(smem, b, scale, sums)
@@ -84,8 +85,8 @@ class ScoreTiles:
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """Store the rows of L of sub-chunk b, by warp b after `swap_sums`. This warp may then read
-        them."""
+        """Store the rows of L of sub-chunk b, by warp b after `swap_sums`. The warp may then read
+        these rows."""
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
 

@@ -6,19 +6,19 @@ With G the sum of a channel's gates (base 2) from the start of the chunk, a chun
     L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)    j < i
 
 For the tensor cores, exp2 is split into a factor of row i and a factor of column j. Tokens are in
-sub-chunks of 16, and P is the sum of gates from the first token of the sub-chunk, where it is 0.
-The factor of row i is exp2(P_i). The factor of a column j of an earlier sub-chunk is the decay from
-j to the first token of i's sub-chunk. Both are at most 1 for gates that are at most 0.
+sub-chunks of 16. P is the sum of gates from the first token of the sub-chunk, whose P is 0. The
+factor of row i is exp2(P_i). The factor of a column j of an earlier sub-chunk is the decay from j
+to the first token of i's sub-chunk. Both are at most 1 for gates that are at most 0.
 
-The factor of a column j of i's own sub-chunk is exp2(-P_j). With bfloat16, whose exponents are
-those of float32, it is used directly, divided by 2^60, while rows are multiplied by 2^60. This
+The factor of a column j of i's own sub-chunk is exp2(-P_j). bfloat16 has float32's exponents, so
+this factor is used directly, divided by 2^60, while rows are multiplied by 2^60. The direct use
 needs P within -120 and 40. A row with a channel outside, and every later row of its sub-chunk, is
 out of range; so a row's result depends on no later token, not even by rounding. Rows out of range,
-and with float16 all rows, are scored by halves: 8 tokens against the 8 before them, both factors
-relative to the first of the later ones; then 4, 2 and 1 (`halves`).
+and with float16 all rows, are scored by halves: 8 tokens against the 8 before, with both factors
+relative to the first of the 8 later tokens; then 4, 2 and 1 (`halves`).
 
 Where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead of P. All factors are
-then products of it, or of its reciprocal, and one exponential for each channel.
+then products of this stored value, or of its reciprocal, and one exponential per channel.
 
 Factors are multiplied in float32, and operands are rounded once. Scores of a token with itself have
 no decay; `operands` computes them, and the norms of q and k. The norms multiply the results, so q
@@ -65,7 +65,7 @@ class Outputs(Protocol):
     def decayed_q(
         self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
-        """Take the same for q."""
+        """Take exp2(P + shift) * q. Times `start` and the inverse norm it is exp2(G) * q."""
 
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         """Take exp2(G_e - G) * k; times the inverse norm it is kg."""
@@ -87,7 +87,7 @@ class Scores:
         """Run `score_rows`, and decay k to the end of the chunk. Nothing reads q, k and P
         afterwards, so their shared memory is free."""
         self.score_rows(smem, b, half, scale, out, acc)
-        # Warps with fewer blocks of scores do more of kg: sub-chunks 0 and 1, 2, 3, none.
+        # Warps with fewer blocks of scores compute more of kg: sub-chunks 0 and 1, 2, 3, none.
         first = Int32(0) if b == 0 else b + 1
         last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
         for sub in cutlass.range(first, last, unroll=1):
@@ -135,7 +135,7 @@ class Scores:
             self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, in_range)
         else:
             self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, None)
-        # The shift, to which `_columns` adds the sum of gates from its sub-chunk to this one.
+        # The shift, to which `_columns` adds the sum of gates from sub-chunk j to this sub-chunk.
         gap = cute.make_rmem_tensor((8,), Float32)
         gap.fill(self.memory.shift)
         for back in cutlass.range_constexpr(1, SUB_CHUNKS):

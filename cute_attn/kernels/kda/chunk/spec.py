@@ -63,7 +63,7 @@ class ChunkSpec(CheckedSpec):
 
 @dataclass(frozen=True)
 class InputsSpec(ChunkSpec):
-    """What kernels read that take the inputs of `chunk_kda`.
+    """The parameters of kernels that read the inputs of `chunk_kda`.
 
     Attributes:
         gate_dtype: dtype of g.
@@ -89,7 +89,7 @@ class PrepareSpec(InputsSpec):
     """The fused path's preparation of chunks (`prepare`).
 
     Attributes:
-        for_backward: the records serve a backward too: a beta too near 0 to divide by is replaced
+        for_backward: a backward will use the records: a beta too near 0 to divide by is replaced
             (`gates.nonzero_beta`), and with l2norm the inverse norms of q and k are a result.
     """
 
@@ -117,8 +117,8 @@ class PassSpec(ChunkSpec):
     Attributes:
         state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
         has_initial_state, has_final_state: whether the call has these tensors, or their gradients.
-        tile_v: columns of V of a CTA.
-        num_stages: stages of the ring in shared memory, each of one chunk.
+        tile_v: columns of V per CTA.
+        num_stages: stages of the ring in shared memory; a stage holds one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
         segments: "none", or one of the two passes over split sequences: "transitions", "outputs".

@@ -1,13 +1,13 @@
 """A transposed state in registers, and its products.
 
 A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of m16n8k16
-(see `common.ptx.mma`). Rounded to 16 bits, in the same registers, they are the left operand of the
-next product, and so are that product's results. Right operands are a chunk's 64 rows in shared
-memory, in sub-tiles of 64 columns with TMA's swizzle.
+(see `common.ptx.mma`). Rounded to 16 bits, the accumulators are the left operand of the next
+product without moving between threads, and so are that product's results. Right operands are a
+chunk's 64 rows in shared memory, in sub-tiles of 64 columns with TMA's swizzle.
 
-Products run on `mma.sync`, or on `wgmma` (sm_90a) with the same fragments in the same threads.
-`times_rows` and `times_columns` start a wgmma, and `done` waits for it. All methods run on the
-device.
+Products run on `mma.sync`, or on `wgmma` (sm_90a), which distributes fragments over threads as
+`mma.sync` does. `times_rows` and `times_columns` start a wgmma, and `done` waits for it. All
+methods run on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tiles import (
     right_offsets,
 )
 
-STEP = 16  # k of one MMA
+STEP = 16  # extent of k in one MMA
 SIGNS = -0x7FFF8000  # the sign bits of a register's two elements
 
 
@@ -68,7 +68,7 @@ class TransposedState:
 
     def operand(self, x: list[Any]) -> list[Any]:
         """Round accumulators of 16 by n to the left operand of the next product: 4 registers for
-        each 16 of n; in each 8 of n, first rows 0 to 7, then rows 8 to 15."""
+        each 16 of n; for each 8 of n, first rows 0 to 7, then rows 8 to 15."""
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     def negated(self, a: list[Any]) -> list[Any]:
@@ -109,7 +109,7 @@ class TransposedState:
         self, a: list[Any], base: Any, c: list[Any] | None = None, *, columns: int = 0,
         sub_tile_step: int = SUB_TILE_BYTES, triangular: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Start c + a m, with m the 64 rows at `base` of `columns` elements, K if this is 0, in
+        """Start c + a m. m is the 64 rows at `base`, of `columns` elements (0 stands for K), in
         sub-tiles `sub_tile_step` bytes apart; `triangular` as in `times_rows`."""
         columns = columns or self.head_dim_k
         steps = range(CHUNK // STEP)
@@ -127,7 +127,7 @@ class TransposedState:
         return result
 
     def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
-        """Return the result of a product, once at most `pending` later ones are unfinished."""
+        """Return the result of a product, once at most `pending` later products are unfinished."""
         return wgmma.wait(c, pending) if self.wgmma else c
 
     def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
@@ -143,7 +143,7 @@ class TransposedState:
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
         """Load a head's matrix of `source`, `[N, HV, K, V]` or with v_first `[N, HV, V, K]`; zeros
-        if there is none. first_v is the warp's first column of V."""
+        if `source` is None. first_v is the warp's first column of V."""
         if source is None:
             state.fill(0.0)
             return
@@ -157,11 +157,11 @@ class TransposedState:
         self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
-        """Store to `target`, if there is one, in the layout of `load`."""
+        """Store to `target`, unless it is None, in the layout of `load`."""
         if target is None:
             return
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread & (WARP_SIZE - 1)  # computed anew, or `load`'s addresses stay in registers
+        lane = thread & (WARP_SIZE - 1)  # computed again to free `load`'s addresses
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)

@@ -28,9 +28,9 @@ NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
 SHIFT = 60.0  # log2 of the factor of rows with bfloat16 (see `scores`)
 RESERVED_BYTES = 1024  # shared memory that the hardware takes for each CTA
 
-# A sub-chunk's region overwrites q, k and P once the scores are summed. It has 16 rows of Aqk and
-# of Akk as 16-bit tiles, and room to exchange a block between warps. Before that, the first half
-# has partial sums of q's scores, the second of k's.
+# A sub-chunk's region overwrites q, k and P once the scores are summed. A region has 16 rows of Aqk
+# and of Akk as 16-bit tiles, and room to exchange a block between warps. Before that, its first
+# half has partial sums of q's scores, its second half partial sums of k's scores.
 REGION = SharedMemory(
     Buffer("tile_qk", cutlass.Int16, SUB_CHUNK * CHUNK),
     Buffer("exchange", cutlass.Float32, 2 * SUB_CHUNK * SUB_CHUNK),
@@ -67,21 +67,21 @@ def parity(row: Any) -> Any:
 
 
 def groups_of_half(groups: int) -> Any:
-    """Return how many groups of channels a warp iterates over. If this is one, it is hidden from
-    the compiler, which would remove the loop and then spill."""
+    """Return how many groups of channels a warp iterates over. A count of 1 is hidden from the
+    compiler, which would remove the loop and then spill."""
     if groups > 2:
         return groups // 2
     return opaque(Int32(groups // 2))
 
 
 def row_and_part() -> tuple[Any, Any]:
-    """Return a lane's row of fragments, and which quarter of the row's columns it has."""
+    """Return a lane's row of fragments, and the lane's quarter of the row's columns."""
     lane = cute.arch.lane_idx()
     return lane >> 2, lane & 3
 
 
 def load_channels(address: Any, swap: Any) -> list[Any]:
-    """Load 8 neighbours of a row of float32; `swap` is 16 where the row's units are swapped, else
+    """Load 8 neighbouring float32 of a row; `swap` is 16 where the row's units are swapped, else
     0."""
     return [
         *load_shared(Float32, address + swap, 4),
@@ -92,10 +92,10 @@ def load_channels(address: Any, swap: Any) -> list[Any]:
 class ChunkMemory(SharedMemory):
     """The shared memory of a CTA that works on one chunk of one value head.
 
-    Rows of q and k have 2 K bytes; the two 64-byte halves of 128 bytes are swapped where `parity`
-    is 1. Rows of P, or of exp2(-shift - P) where 64 channels of a sub-chunk are all in range, have
-    4 K bytes; the 16-byte units 2 u and 2 u + 1 are swapped where `parity` is 1. So two rows that
-    a quarter of a warp reads together are in different banks.
+    Rows of q and k have 2 K bytes; where `parity` is 1, the two 64-byte halves of each 128 bytes
+    are swapped. Rows of P, or of exp2(-shift - P) where 64 channels of a sub-chunk are all in
+    range, have 4 K bytes; the 16-byte units 2 u and 2 u + 1 are swapped where `parity` is 1. So two
+    rows that a quarter of a warp reads together are in different banks.
 
     Once the scores are summed, the REGIONS overwrite q, k and P.
 
@@ -105,8 +105,8 @@ class ChunkMemory(SharedMemory):
         qk_row, p_row: bytes of a row of q or k, and of P.
         scales_keys: whether kg, and k as a column of scores, have the factor m of beta = m p, and
             rows of L have p (see `prepare`); otherwise rows of L have beta.
-        of_columns, of_rows: the buffers with the factors of kg and of columns, and of rows of L but
-            for their norms; None where there are none.
+        of_columns: the buffer with the factors of kg and of columns, or None.
+        of_rows: the buffer with the factors of rows of L, without norms, or None.
         in_one_product: whether one product scores the rows in range (see `scores`).
         shift: log2 of the factor of rows in that product, otherwise 0.
     """
@@ -135,8 +135,8 @@ class ChunkMemory(SharedMemory):
             Buffer("q", self.dtype, CHUNK * head_dim_k, alignment=SWIZZLE_ALIGNMENT),
             Buffer("k", self.dtype, CHUNK * head_dim_k),
             Buffer("p", Float32, CHUNK * head_dim_k),
-            # In blocks on the diagonal, the inverse overwrites L below the diagonal; above it is
-            # the transposed Aqk of rows out of range.
+            # In diagonal blocks, the inverse overwrites L below the diagonal; the transposed Aqk of
+            # rows out of range is above the diagonal.
             Buffer("blocks", Float32, SUB_CHUNK * SUB_CHUNK, NUM_BLOCKS, holds="L"),
             sums("start", "exp2(G - shift) at the first token of a sub-chunk"),
             sums("to_next", "G from there to the first token of the next sub-chunk"),
@@ -153,13 +153,13 @@ class ChunkMemory(SharedMemory):
         assert REGIONS.nbytes <= self["blocks"]
 
     def blocks_per_sm(self) -> int:
-        """Return how many CTAs fit an SM of the architecture compiled for, at most two. With two,
-        a thread has 128 registers."""
+        """Return how many CTAs fit an SM of the target architecture, at most two. With two, a
+        thread has 128 registers."""
         available = smem_bytes(target_architecture()) + RESERVED_BYTES
         return min(2, available // (self.nbytes + RESERVED_BYTES))
 
     def load_elements(self, address: Any) -> list[Any]:
-        """Load 8 neighbours of a row of q or k, as float32."""
+        """Load 8 neighbouring elements of a row of q or k, as float32."""
         return unpack_all(self.dtype, load_shared(Int32, address, 4))
 
     def of_token(self, smem: Any, name: str, row: Any) -> Any:
@@ -182,7 +182,7 @@ class ChunkMemory(SharedMemory):
         return self.of_token(smem, self.of_columns, row)
 
     def as_column(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
-        """Return channels of a row of k, or of a multiple of it, times the factor of its row."""
+        """Return channels of a row of k, or of a multiple of k, times the row's factor."""
         if self.of_columns is None:
             return k
         factor = self.column_factor(smem, row)

@@ -22,8 +22,8 @@ from ...common.ptx.mma import mma
 from ...common.spec import WARP_SIZE
 from .spec import CHUNK
 
-UNIT_BYTES = 16  # of a copy, and of the swizzle
-LINE_BYTES = 128  # a row of a sub-tile
+UNIT_BYTES = 16  # bytes per copy, and unit of the swizzle
+LINE_BYTES = 128  # bytes of a row of a sub-tile
 SUB_TILE_BYTES = CHUNK * LINE_BYTES
 FRAGMENT_ROWS = 16
 
@@ -143,7 +143,7 @@ def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
 
 def upper_triangle_of_columns(shared: Any, first_column: Any) -> list[list[Any]]:
     """Load columns first_column to first_column + 15 of a lower triangular 64 by 64 matrix as left
-    operands, the rows of its transpose, with 0 for what memory holds above the diagonal."""
+    operands, the rows of its transpose, with 0 for the part above the diagonal."""
     lane = cute.arch.lane_idx()
     fragments = []
     for step in range(CHUNK // 16):
@@ -167,8 +167,8 @@ def lower_times(
     first_column: cutlass.Constexpr,
     warp_index: Int32,
 ) -> None:
-    """c += a m for the warp's 16 rows: `fragments` are its rows of a lower triangular a, and m is
-    64 rows in shared memory, from column first_column on."""
+    """c += a m for the warp's 16 rows: `fragments` are the warp's rows of a lower triangular a; m
+    is 64 rows in shared memory, from column first_column on."""
     for step in cutlass.range_constexpr(CHUNK // 16):
         if step <= warp_index:
             add_product(c, dtype, fragments[step], shared, offsets, step, first_column)

@@ -18,7 +18,7 @@ class Sizes:
 
 
 def rows(dtype: str, *shape: cute.SymInt | int) -> cute.Tensor:
-    """A tensor whose last dimension is contiguous; its other strides are free."""
+    """A tensor with a contiguous last dimension and otherwise free strides."""
     element = DTYPE[dtype]
     return fake_rows(element, shape, align=element.width // 8)
 
@@ -26,8 +26,7 @@ def rows(dtype: str, *shape: cute.SymInt | int) -> cute.Tensor:
 def inputs(
     spec: StepSpec, sizes: Sizes, step: tuple[cute.SymInt, ...]
 ) -> dict[str, cute.Tensor | Float32 | None]:
-    """The tensors of tokens and the scalars, by the names of their arguments; `step` is (B,) or
-    (B, T)."""
+    """Tensors of tokens, and scalars, by argument name; `step` is (B,) or (B, T)."""
     A_log = dt_bias = None
     if spec.A_log_dtype != "none":
         A_log = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))

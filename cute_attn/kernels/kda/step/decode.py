@@ -16,7 +16,7 @@ is bound by memory bandwidth, as Lightning's is (docs/kernels/kda_decode.md).
 
 With several tokens, the next one is fetched and prepared while the current one is computed, with
 one barrier for each token. With records, the accepted drafted tokens come first, and the state is
-stored after them. With a slot for each position, it is stored after every token.
+stored after them. With a slot for each position, the state is stored after every token.
 
 Runs on sm_80 and newer. Shared memory: two stages of a token, 8 KiB at most.
 """
@@ -51,8 +51,8 @@ from .tokens import (
 class Arguments(NamedTuple):
     """What the kernel is called with.
 
-    The kernel only reads record_k and record_g, which several CTAs share (of a head, and of the
-    value heads of a group). `records` writes them afterwards.
+    The kernel only reads record_k and record_g, because several CTAs share them: CTAs of one head,
+    and of a group's value heads. `records` writes them afterwards.
 
     Attributes:
         q, k: `[B, HQK, K]` or `[B, T, HQK, K]`, with a contiguous last dimension.
@@ -90,7 +90,8 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Records(Carried):
-    """The records of drafted tokens, and a sequence's slot and accepted `count` in them."""
+    """The records of drafted tokens, with a sequence's slot in them and its `count` of accepted
+    tokens."""
 
     k: cute.Tensor | None
     g: cute.Tensor | None
@@ -101,7 +102,7 @@ class Records(Carried):
 
 @dataclass(frozen=True)
 class Source(Carried):
-    """Where the tokens of a sequence come from: first the records, then the call."""
+    """The source of a sequence's tokens: first the records, then the call."""
 
     tokens: Tokens
     records: Records
@@ -151,7 +152,8 @@ class KdaDecode:
         spec = self.spec
         batch, heads = a.q.shape[0], cute.size(a.q, mode=[cute.rank(a.q) - 2])
         heads_v = a.state.shape[1]
-        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
+        # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator raises
+        # the reason.
         ctas = heads_v
         pools = (a.state, a.record_k, a.record_g, a.record_u)
         inputs = (a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, a.state_indices, a.num_accepted)
@@ -193,8 +195,8 @@ class KdaDecode:
         elif cutlass.const_expr(spec.indexed):
             slot = x.state_indices[sequence]
         if cutlass.const_expr(spec.indexed):
-            # A negative index is padding. An index past the pool is a caller's bug; it is treated
-            # as padding, so that no access is out of bounds.
+            # A negative index is padding. An index past the pool is a caller's bug; treating it as
+            # padding keeps every access in bounds.
             valid = slot >= 0 and slot < x.state.shape[0]
 
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
@@ -247,7 +249,7 @@ class KdaDecode:
         positions: cute.Tensor | None,
         tile_index: Int32,
     ) -> None:
-        """Advance by the accepted tokens of the records, then by this call's tokens."""
+        """Advance the state by the records' accepted tokens, then by this call's tokens."""
         spec = self.spec
         records, head, sequence = source.records, source.tokens.head, source.tokens.batch
         in_place = x.state[records.slot, head, None, None]
@@ -262,7 +264,7 @@ class KdaDecode:
         s.store(loaded.load().to(Float32))
         cute.arch.sync_threads()
         for i in cutlass.range(total, unroll=1):
-            # Prepare the next token, and fetch the one after it.
+            # Prepare the next token, and fetch the token after it.
             if i + 1 < total:
                 self.prepare(memory, source, i + 1, fetched, gate, x.beta_scale)
             if i + 2 < total:
@@ -293,7 +295,7 @@ class KdaDecode:
 
     @cute.jit
     def accepted_position(self, x: Arguments, sequence: Int32) -> Int32:
-        """Return which of a sequence's slots to start from, within bounds for any count."""
+        """Return the index of the sequence's slot to start from, within bounds for any count."""
         position = Int32(0)
         if cutlass.const_expr(x.num_accepted is not None):
             accepted = cutlass.max(x.num_accepted[sequence], 1)

@@ -1,6 +1,6 @@
 """Tuning of the token-by-token KDA kernels, measured against `candidate_configs` on an H100.
 
-The same rule holds for every batch size, so that the kernel does not change as a batch grows. It
+One rule holds for every batch size, so that the kernel does not change as a batch grows. The rule
 sets how many values of the state a thread holds:
 
     one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
@@ -33,8 +33,8 @@ def step_config(
     in_place: bool,
     records: bool = False,
 ) -> dict[str, Any]:
-    """The tuning fields of a StepSpec for these tensors; `in_place`: the kernel stores the state
-    where it loaded it; `records`: it first replays recorded tokens."""
+    """The tuning fields of a StepSpec for these tensors. With `in_place`, the kernel stores the
+    state where it loaded it; with `records`, the kernel first replays recorded tokens."""
     vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
     if state_v_first:
         tile_v = min(head_dim_v, TILE // head_dim_k)
@@ -55,7 +55,7 @@ def step_config(
         "tile_v": tile_v,
         "num_warps": num_warps,
         "lanes_per_row": lanes_per_row,
-        # Without a bound, ptxas spills in the loop over tokens to gain occupancy.
+        # Without a register bound, ptxas spills in the loop over tokens to gain occupancy.
         "blocks_per_sm": 1 if multi_token else 0,
         "hints": "hold" if in_place else "none",
     }

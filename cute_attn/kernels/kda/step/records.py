@@ -1,7 +1,7 @@
 """KDA decode: copies k and g of drafted tokens to their slots' records.
 
-This is a separate kernel after `decode`, because in `decode` several CTAs (of a head, and of the
-value heads of a group) read the records that this one overwrites.
+This is a separate kernel after `decode`, because several CTAs of `decode` read the records that
+this kernel overwrites: CTAs of one head, and of a group's value heads.
 
     CTA (row: a head of k, or of g; token; sequence)
 """

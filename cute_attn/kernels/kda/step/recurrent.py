@@ -1,7 +1,7 @@
 """KDA token by token over whole sequences, with a tile of the state in a CTA's registers.
 
-The arithmetic is that of `decode`. The state is read before a sequence's first token, if there is
-an initial state, and written to a separate tensor after its last.
+The arithmetic is `decode`'s. The initial state, if given, is read before a sequence's first token;
+the final state is written to a separate tensor after the last token.
 
     CTA (tile of V, value head, sequence)
       load      the tile of the initial state, or zeros
@@ -93,7 +93,8 @@ class KdaRecurrent:
         spec = self.spec
         heads, heads_v = a.q.shape[2], a.v.shape[2]
         sequences = num_sequences(a.q.shape[0], a.cu_seqlens)
-        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
+        # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator raises
+        # the reason.
         ctas = heads_v
         if heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
@@ -141,7 +142,7 @@ class KdaRecurrent:
             self.reader.fetch(fetched, tokens.at(1), tile_index)
         cute.arch.sync_threads()
         for i in cutlass.range(total, unroll=1):
-            # Prepare the next token, and fetch the one after it.
+            # Prepare the next token, and fetch the token after it.
             if i + 1 < total:
                 stage = stage_of(spec, memory, i + 1, record=False)
                 self.reader.prepare(stage, fetched, gate, x.beta_scale)

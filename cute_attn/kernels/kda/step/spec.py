@@ -30,21 +30,21 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
 }
 
-MAX_REGISTERS = 160  # of a thread's 255 registers, for its part of the state
+MAX_REGISTERS = 160  # for a thread's part of the state, of its 255 registers
 
 
 @dataclass(frozen=True)
 class StepSpec(Spec):
     """The compile-time parameters that all token-by-token kernels share.
 
-    The first group of fields describes the caller's tensors. The second is the tuning that
+    The first group of fields describes the caller's tensors. The second group is the tuning that
     `heuristics` picks; any legal choice computes the same function.
 
     Attributes:
         dtype: dtype of q, k, v and o.
         gate_dtype, beta_dtype: dtypes of g and beta.
         state_dtype: dtype of the state in memory; arithmetic is always float32.
-        A_log_dtype, dt_bias_dtype: dtypes of the gate's parameters; "none" for an absent one.
+        A_log_dtype, dt_bias_dtype: dtypes of the gate's parameters; "none" for an absent parameter.
         dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 without dt_bias.
         head_dim_k, head_dim_v: K and V.
         state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
@@ -52,13 +52,13 @@ class StepSpec(Spec):
             of this gate, see `gates`).
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
-        tile_v: columns of V of a CTA.
+        tile_v: columns of V per CTA.
         num_warps: warps of a CTA. A warp has some of the tile's columns of V and all of K, so no
             sum crosses warps.
         lanes_per_row: lanes of a warp along the contiguous dimension of the state.
-        blocks_per_sm: CTAs of an SM that the compiler must limit registers for; 0 for no limit.
-        hints: of loads and stores of the state. "hold": L2 keeps a line from its load (evict_last)
-            to its store (evict_normal), for states that are updated in place.
+        blocks_per_sm: CTAs per SM for which the compiler limits registers; 0 for no limit.
+        hints: cache hints of the state's loads and stores. "hold": L2 keeps a line from its load
+            (evict_last) to its store (evict_normal), for states that are updated in place.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -163,11 +163,11 @@ class DecodeSpec(StepSpec):
 
     Attributes:
         multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
-        slots: how states are found: "batch" (sequence b has slot b), "indexed" (an index for each
-            sequence), "positions" (an index for each position of each sequence), or "records" (an
-            index for each sequence or none, and the records of drafted tokens).
-        indexed: state_indices is given; free only with "records".
-        accepted: num_accepted is given; free only with "positions".
+        slots: how states are found: "batch" (sequence b has slot b), "indexed" (an index per
+            sequence), "positions" (an index per position of each sequence), or "records" (records
+            of drafted tokens; "batch" or "indexed", as `indexed` says).
+        indexed: whether state_indices is given; only "records" leaves the choice.
+        accepted: whether num_accepted is given; only "positions" leaves the choice.
     """
 
     multi_token: bool

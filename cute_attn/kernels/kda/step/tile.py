@@ -45,7 +45,8 @@ class StateTile:
     # -- distribution -----------------------------------------------------------------------
 
     def element(self, k: int, v: int) -> tuple[int, int, int]:
-        """Return the register index, in `self.shape`, of a thread's k-th of K and v-th of V."""
+        """Return the register index, in `self.shape`, of a thread's k-th index of K and v-th index
+        of V."""
         if self.spec.state_v_first:
             return k % self.vector, v, k // self.vector
         return v, k, 0
@@ -60,7 +61,7 @@ class StateTile:
 
     @cute.jit
     def along_k(self, x: cute.Tensor) -> list[Any]:
-        """Load the elements at this thread's indices of K from K float32 in shared memory."""
+        """Load the elements at this thread's indices of K, from K float32 in shared memory."""
         _, lane = warp_and_lane()
         values = []
         if cutlass.const_expr(self.spec.state_v_first):
@@ -126,11 +127,11 @@ class StateTile:
 
     @cute.jit
     def advance(self, s: cute.Tensor, token: TokenStage, scale: Float32) -> None:
-        """Process one token: s <- Diag(decay) s + k u^T, and its output o = scale s^T q to the
+        """Process one token: s <- Diag(decay) s + k u^T. Write the output o = scale s^T q to the
         stage.
 
-        One pass computes both s^T k and s^T q of the decayed state; that of the new state is
-        s^T q + (k . q) u. The norms of k and q multiply the sums.
+        One pass computes both s^T k and s^T q of the decayed state; the new state's s^T q is the
+        decayed state's plus (k . q) u. The norms of k and q multiply the sums.
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
@@ -144,8 +145,8 @@ class StateTile:
                 other = self.values_of_v + v
                 sums[other] = cute.math.fma(decayed, q[n], sums[other])
 
-        # Of the lanes that share columns, the lower half gets the sums with k, the upper half those
-        # with q, for the same columns: this thread's v-th from `first` on.
+        # Of the lanes that share columns, the lower half gets the sums with k, the upper half the
+        # sums with q, both for the thread's columns from number `first` on.
         first, sums = self.sum_over_k(sums, lane)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
@@ -182,7 +183,7 @@ class StateTile:
 
     @cute.jit
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
-        """Process a token whose u is known, without output; the stage has u in place of v."""
+        """Process a token with known u, without output; the stage has u in place of v."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
@@ -196,9 +197,9 @@ class StateTile:
     def sum_over_k(self, sums: list[Any], lane: Any) -> tuple[Any, list[Any]]:
         """Reduce 2 * values_of_v sums over the lanes that share columns.
 
-        Each step halves the sums of a lane, until it has its share of the totals, or one total that
-        it shares with other lanes. Return the index of its first total (less values_of_v in the
-        upper half), and the totals."""
+        Each step halves the number of sums in a lane, until the lane has its share of the totals,
+        or one total in common with other lanes. Return the index of the lane's first total (less
+        values_of_v in the upper half), and the totals."""
         first = Int32(0)
         for distance in self.distances:
             if len(sums) > 1:
@@ -218,8 +219,9 @@ class StateTile:
         return first, sums
 
     def holder(self, v: int) -> tuple[int, int]:
-        """Return where `sum_over_k` leaves the total with k of this thread's v-th column: the bits
-        of the lane, out of `distances`, and the index among the lane's totals."""
+        """Return the place of a total of `sum_over_k`: the total with k of this thread's v-th
+        column. The place is the bits of the lane, out of `distances`, and the index among the
+        lane's totals."""
         bits, size = 0, self.values_of_v
         for distance in self.distances[1:]:
             if size > 1:
@@ -230,7 +232,7 @@ class StateTile:
 
     @property
     def idle_lanes(self) -> int:
-        """Bits of the lane in which lanes with the same totals differ."""
+        """Bits of the lane number in which lanes with equal totals differ."""
         halvings = (2 * self.values_of_v).bit_length() - 1
         return sum(self.distances[halvings:])
 

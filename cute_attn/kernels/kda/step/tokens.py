@@ -5,8 +5,8 @@
               memory
 
 A thread has the same channels of q, k and g, and some threads have an element of v. The CTA
-computes the gate only once, so it uses accurate functions. The norms of q and k multiply the sums
-over K; the warps apply them.
+computes the gate only once, so it can afford accurate functions. The norms of q and k multiply the
+sums over K; each warp applies them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenStage(Carried):
     sums          [3, K / 32]: q . q, k . k and k . q over each group of 32 channels
     v             [tile_v]: v of the tile; for a recorded token, its u
     beta          [1]
-    o, u          [tile_v]: the results, staged to be written in whole sectors; u only to record it
+    o, u          [tile_v]: the results, staged to be written in whole sectors; u only with records
     """
 
     def __init__(self, spec: StepSpec, memory: cute.Tensor, record: bool):
@@ -70,8 +70,8 @@ def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> To
 
 
 def groups_of_k(spec: StepSpec) -> int:
-    """Return the number of groups of 32 channels. Sums over K add the sums of these groups, so that
-    the result does not depend on the number of threads."""
+    """Return the number of groups of 32 channels. Sums over K add the groups' sums, so that the
+    result does not depend on the number of threads."""
     return spec.head_dim_k // WARP_SIZE
 
 
@@ -83,7 +83,8 @@ class Token(Carried):
 
 
 class Tokens(Carried):
-    """The tokens of a sequence and head, `[B, T, H, D]` from row `batch` and token `start` on."""
+    """The tokens of a sequence and head, in tensors `[B, T, H, D]` from row `batch` and token
+    `start` on."""
 
     def __init__(
         self,
@@ -145,13 +146,13 @@ class TokenReader:
         self.of_k, self.of_v = shares(spec.head_dim_k, spec), shares(spec.tile_v, spec)
 
     def channel(self, i: int) -> Any:
-        """Return this thread's i-th channel of K; past K it has none."""
+        """Return this thread's i-th channel of K; a channel past K does not exist."""
         thread, _, _ = cute.arch.thread_idx()
         return thread + i * self.spec.num_threads
 
     def column(self, i: int) -> Any:
-        """Return this thread's i-th column of the tile; a negative one does not exist. The last
-        threads have the columns, since the first ones have the channels."""
+        """Return this thread's i-th column of the tile; a negative column does not exist. The last
+        threads have the columns, since the first threads have the channels."""
         thread, _, _ = cute.arch.thread_idx()
         return (
             thread
@@ -211,7 +212,7 @@ class TokenReader:
         u: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        """Start the loads of a recorded token, which has k, g and u only."""
+        """Start the loads of a recorded token, which has only k, g and u."""
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.k[i] = k[self.channel(i)]

@@ -1,21 +1,21 @@
 """KDA's pass of the state's gradient backwards through the chunks.
 
 `prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk, with the factors of beta
-that `state_pass` takes, and do is the gradient of o. With dS the gradient of the state after a
-chunk, a K by V matrix, the chunk computes
+that `state_pass` takes. do is the gradient of o, and dS, a K by V matrix, the gradient of the state
+after a chunk. The chunk computes
 
     dv_new = Aqk^T do + kg dS
     dr     = Akk^T dv_new
     dS    <- Diag(decay) dS + qg^T do - kd^T dr
 
-which is the adjoint of `state_pass`, step by step, and like it three products that depend on one
-another. The pass starts from the gradient of the final state, or from 0, and ends with the gradient
-of the initial state. It stores dS before each of these updates, and dr, which is also the gradient
+This is the adjoint of `state_pass`, step by step; here too, each of the three products depends on
+the one before. The pass starts from the gradient of the final state, or from 0, and ends with the
+gradient of the initial state. It stores dS before each update, and dr, which is also the gradient
 of v.
 
     warps of `state`, see `chunk_pass`
       see     start Aqk^T do
-      recall  start kg dS on top of it, and Diag(decay) dS + qg^T do; store dS
+      recall  add kg dS, start Diag(decay) dS + qg^T do; store dS
       solve   dr
       update  dS; store dr
 """
@@ -60,7 +60,7 @@ class KdaAdjointPass(ChunkPass):
 
     @cute.jit
     def transition(self, state: cute.Tensor, stage: Int32, column: Int32) -> None:
-        """Update columns of [B | M]; those of M have no rows."""
+        """Update columns of [B | M]; the columns of M have no rows of do."""
         if column < self.spec.head_dim_v:
             self.update(state, stage, True)
         else:

@@ -4,23 +4,23 @@
     row_i = -exp2(G_i) (dr S^T)_i          + sum_j<i  dLhat_ij k_j exp2(G_i - G_j)
     col_j = exp2(G_e - G_j) (v' dS'^T)_j   + sum_i>j  (dAqk_ij q_i + dLhat_ij k_i) exp2(G_i - G_j)
 
-where dAqk includes the scale. dk is row + col. Terms i == j of dAqk are not here.
+where dAqk includes the scale. dk is row + col. `gradients` adds the terms i == j of dAqk.
 
-Sub-chunks follow one another as in Horner's method: the sum so far decays to the first token of
-the next sub-chunk, and the product of a sub-chunk whose k has decayed to there is added. So each
-factor is a decay from a token to a later one, at most 1, and no large gate cancels. The state's
-part is the sum before the first sub-chunk; for columns, which go backwards, its gradient's part.
+Sums over sub-chunks follow Horner's method. The sum so far decays to the first token of the next
+sub-chunk; then comes the product of a sub-chunk whose k has decayed to that token. So each factor
+is a decay from a token to a later token, at most 1, and no large gate cancels. The sum starts with
+the state's part; for columns, which go backwards, with the part of the state's gradient.
 
 Within a sub-chunk, decays are relative to a reference, as for the scores (see `..scores`): rows in
-range take one product, with a constant reference; the others are multiplied by halves, in four
-products relative to the first of the later tokens.
+range take one product, with a constant reference; rows out of range are multiplied by halves, in
+four products relative to the first of the later tokens.
 
-A term of dq_i times q_i is one of col_j times k_j, and in dG, the gradient of G,
+Each term of dq_i times q_i is also a term of col_j times k_j. In dG, the gradient of G,
 
     dG = q dq + k row - k col
 
-they cancel wherever both tokens are before or after a gate. So that rounding does not hinder that,
-dG multiplies each product by the operand of its counterpart, as rounded there.
+the two terms cancel wherever both tokens are before or after a gate. To cancel despite rounding, dG
+multiplies each product by the operand of its counterpart, rounded as in the counterpart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..tiles import left_fragment, left_fragment_of_columns, tile_offset
 from .gate_gradients import GateGradients
 from .layout import PAIRS, GradientMemory
 
-LEVELS = 4  # of the products by halves
+LEVELS = 4  # levels of the products by halves
 ONE_PRODUCT = LEVELS  # the index of the product of the rows in range
 
 
@@ -58,9 +58,9 @@ class DecayedProducts:
 
     @cute.jit
     def store_operands(self, smem: Int32) -> None:
-        """Store decayed q and k, 8 threads a row, in the place of the stage: the rows' from the
-        sub-chunk's first token, times 2^shift; the columns' to the next sub-chunk (or the chunk's
-        end), or to the reference 2^-shift if all rows of the sub-chunk are in range."""
+        """Store decayed q and k, 8 threads a row, over the stage. Rows are decayed from the
+        sub-chunk's first token, times 2^shift. Columns are decayed to the next sub-chunk (or the
+        chunk's end), or to the reference 2^-shift if all rows of the sub-chunk are in range."""
         thread, _, _ = cute.arch.thread_idx()
         rows_of_pass = self.memory.num_threads // 8
         for i in cutlass.range_constexpr(CHUNK // rows_of_pass):
@@ -110,9 +110,9 @@ class DecayedProducts:
     def add_rows(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, dG: cute.Tensor
     ) -> None:
-        """From products relative to the chunk's first token (of q with the scale, of dr with its
-        sign), times 2^-shift, make dq and row, and add their part of dG. Of the sub-chunk's own
-        products, this adds the one of the rows in range."""
+        """Make dq and row, and add their part of dG. The inputs are products relative to the
+        chunk's first token, times 2^-shift: q's with the scale, dr's with its sign. Of the
+        sub-chunk's own products, only the product of the rows in range is added here."""
         b, _ = self.memory.warp_place()
         for j in cutlass.range(b, unroll=1):
             whole = self.sums.rows_in_range(smem, j) == SUB_CHUNK
@@ -165,8 +165,8 @@ class DecayedProducts:
 
     @cute.jit
     def add_columns(self, smem: Int32, acc: cute.Tensor) -> None:
-        """To products relative to the chunk's end add those of later sub-chunks. Of the
-        sub-chunk's own products, this adds the one of rows in range if all are."""
+        """Add the products of later sub-chunks to products relative to the chunk's end. If all rows
+        of the sub-chunk are in range, their product is added too."""
         b, _ = self.memory.warp_place()
         if cutlass.const_expr(self.in_one_product):
             for pair in cutlass.range_constexpr(PAIRS):
@@ -187,7 +187,7 @@ class DecayedProducts:
 
     @cute.jit
     def finish_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
-        """From the sums of `add_columns` make col, and add its part of dG."""
+        """Make col from the sums of `add_columns`, and add col's part of dG."""
         b, _ = self.memory.warp_place()
         whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
         for pair in cutlass.range_constexpr(PAIRS):
@@ -255,7 +255,7 @@ class DecayedProducts:
         return values
 
     def rounded(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
-        """Return two neighbouring channels of decayed q or k, as they are rounded in operands."""
+        """Return two neighbouring channels of decayed q or k, rounded as in operands."""
         values = self.memory.load_pair(smem, name, row, channel)
         values = [x * y for x, y in zip(values, decay, strict=True)]
         return unpack_all(self.dtype, pack_all(self.dtype, values))
@@ -267,10 +267,10 @@ class DecayedProducts:
         self, smem: Int32, in_range: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor,
         acc: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Add the other products of the sub-chunk with itself: those by halves, and the one of
-        rows in range to col."""
+        """Add the other products of the sub-chunk with itself: the products by halves, and to col
+        the product of rows in range."""
         if in_range < SUB_CHUNK:
-            # The compiler would load P before the loops, or mix these, and spill.
+            # The compiler would load P before the loops, or interleave the loops, and spill.
             for pair in cutlass.range_constexpr(PAIRS):
                 for level in cutlass.range(LEVELS, unroll=1):
                     cute.arch.sync_warp()
@@ -338,7 +338,7 @@ class DecayedProducts:
         return cutlass.select_(level == ONE_PRODUCT, Int32(LEVELS), LEVELS - level)
 
     def _in_groups(self, left: list[Any], level: Any) -> list[Any]:
-        """Set elements of a left operand to 0 whose tokens are in different groups."""
+        """Set a left operand's elements to 0 if their tokens are in different groups."""
         r, c = row_and_part()
         shift = self._shift(level)
         result = []
@@ -348,7 +348,8 @@ class DecayedProducts:
         return result
 
     def _takes_part(self, level: Any, token: Any, in_range: Any, later: bool) -> Any:
-        """Return whether a token of the sub-chunk is one of the later (or earlier) ones."""
+        """Return whether a token of the sub-chunk is in the later (or earlier) half of its
+        group."""
         inside = token < in_range
         is_later = ((token >> (self._shift(level) - 1)) & 1) == 1
         of_level = (is_later & (token >= in_range)) if later else Boolean(~is_later)

@@ -3,8 +3,9 @@
 Warp 4 n + b has sub-chunk b of the n-th 32 channels; the upper half of its lanes has the later 8
 tokens.
 
-With dG the gradient of G, the gradient of a token's gate is the sum of dG over the tokens from it
-to the chunk's end. There dG has a further term, the gradient through the decay of the state and kg.
+dG is the gradient of G. The gradient of a token's gate is the sum of dG from this token to the
+chunk's end. At the chunk's end dG has a further term, the gradient through the decay of the state
+and kg.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS
 from .layout import PART, GradientMemory
 
-HALF = SUB_CHUNK // 2  # tokens of a thread
+HALF = SUB_CHUNK // 2  # tokens per thread
 OTHER_HALF = WARP_SIZE // 2  # the distance of the lane that has the sub-chunk's other tokens
 
 
 class WarpGateInputs(GateInputs):
-    """GateInputs whose places are those of the module's docstring."""
+    """GateInputs with the distribution over threads that the module's docstring describes."""
 
     tokens = HALF
 
@@ -52,7 +53,8 @@ class GateGradients:
     """Computes P before the products, and dg after them. All methods run on the device.
 
     Args:
-        spec: with the channels of one CTA as `head_dim_k`; rows and dt_bias begin there.
+        spec: a spec whose `head_dim_k` is the channels of one CTA; rows and dt_bias begin at the
+            CTA's channels.
     """
 
     def __init__(self, spec: GradientsSpec, memory: GradientMemory):
@@ -101,7 +103,7 @@ class GateGradients:
         ]
         store_shared(Float32, cutlass.select_(later, steps, first), values)
         if cutlass.const_expr(self.spec.dtype == "bfloat16"):
-            # Only without a gate may sums ascend.
+            # Sums may ascend only without a gate.
             found = is_outside(sums[-1])
             if cutlass.const_expr(self.spec.gate == "none"):
                 for row in sums[:-1]:
@@ -112,8 +114,8 @@ class GateGradients:
     def _store_first_outside(
         self, smem: Int32, sums: Any, token: Int32, found: cutlass.Boolean
     ) -> None:
-        """Store the first token of the sub-chunk with P out of range in the warp's channels, 16 for
-        none."""
+        """Store the sub-chunk's first token whose P is out of range in the warp's channels, 16 if
+        no token's is."""
         first = Int32(SUB_CHUNK)
         if cute.arch.vote_any_sync(found):
             keep_branch()
@@ -276,7 +278,7 @@ class GateGradients:
         self, smem: Int32, dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, slot: Int32,
         head: Int32, cta: Int32,
     ) -> None:  # fmt: skip
-        """Store the parts of the gradients of A_log and dt_bias that the chunk has in the CTA's
+        """Store the chunk's parts of the gradients of A_log and dt_bias, from the CTA's
         channels."""
         thread, _, _ = cute.arch.thread_idx()
         channels = self.spec.head_dim_k

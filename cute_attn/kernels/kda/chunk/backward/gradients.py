@@ -1,6 +1,6 @@
 """KDA's gradients of q, k, g and beta, from the states of all chunks and their gradients.
 
-The last kernel of the backward. It needs nothing from another chunk.
+The last kernel of the backward. A chunk needs nothing from other chunks.
 
     CTA (half of K, head of q and k, chunk), 8 warps; warp 4 n + b: rows of sub-chunk b, the n-th 32
     channels. The CTAs of both halves are a cluster.
@@ -17,8 +17,8 @@ The last kernel of the backward. It needs nothing from another chunk.
                    CTAs exchange q dq and k dk
       norms      dq and dk, summed over the group
 
-Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a CTA has all of K;
-so it has, with 16 warps, at K = 128 where the architecture has no clusters.
+Both CTAs compute dAqk and dLhat: exchanging them would take longer. A CTA has all of K at K = 64,
+and also at K = 128, with 16 warps, where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
 the corrections and dr the gradient of r, which is also the gradient of v
@@ -79,7 +79,7 @@ from .gate_gradients import GateGradients
 from .layout import PAIRS, SUMS, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
-ALONG_STEP = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
+ALONG_STEP = SUB_CHUNKS * 8 * 16  # stride between parts of the channels
 
 
 class Arguments(NamedTuple):
@@ -242,7 +242,7 @@ class KdaGradients:
             if thread == 0:
                 barriers.init()
                 if cutlass.const_expr(self.spec.exchanges):
-                    # Each part's sums of q dq and k dk, of all rows.
+                    # Sums of q dq and k dk: for each part of the channels, all rows.
                     barriers.expect("along_full", 0, self.parts * 2 * CHUNK * 4)
                 cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(self.spec.exchanges):
@@ -309,7 +309,8 @@ class KdaGradients:
         self, a: Arguments, place: Any, slot: Int32, first_head: Int32, n: Int32, group: Int32,
         smem: Int32, barriers: Any, cta: Int32, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store the gradients of the group's n-th value head, and add those of q and k."""
+        """Store the gradients of the group's n-th value head, and add its gradients of q and k to
+        the sums."""
         thread, _, _ = cute.arch.thread_idx()
         head = first_head + n
         own_beta = Float32(0.0)
@@ -401,7 +402,7 @@ class KdaGradients:
             if cutlass.const_expr(self.bulk):
                 barriers.wait("stage_full", n * self.tiles_v + t)
             cute.arch.sync_threads()
-            if t == 0:  # the barrier before it has ended `store_sums` too
+            if t == 0:  # the barrier before also ended `store_sums`
                 self.gates.finish_sums(smem)
                 if cutlass.const_expr(self.spec.cluster > 1):
                     some_beta_is_small = self.any_beta_is_small(smem, place, a.beta_scale)
@@ -413,7 +414,7 @@ class KdaGradients:
         self.store_scores(smem, "dlower", dlower, Float32(-1.0))
         self.store_diagonals(smem, daqk, dlower, a.dbeta, place, head, cta, a.scale, a.beta_scale)
         if cutlass.const_expr(self.spec.cluster > 1):
-            # Both CTAs decide alike. The first must not write dv before the second has read it.
+            # Both CTAs decide alike. CTA 0 must not write dv before CTA 1 has read it.
             if some_beta_is_small:
                 keep_branch()
                 cute.arch.cluster_arrive()
@@ -496,7 +497,8 @@ class KdaGradients:
                     self.add_product(dlower, 8 * n, dr, columns)
 
     def add_of_state(self, of_state: cute.Tensor, pair: int, state: Any, adjoint: Any) -> None:
-        """Add to the sums over V of S dS', for the thread's elements of right operands."""
+        """Add the products of the thread's elements of right operands to the sums over V of S
+        dS'."""
         x, y = (unpack_all(self.dtype, z) for z in (state, adjoint))
         for n in range(8):
             i = 2 * pair + n // 4
@@ -576,7 +578,7 @@ class KdaGradients:
 
     @cute.jit
     def any_beta_is_small(self, smem: Int32, place: Any, beta_scale: Float32) -> Any:
-        """Return whether `finish_dv` has a row to multiply, the same in all warps."""
+        """Return whether `finish_dv` has a row to multiply; all warps get the same answer."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         found = Boolean(False)
@@ -590,8 +592,8 @@ class KdaGradients:
     def finish_dv(
         self, beta: Float32, dv: cute.Tensor, place: Any, head: Int32, beta_scale: Float32
     ) -> None:
-        """Multiply the rows of dv whose beta `nonzero_beta` replaced; `beta` is that of the row of
-        the thread."""
+        """Multiply the rows of dv whose beta `nonzero_beta` replaced; `beta` belongs to the
+        thread's row."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < place.length:
             value, _ = self.beta_and_slope(beta, beta_scale)
@@ -607,8 +609,8 @@ class KdaGradients:
 
     @cute.jit
     def sum_into_state(self, smem: Int32, acc: cute.Tensor) -> None:
-        """Give v' dS'^T its factors m, and store the sum over the warp's rows of kg dkg, with k as
-        rounded in operands."""
+        """Multiply v' dS'^T by its factors m, and store the sum over the warp's rows of kg dkg,
+        with k rounded as in operands."""
         b, _ = self.memory.warp_place()
         r, c = row_and_part()
         values = []
@@ -625,7 +627,8 @@ class KdaGradients:
                         acc[n] = acc[n] * m
                         total[e] = cute.math.fma(k[e], acc[n], total[e])
                 values += total
-        # Lanes 4 apart have other rows: in each step one of them keeps half of the channels.
+        # Lanes 4 apart have different rows: in each step, each of two lanes keeps half of the
+        # channels.
         for bit in (4, 3, 2):
             upper = ((cute.arch.lane_idx() >> bit) & 1) == 1
             half = len(values) // 2
@@ -661,8 +664,8 @@ class KdaGradients:
     def from_start(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, scale: Float32
     ) -> None:
-        """Decay the products with the state to the chunk's first token, times 2^-shift; and give
-        them the scale and the sign."""
+        """Decay the products with the state to the chunk's first token, times 2^-shift, and
+        multiply them by the scale and the sign."""
         for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
@@ -680,7 +683,7 @@ class KdaGradients:
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
         dG: cute.Tensor, dq: cute.Tensor, dk: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store dG in the place of P, and add dq and dk of a value head to the group's."""
+        """Store dG over P, and add a value head's dq and dk to the group's sums."""
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             own = self.memory.of_token(smem, "own_score", row)
@@ -702,7 +705,7 @@ class KdaGradients:
                 store_shared(Float32, place, [dG[at], dG[at + 1]])
 
     def along(self, smem: Any) -> Any:
-        """The address of the sums of the thread's rows over the first part of the channels."""
+        """The address of the thread's rows' sums over the first part of the channels."""
         b, _ = self.memory.warp_place()
         r, _ = row_and_part()
         return smem + self.memory["along"] + (b * 8 + r) * 16
@@ -711,8 +714,8 @@ class KdaGradients:
     def sum_along(
         self, smem: Int32, barriers: Any, cta: Int32, dq: cute.Tensor, dk: cute.Tensor
     ) -> None:
-        """Store the sums of q dq and k dk, with q and k as given, over the warp's channels; to the
-        other CTA too."""
+        """Store the sums over the warp's channels of q dq and k dk, with q and k as given, in both
+        CTAs."""
         _, part = self.memory.warp_place()
         _, c = row_and_part()
         sums = []  # [q, k][row]
@@ -739,7 +742,7 @@ class KdaGradients:
 
     @cute.jit
     def norm_gradients(self, smem: Int32, barriers: Any, dq: cute.Tensor, dk: cute.Tensor) -> None:
-        """From the gradients of normalised q and k, make those of q and k."""
+        """Make the gradients of q and k from the gradients of normalised q and k."""
         if cutlass.const_expr(self.spec.exchanges):
             barriers.wait("along_full", 0)
         along = [Float32(0.0)] * 4

@@ -1,8 +1,8 @@
 """The shared memory of `gradients`, and where its warps find their elements.
 
 Warp 4 n + b has the rows of sub-chunk b, and the n-th part of the channels. A thread has
-accumulators of products of 16 rows by 8 channels (see `common.ptx.mma`), and operands of 16 tokens
-by 8 channels; both are pairs of these for each 16 channels.
+accumulators of 16 rows by 8 channels (see `common.ptx.mma`), and operands of 16 tokens by 8
+channels; each 16 channels have a pair of each.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import SUB_TILE_BYTES, right_fragments, right_offsets, thread_and_warp, tile_offset
 
-PART = 32  # channels of a warp
+PART = 32  # channels per warp
 PAIRS = PART // 16
 SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and its warp's channels
-TILE_V = 64  # columns of V of a stage
+TILE_V = 64  # columns of V per stage
 
 
 def load_floats(address: Any, count: int) -> list[Any]:
-    """Load 1, 2, 4 or 8 neighbours from shared memory."""
+    """Load 1, 2, 4 or 8 neighbouring elements from shared memory."""
     values: list[Any] = []
     for n in range(0, count, 4):
         values += load_shared(Float32, address + 4 * n, min(count, 4))
@@ -39,8 +39,8 @@ def load_floats(address: Any, count: int) -> list[Any]:
 class GradientMemory(SharedMemory):
     """Shared memory of a CTA that works on a chunk, a head of q and k, and `channels` of K.
 
-    P is the sum of gates (base 2) from a sub-chunk's first token, where it is 0. Its 32-byte unit u
-    of row r lies at unit u ^ (r & 7). Later, dG has its place.
+    P is the sum of gates (base 2) from a sub-chunk's first token, whose P is 0. 32-byte unit u of
+    row r of P lies at unit u ^ (r & 7). dG later overwrites P.
 
     Decayed q and k (see `decayed_products`) overwrite the stage, once a head's columns of V are
     done.
@@ -98,7 +98,7 @@ class GradientMemory(SharedMemory):
             tokens("own_score", "scale dAqk on its diagonal; before that, beta as given"),
             tokens("inverse_norm_q", ""),
             tokens("inverse_norm_k", ""),
-            # For each part of the channels and two rows 8 apart.
+            # A buffer for each part of the channels, and for each of two rows 8 apart.
             Buffer("along", Float32, self.all_parts * 2 * CHUNK, holds="sums of q dq and k dk"),
             Buffer("out_of_range", Int32, 4 * SUB_CHUNKS, holds="a warp's first such row"),
             *(
@@ -114,7 +114,7 @@ class GradientMemory(SharedMemory):
         self.offsets["m"] = self["later"]
         operands = 3 * (2 * CHUNK * self.channels)
         assert operands <= self.stage.nbytes
-        # Behind the operands, and later in their place: registers that threads put aside.
+        # Registers that threads put aside lie behind the operands, and later over them.
         self.offsets["aside"] = self["stage"] + operands
         self.can_put_aside = operands + self.num_threads * SUMS * 4 <= self.stage.nbytes
 
@@ -141,7 +141,7 @@ class GradientMemory(SharedMemory):
         return right_fragments(matrix, self.operand_offsets(), step, pair)
 
     def rows(self) -> list[Any]:
-        """Return the two rows of the chunk of which the thread has accumulators."""
+        """Return the two rows of the chunk for which the thread has accumulators."""
         b, _ = self.warp_place()
         r, _ = row_and_part()
         return [b * SUB_CHUNK + r, b * SUB_CHUNK + r + 8]
@@ -182,8 +182,8 @@ class GradientMemory(SharedMemory):
     # -- registers put aside ------------------------------------------------------------------
 
     def put_aside(self, at: Any, values: cute.Tensor) -> None:
-        """Store a thread's SUMS values in shared memory from `at` on, lest they spill. Where
-        there is no room for them they stay in registers."""
+        """Store a thread's SUMS values in shared memory from `at` on, so that they do not spill.
+        Values for which there is no room stay in registers."""
         for place, n in self._aside(at):
             store_shared(Float32, place, [values[n + i] for i in range(4)])
 

@@ -1,13 +1,14 @@
-"""`state_pass` where a pool has the states: it reads and writes them in place, as servers need it.
+"""`state_pass` for states in a pool, as in a server: initial states are read, and final states
+written, in place.
 
-    state_indices       [N]      a sequence's slot: of its initial state, and then of its final one
-    checkpoint_indices  [N, C]   slots of the states after every checkpoint_chunks chunks of it
+    state_indices       [N]      a sequence's slot: it has the initial state, then the final state
+    checkpoint_indices  [N, C]   slots for the states after every checkpoint_chunks chunks
 
 A sequence without a slot starts from 0, and its final state is stored nowhere. A warp reads and
-writes the same part of a slot, so one kernel can do both in place. Of a split sequence, however,
-the CTAs of the first segment read the slot, and those of the last one write it. So `transitions`
-copies the initial state to the place in segment_states that belongs to the last of the call's
-segments, which has no B. `outputs` starts from this copy.
+writes the same part of a slot, so one kernel can do both in place. In a split sequence, however,
+CTAs of the first segment read the slot, and CTAs of the last segment write it. So `transitions`
+copies the initial state to segment_states, to the place of the call's last segment, which has no B.
+`outputs` starts from this copy.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class KdaPoolPass(KdaStatePass):
         a, stream = gathered(Arguments, args)
         config = self.launch_config(a)
         if cutlass.const_expr(self.outputs):
-            # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the
-            # reason.
+            # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator
+            # raises the reason.
             columns, heads, sequences = config["grid"]
             read = (a.rows, a.state_indices, a.checkpoint_indices, a.cu_seqlens)
             if overlaps((a.o, a.pool), read, (a.pool,)):
@@ -152,6 +153,6 @@ class KdaPoolPass(KdaStatePass):
 
 @cute.jit
 def is_slot(slot: Int32, pool: cute.Tensor) -> Any:
-    """A negative index is padding. An index past the pool is a caller's bug; it is treated as
-    padding, so that no access is out of bounds."""
+    """A negative index is padding. An index past the pool is a caller's bug; treating it as padding
+    keeps every access in bounds."""
     return slot >= 0 and slot < pool.shape[0]

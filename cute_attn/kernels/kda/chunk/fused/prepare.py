@@ -1,7 +1,7 @@
 """KDA's preparation of chunks: the first kernel of the fused path.
 
-For every chunk of 64 tokens and value head it computes everything that does not depend on the
-state, as tiles in the layout of `state_pass`'s shared memory (see `__call__`).
+The kernel computes everything that does not depend on the state, for every chunk of 64 tokens and
+value head. Its results are tiles in the layout of `state_pass`'s shared memory (see `__call__`).
 
     CTA (value head, chunk), 8 warps
       load      q and k by cp.async; gates and beta to registers
@@ -17,13 +17,13 @@ Gates are summed within sub-chunks only, and decays between sub-chunks are multi
 gate costs later tokens no accuracy.
 
 The correction of a token is beta (v - S^T k). Where similar keys follow one another, corrections
-cancel in the state, and an error that they all have does not. So beta is not part of the inverse,
-whose diagonal would have the same error for all tokens with the same beta. Instead beta = m p (see
-`gates.split_beta`), and the state takes
+cancel in the state, but an error common to all corrections does not cancel. So beta is not part of
+the inverse: its rounding error in the diagonal would be equal for all tokens of equal beta. Instead
+beta = m p (see `gates.split_beta`), and the state takes
 
     S <- Diag(exp(g)) S + (m k) (p (v - S^T k))^T
 
-as if keys were written times m, whose rounding differs from channel to channel.
+as if each key were written times m; the rounding of m k differs from channel to channel.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Record(Carried):
 
     Args:
         base: address of the tensor of all records.
-        unit: index of the record's first 16-byte unit. Uint32, which covers 64 GB.
+        unit: index of the record's first 16-byte unit. A Uint32 covers 64 GB.
     """
 
     def __init__(self, memory: ChunkMemory, base: Any, unit: Any):
@@ -108,7 +108,7 @@ class Record(Carried):
         if self.memory.l2norm:
             row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
             norm = self.memory.of_token(smem, "inverse_norm_q", row)
-        # `start` has 2^-shift, times which a small scale would underflow.
+        # `start` has the factor 2^-shift, with which a small scale would underflow.
         q = [(x * y) * norm for x, y in zip(q, start, strict=True)]
         self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 

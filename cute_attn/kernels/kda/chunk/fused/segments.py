@@ -5,8 +5,8 @@
 
 The products, of K by K by V, form a chain, so latency is all that counts. A CTA has few columns of
 V, transposed, and each of its warps a quarter of K. A warp loads its rows of M_(p+1) while it
-multiplies by those of M_p. Each product is three of tf32 pieces, nearly as accurate as float32. S^T
-passes through shared memory between steps.
+multiplies by its rows of M_p. Each product is computed as three tf32 products, nearly as accurate
+as float32. S^T passes through shared memory between steps.
 
     CTA (tile of V, value head, sequence)
       load      M_p by cp.async, each warp its own rows
@@ -35,7 +35,7 @@ from ..chunks import sequence_place
 from ..spec import CHUNK, SegmentsSpec
 
 NUM_WARPS = 4
-UNIT = 4  # floats of a copy
+UNIT = 4  # floats per copy
 
 
 class Arguments(NamedTuple):
@@ -146,7 +146,8 @@ class KdaSegments:
     def load(
         self, transitions: cute.Tensor, p: Int32, count: Int32, target: Int32, mine: Int32
     ) -> None:
-        """Start the copy of the warp's rows of M_p, if it is needed. Commit a group in any case."""
+        """Start the copy of the warp's rows of M_p, if M_p is needed. Commit a group in any
+        case."""
         lane = cute.arch.lane_idx()
         if p < count - 1:
             units = self.spec.head_dim_k // UNIT

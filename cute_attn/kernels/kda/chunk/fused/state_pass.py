@@ -14,7 +14,7 @@ factors of beta = m p. With S the state at the chunk's start, a K by V matrix, a
       correct   r, then v_new
       update    S; and o, in registers
 
-For a backward pass it also stores S of each chunk and v_new.
+For a backward pass, the kernel also stores S and v_new of each chunk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KdaStatePass(ChunkPass):
         )
 
     def hold(self) -> Any:
-        """Return o of the previous chunk, 16 tokens by 2 columns; it is stored while products
+        """Return o of the previous chunk, 16 tokens by 2 columns, which is stored while products
         run."""
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
         output.fill(0)

@@ -65,8 +65,8 @@ from ..sub_chunks import (
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
-HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
-MOST_COLUMNS = 128  # of a product
+HALF = SUB_CHUNKS * WARP_SIZE  # threads in half of the warps
+MOST_COLUMNS = 128  # columns of a product
 
 
 class Outputs(Carried):
@@ -114,8 +114,9 @@ def put(rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
 
 
 def store_columns(tile: Any, row: Any, group: Any, part: Any, packed: Any) -> None:
-    """Store the part-th 8 neighbours of a group of 32 columns to an operand. Pair i goes to unit i
-    of the group, so that a thread of the product gets all four pairs and stores 16 bytes at once.
+    """Store 8 neighbouring columns, number `part` of a group of 32, to an operand. Pair i goes to
+    unit i of the group, so that a thread of the product gets all four pairs and stores 16 bytes at
+    once.
     """
     base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
     for i in range(4):
@@ -160,7 +161,7 @@ class KdaChunkIntra:
     def __init__(self, spec: IntraSpec):
         self.spec = spec
         self.dtype, self.beta_dtype = DTYPE[spec.dtype], DTYPE[spec.beta_dtype]
-        # v is loaded, and u computed, in parts that fit the registers.
+        # v is loaded, and u computed, in parts that fit in registers.
         self.units = spec.head_dim_v // 8  # 16-byte units of a row of v
         self.parts = max(1, spec.head_dim_v // MOST_COLUMNS)
         self.loads = CHUNK * self.units // HALF // self.parts

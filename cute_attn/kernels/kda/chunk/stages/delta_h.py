@@ -4,12 +4,12 @@ and the corrections v_new.
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
 All matrices are transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
-by K, are the accumulators of its products. Rounded they are h and, in the same registers, the left
-operand of the next product, and so is v_new^T. So the recurrence never leaves a warp's registers,
-and warps share only the chunk's rows in shared memory.
+by K, is in the accumulators of its products. Rounded accumulators are h and, without moving between
+threads, the left operand of the next product; so is v_new^T. So the recurrence never leaves a
+warp's registers, and warps share only the chunk's rows in shared memory.
 
-`products="wgmma"` (sm_90a) has the same fragments in the same threads, and reads the rows once
-rather than once for each warp. Its products overlap the start of copies and the stores of results.
+`products="wgmma"` (sm_90a) distributes fragments over threads as "mma" does, and reads the rows
+once rather than once per warp. wgmmas overlap the start of copies and the stores of results.
 
     CTA (tile of V, value head, sequence), tile_v / 16 warps
       load      w, kg and u of chunk c + num_stages - 1, by cp.async; G_e of chunk c + 1
@@ -61,7 +61,7 @@ from ..tiles import (
     transposed_accumulators,
 )
 
-TILE_V = 64  # with 32, or 128 on sm_90, the kernel would spill
+TILE_V = 64  # columns of V per CTA; with 32, or 128 on sm_90, the kernel would spill
 
 
 class Placeholders(NamedTuple):
@@ -70,18 +70,18 @@ class Placeholders(NamedTuple):
     of_k: Callable[[], Any]
     of_v: Callable[[], Any]
     g: Any
-    start: Any  # initial_state or its gradient
-    end: Any  # final_state or its gradient
+    start: Any  # initial_state, or the gradient of initial_state
+    end: Any  # final_state, or the gradient of final_state
     cu_seqlens: Any
     h: Any  # or its gradient
 
 
 class ChunkStates:
-    """What `delta_h` and its backward share: the state's registers, the decays of chunks, and the
-    stores of h and v_new."""
+    """The common parts of `delta_h` and its backward: the state's registers, the decays of chunks,
+    and the stores of h and v_new."""
 
     def __init__(self, spec: DeltaHSpec | DeltaHBackwardSpec, stage: SharedMemory):
-        """stage: the ring's, of one chunk."""
+        """stage: the buffers of one stage of the ring, which holds one chunk."""
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         if spec.tile_v != TILE_V:
@@ -297,7 +297,8 @@ class KdaDeltaH(ChunkStates):
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
             if cutlass.const_expr(self.state.wgmma):
                 cute.arch.fence_proxy("async.shared", space="cta")
-            # All threads' copies of this chunk are done, and all warps have read the previous one.
+            # All threads' copies of this chunk have finished, and all warps have read the previous
+            # chunk.
             cute.arch.sync_threads()
             copies = (c + spec.num_stages - 1, base + ahead * self.stage_bytes, x.kg, x.w, x.u)
             self.load_decay(logs, c + 1, num_chunks, x.g, place, head)
@@ -371,7 +372,7 @@ class KdaDeltaH(ChunkStates):
         copies: tuple[Any, Any, Any, Any, Any],
     ) -> None:
         """Update the state, and start the loads given by `copies`. A branch between the start and
-        the wait of a `wgmma` would make the compiler serialise them."""
+        the wait of a `wgmma` would make the compiler serialise the wgmmas."""
         spec, dtype = self.spec, self.dtype
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 

@@ -3,8 +3,8 @@ dh of the states after the chunks, and the gradient of u.
 
     dh = dS        du = dv_new + kg dS        dS <- Diag(exp2(G_e)) dS + scale qg^T do - w^T du
 
-It is the adjoint of `delta_h`, whose structure it has: a warp owns 16 columns of V and all of K.
-dv_new is the gradient of v_new through the output, from `output_backward`.
+The pass is the adjoint of `delta_h`, with the same structure: a warp owns 16 columns of V and all
+of K. dv_new is the gradient of v_new through the output, from `output_backward`.
 
     CTA (tile of V, value head, sequence), tile_v / 16 warps
       load      qg, kg, w, do, dv_new of chunk c - num_stages + 1, by cp.async; G_e of chunk c - 1
@@ -137,7 +137,8 @@ class KdaDeltaHBackward(ChunkStates):
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
             if cutlass.const_expr(self.state.wgmma):
                 cute.arch.fence_proxy("async.shared", space="cta")
-            # All threads' copies of this chunk are done, and all warps have read the previous one.
+            # All threads' copies of this chunk have finished, and all warps have read the previous
+            # chunk.
             cute.arch.sync_threads()
             before = c - 1 if c > 0 else num_chunks  # there is no chunk num_chunks to load
             self.load_decay(logs, before, num_chunks, x.g, place, head)
@@ -198,8 +199,8 @@ class KdaDeltaHBackward(ChunkStates):
         index: Any,
         copies: tuple[Any, Any, tuple[Any, ...]],
     ) -> None:
-        """Update dS, and start the loads given by `copies`, whose loop must not stand between the
-        start and the wait of a `wgmma`."""
+        """Update dS, and start the loads given by `copies`. The loop over loads must not stand
+        between the start and the wait of a `wgmma`."""
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
         # keep and correct: `s` is dS^T rounded, 4 registers for each 16 of K

@@ -2,8 +2,8 @@
 
 The kernel is bound by memory bandwidth. A thread holds 4 channels of 8 tokens, and issues all loads
 before the first use. The chunk's 8 groups of 8 tokens exchange their sums through shared memory. A
-token's sum depends on no later token. The groups' sums are added in double-float arithmetic: these
-sums are as large as G, and a rounding error would stay in all later tokens.
+token's sum depends on no later token. The groups' sums are added in double-float arithmetic: they
+grow as large as G, and a rounding error would stay in all later tokens.
 
     CTA (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels for each thread
@@ -39,8 +39,8 @@ from ..tiles import (
     load_floats,
 )
 
-CHANNELS = 4  # of a thread
-ROWS = 8  # of a thread
+CHANNELS = 4  # channels per thread
+ROWS = 8  # tokens per thread
 GROUPS = CHUNK // ROWS
 
 
@@ -124,7 +124,7 @@ class KdaGateCumsum:
         channel = (thread & (self.threads_a_row - 1)) * CHANNELS
         first = group * ROWS
 
-        # Past the end, the last token is read again; it only enters sums that are not stored.
+        # Past the end, the last token is read again; it enters only sums that are not stored.
         source = row_address(g, place.batch, place.start, head, channel)
         pitch = row_bytes(g)
         rows = []
@@ -167,7 +167,7 @@ class KdaGateCumsum:
 
 
 def add_exactly(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
-    """total + x by Knuth's two-sum, where `total` is a float32 and its rounding error."""
+    """total + x by Knuth's two-sum; `total` and the result are (float32, its rounding error)."""
     high, low = total
     result = high + x
     of_x = result - high

@@ -1,8 +1,8 @@
-"""The gradients of the gate's inputs, from those of its sums within chunks.
+"""The gradients of the gate's inputs, from the gradients of its sums within chunks.
 
-With dG the gradient of the sums in natural units, the gradient of a token's gate is the sum of dG
-over the tokens from it to the chunk's end. Threads and loads are those of `gate_cumsum`. Each chunk
-and head stores its parts of the gradients of A_log and dt_bias, which `sum_partials` adds up.
+dG is the gradient of the sums in natural units. The gradient of a token's gate is the sum of dG
+from this token to the chunk's end. Work is distributed over threads as in `gate_cumsum`. Each chunk
+and head stores its parts of the gradients of A_log and dt_bias, and `sum_partials` adds them up.
 
     CTA (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels of dG and g for each thread

@@ -9,14 +9,14 @@ With D_ij = exp2(G_i - G_j), and the gradients dA (`dAqk`) of the product of q a
                                           dk_i = dA_ii q_i + beta_i row_k_i + column_i
     dG_i = q_i * row_q_i + k_i * (beta_i row_k_i - column_i)
 
-which are added to what the other stages gave; dq and dk are then summed over the value heads that
-share q and k. A token's product with itself has no decay, so that dG has no part of it.
+All are added to the other stages' results; dq and dk are then summed over the value heads that
+share q and k. A token's product with itself has no decay, so it contributes nothing to dG.
 
 Sums run on the CUDA cores in float32, since this kernel moves many bytes. A thread has two channels
 of 8 tokens, so that an element of dA in shared memory serves two channels. Between blocks of 8
-tokens D_ij is split, as in the forward, at the first token of the later block for rows, or of the
-one after the earlier for columns. Within a block it is computed for every pair. No factor exceeds
-1.
+tokens D_ij is split in two factors, as in the forward: for rows at the first token of the later
+block, for columns at the first token after the earlier block. Within a block D_ij is computed for
+every pair. No factor exceeds 1.
 
     CTA (slot of a chunk, head of q and k), 8 warps with 8 tokens each
       for each value head
@@ -56,13 +56,13 @@ from ..chunks import Rows, chunk_place, num_slots, row_address, row_bytes, row_o
 from ..spec import CHUNK, IntraBackwardSpec
 from ..tiles import UNIT_BYTES, thread_and_warp
 
-TOKENS = 8  # of a warp
+TOKENS = 8  # tokens per warp
 BLOCKS = CHUNK // TOKENS
-CHANNELS = 2  # of a thread
-PART = CHANNELS * WARP_SIZE  # channels at once
+CHANNELS = 2  # channels per thread
+PART = CHANNELS * WARP_SIZE  # channels of a warp at once
 NUM_THREADS = WARP_SIZE * BLOCKS
-VECTOR = 4  # elements of dA of a load
-ROW_BYTES = CHUNK * 4  # of dA
+VECTOR = 4  # elements of dA per load
+ROW_BYTES = CHUNK * 4  # bytes of a row of dA
 
 
 class Arguments(NamedTuple):
@@ -165,7 +165,7 @@ class KdaIntraBackward:
                 self.load(x.dAqk, x.dAkk, x.beta, place, head, base)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()
-                of_beta = cute.make_rmem_tensor((1,), Float32)  # of the warp's token `lane`
+                of_beta = cute.make_rmem_tensor((1,), Float32)  # dbeta of the warp's token `lane`
                 of_beta.fill(0.0)
                 for part in cutlass.range(self.spec.head_dim_k // PART, unroll=1):
                     self.channels(
@@ -304,11 +304,11 @@ class KdaIntraBackward:
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add to the rows the pairs with an earlier block."""
+        """Add the pairs with an earlier block to the rows."""
         for j in cutlass.range(other, other + TOKENS, VECTOR, unroll=1):
             decayed = []
             for m in cutlass.range_constexpr(VECTOR):
-                # An earlier block is whole, unless this one has no tokens.
+                # An earlier block is full, unless this block has no tokens.
                 row = cutlass.min(j + m, last)
                 totals, keys = self.load_floats(g, row), self.load_pair(k, row)
                 decayed.append([keys[n] * exp2(start[n] - totals[n]) for n in range(CHANNELS)])
@@ -334,7 +334,7 @@ class KdaIntraBackward:
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add to the columns the pairs with a later block."""
+        """Add the pairs with a later block to the columns."""
         for i in cutlass.range(other, other + TOKENS, unroll=4):
             row = cutlass.min(i, last)
             (beta,) = load_shared(Float32, base + self.memory["beta"] + i * 4)
@@ -362,8 +362,8 @@ class KdaIntraBackward:
         part: Int32,
         base: Int32,
     ) -> None:
-        """Add the pairs within the block, from its last token to its first. A token's sums are
-        complete with those of its own row, and stored at once: this saves registers."""
+        """Add the pairs within the block, from its last token to its first. Once its own row is
+        added, a token's sums are complete and are stored at once, which saves registers."""
         row_q, row_k, column = sums
         G, k = values
         q, dq, dk, dg = given
@@ -416,7 +416,8 @@ class KdaIntraBackward:
     # -- sums over a group --------------------------------------------------------------------
 
     def sums_at(self, part: Any, i: Any, base: Any) -> Any:
-        """Return the address of the thread's sums of dq of a token. Those of dk are a row later."""
+        """Return the address of the thread's sums of dq of a token. The sums of dk are a row
+        later."""
         thread, _, _ = cute.arch.thread_idx()
         row = (part * TOKENS + i) * 2
         return base + self.memory["sums"] + (row * NUM_THREADS + thread) * (4 * CHANNELS)

@@ -61,8 +61,8 @@ from ..tiles import (
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-COLUMNS = 64  # of o, stored at once
-STEP = 16  # channels of a product
+COLUMNS = 64  # columns of o stored at once
+STEP = 16  # channels per product
 STEPS_AT_ONCE = 4  # products whose q and G are in registers at once
 
 
@@ -91,7 +91,7 @@ class KdaOutput:
                 f"head_dim_v={spec.head_dim_v}"
             )
         self.tiles = spec.head_dim_v // spec.tile_v
-        # h in shared memory: lines of 64 elements, of V or, with state_v_first, of K.
+        # h in shared memory: lines of 64 elements along V, or along K with state_v_first.
         self.h_rows, self.h_columns = spec.head_dim_k, spec.tile_v
         if spec.state_v_first:
             self.h_rows, self.h_columns = self.h_columns, self.h_rows
@@ -197,8 +197,8 @@ class KdaOutput:
         cute.arch.cp_async_commit_group()
 
     def copy_state(self, source: Any, shared: Any) -> None:
-        """Copy h in lines of 64 elements. They are swizzled so that the rows that one load of a
-        fragment reads (4 i + (0, 1), or with state_v_first four neighbours) do not conflict."""
+        """Copy h in lines of 64 elements. The swizzle avoids bank conflicts between the rows that
+        one load of a fragment reads: rows 4 i + (0, 1), or with state_v_first four neighbours."""
         thread, _, _ = cute.arch.thread_idx()
         units = self.h_columns * 2 // UNIT_BYTES
         step = NUM_THREADS // units

@@ -2,13 +2,13 @@
 
     dAqk = scale do v_new^T  on and below the diagonal        dv_new = Aqk^T do
 
-dAqk is that of the product of q and k, which Aqk multiplies by the scale. The kernel is bound by
-memory bandwidth.
+dAqk is the gradient of the unscaled product of q and k; Aqk is this product times the scale. The
+kernel is bound by memory bandwidth.
 
     CTA (slot of a chunk, value head), 4 warps
       load      Aqk, do and v_new by cp.async
       scores    dAqk, 16 rows for each warp, and only blocks up to the diagonal
-      values    dv_new, likewise; left operands are columns of Aqk
+      values    dv_new, 16 rows for each warp; left operands are columns of Aqk
       store     through the shared memory of Aqk, which is in registers
 """
 
@@ -45,8 +45,8 @@ from ..tiles import (
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-COLUMNS = 64  # of dv_new, accumulated at once
-STEP = 16  # columns of V of a product
+COLUMNS = 64  # columns of dv_new accumulated at once
+STEP = 16  # columns of V per product
 
 
 class Arguments(NamedTuple):

@@ -9,7 +9,7 @@ The kernel is bound by memory bandwidth: arithmetic overlaps the loads of the ot
       load      Akk and v by cp.async; k, q and G into registers, 4 rows of a thread at once
       scale     beta exp2(G) * k -> shared memory; qg and kg -> global memory
       w         16 rows for each warp; left operands are Akk's blocks up to the diagonal
-      u         the same with Akk Diag(beta), rounded, so that v is an operand without conversion
+      u         as w, from Akk Diag(beta), rounded: then v is an operand without conversion
       store     through the shared memory of the warp's rows of Akk, which are in registers
 """
 
@@ -47,9 +47,9 @@ from ..tiles import (
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-CHANNELS = 8  # of a thread in `scale`
-ROWS = 4  # of a thread, loaded at once
-COLUMNS = 64  # of w or u, accumulated at once
+CHANNELS = 8  # channels per thread in `scale`
+ROWS = 4  # rows that a thread loads at once
+COLUMNS = 64  # columns of w or u accumulated at once
 
 
 class Arguments(NamedTuple):
@@ -158,7 +158,7 @@ class KdaRecomputeWU:
             store_shared(Float32, base + self.memory["beta"] + thread * 4, [factor])
 
     def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
-        """Load beta of a row of the chunk; 0 past its end."""
+        """Load beta of a row of the chunk; 0 past the chunk's end."""
         token = place.start + cutlass.min(row, place.length - 1)
         factor = Float32(beta[place.batch, token, head])
         return cutlass.select_(row < place.length, factor, Float32(0.0))

@@ -1,6 +1,6 @@
 """The gradients of q, k, v, beta, G and L through a chunk's products with the state.
 
-With du the gradient of u, h the state before the chunk, and dh the gradient of the one after it:
+With du the gradient of u, h the state before the chunk, and dh the gradient of the state after it:
 
     dy  = Akk^T du                          dv = Diag(beta) dy
     dq  = scale exp2(G) * (do h^T)
@@ -8,8 +8,8 @@ With du the gradient of u, h the state before the chunk, and dh the gradient of 
     dke = exp2(G_e - G) * (v_new dh^T)      dk = Diag(beta) dks + dke
     dL  = -dy v_new^T below the diagonal
     dbeta_i = dy_i . v_i + dks_i . k_i
-    dG  = q * dq + Diag(beta) k * dks - k * dke,
-          of the last token besides  sum_i k_i * dke_i + exp2(G_e) * (h * dh summed over V)
+    dG  = q * dq + Diag(beta) k * dks - k * dke; for the last token, plus
+          sum_i k_i * dke_i + exp2(G_e) * (h * dh summed over V)
 
 dL needs no product of 64 by 64 matrices: it is -Akk^T dAkk Akk^T, and dAkk Akk^T = du v_new^T.
 
@@ -76,9 +76,9 @@ from ..tiles import (
 BANDS = CHUNK // FRAGMENT_ROWS
 NUM_WARPS = 2 * BANDS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-COLUMNS = 64  # of V, loaded at once
-HALF = COLUMNS // 2  # of a warp in `solve`
-STEP = 16  # columns of V of a product
+COLUMNS = 64  # columns of V loaded at once
+HALF = COLUMNS // 2  # columns of a warp in `solve`
+STEP = 16  # columns of V per product
 ROWS_AND_COLUMNS = ("do", "du", "v", "v_new")
 
 
@@ -113,8 +113,8 @@ class KdaRecomputeWUBackward:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.beta_dtype = DTYPE[spec.beta_dtype]
-        self.channels = spec.head_dim_k // 2  # of a warp
-        # Threads that share the sum of h * dh of a channel, or with state_v_first of two.
+        self.channels = spec.head_dim_k // 2  # channels per warp
+        # Threads that share a channel's sum of h * dh, or with state_v_first two channels' sums.
         self.sharers = NUM_THREADS // (spec.head_dim_k // (2 if spec.state_v_first else 1))
         state = spec.head_dim_k * COLUMNS
         self.memory = SharedMemory(
@@ -365,8 +365,8 @@ class KdaRecomputeWUBackward:
                     self.add(lower, 8 * j, a[2], right_fragments_of_rows(rows, 16 * j, step))
 
     def state_fragments(self, shared: Any, offsets: list[Any], half: Any, step: int, j: int) -> Any:
-        """Load columns 16 step to 16 step + 15 of V (k) of 16 channels (n), 16 j and on of the
-        warp's, as two right operands."""
+        """Load two right operands: columns 16 step to 16 step + 15 of V (k), for the warp's
+        channels 16 j to 16 j + 15 (n)."""
         if not self.spec.state_v_first:
             rows = shared + half * (self.channels * LINE_BYTES)
             return right_fragments_of_rows(rows, 16 * j, step)
@@ -388,7 +388,7 @@ class KdaRecomputeWUBackward:
         """Add the thread's part of h * dh, summed over 64 columns of V."""
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.spec.state_v_first):
-            # Two channels, of some rows of V.
+            # Two channels, some rows of V.
             pairs = self.spec.head_dim_k // 2
             sharer = Int32(Uint32(thread) >> (pairs.bit_length() - 1))
             column = 2 * (thread & (pairs - 1))
@@ -402,7 +402,7 @@ class KdaRecomputeWUBackward:
                 for n in cutlass.range_constexpr(2):
                     total[n] = total[n] + x[n] * y[n]
         else:
-            # A channel, of some columns of V.
+            # One channel, some columns of V.
             channel = thread & (self.spec.head_dim_k - 1)
             sharer = Int32(Uint32(thread) >> (self.spec.head_dim_k.bit_length() - 1))
             units = COLUMNS // 8 // self.sharers
@@ -420,7 +420,7 @@ class KdaRecomputeWUBackward:
     def store_state_sums(self, total: cute.Tensor, base: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         at = base + self.memory["of_state"]
-        # With state_v_first a thread has two channels, and otherwise one.
+        # A thread has two channels with state_v_first, and otherwise one.
         if cutlass.const_expr(self.spec.state_v_first):
             store_shared(Float32, at + thread * 8, [total[0], total[1]])
         else:
@@ -531,7 +531,8 @@ class KdaRecomputeWUBackward:
         half: Int32,
         base: Int32,
     ) -> None:
-        """Store dbeta; the threads that stored dG of the last token add its further terms."""
+        """Store dbeta; the threads that stored dG of the last token add that token's further
+        terms."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         row_of_sums = self.spec.head_dim_k * 4
