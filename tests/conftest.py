@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="cute-attn-tests-")  # 0700, as the cache demands
         config.stash[_cache_directory] = directory
     os.environ["CUTE_ATTN_CACHE_DIR"] = directory
+    # Tests start many processes, most of whose time would go into compiling the same sources anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Tensors are small: torch's threads would wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

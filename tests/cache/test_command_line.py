@@ -226,6 +226,7 @@ def test_ls_of_thousands_takes_a_moment(
     assert len(capsys.readouterr().out.splitlines()) == 5002
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_build_makes_a_directory_that_a_server_can_use(
     root: Path,
     spec_file: Path,
