@@ -127,7 +127,6 @@ NOT_THERE = {("gradients, K = 128", arch) for arch in ("sm_86", "sm_89")} | {
     ("flash_attn_func", arch) for arch in ARCHS if arch != "sm_103a"
 }
 IN_MAKE_TEST = {
-    ("chunk_kda", "sm_80"),
     ("chunk_kda", "sm_120a"),
     ("gradients, K = 64", "sm_86"),
     ("fused_recurrent_kda", "sm_80"),
