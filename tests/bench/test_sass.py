@@ -14,7 +14,7 @@ from cute_attn.bench.harness.registry import EXIT_UNAVAILABLE
 from cute_attn.machine_code import tile_model as model
 from cute_attn.machine_code.disassembly import DisassemblyError, find_nvdisasm
 from cute_attn.machine_code.tile_model import HD256_FORWARD
-from tests.emulator.peer_captures import DIRECTORY, QUICK_REQUESTS, SASS, capture
+from tests.emulator.peer_captures import DIRECTORY, SASS, capture
 from tests.machine_code.made import WAIT, loop, made
 
 CAPTURES = DIRECTORY / forward.ARCH
@@ -88,9 +88,9 @@ def nvdisasm():
 
 @pytest.fixture(scope="module")
 def captures():
-    """Those of theirs that `make test` needs are compiled with others, in one process."""
+    """Theirs, compiled in one process."""
     if not peers.missing("flash_attention_4"):
-        capture(SASS[0], QUICK_REQUESTS)
+        capture(SASS[0], SASS)
     return CAPTURES
 
 
@@ -111,6 +111,7 @@ def check(specialisations, nvdisasm):
     assert missed == []
 
 
+@pytest.mark.slow  # it compiles theirs
 @pytest.mark.timeout(900)
 def test_ours_is_not_above_theirs_and_does_not_spill(nvdisasm, captures):
     check([s for s in forward.FORWARD if s.name in SHORT], nvdisasm)
@@ -122,6 +123,7 @@ def test_no_specialisation_is_above_theirs_or_spills(nvdisasm):
     check(forward.FORWARD, nvdisasm)
 
 
+@pytest.mark.slow  # it compiles theirs; that of the tiles on sm_90a is quick
 @pytest.mark.timeout(900)
 def test_the_whole_benchmark(nvdisasm, captures, tmp_path):
     argv = ["sass", "hd256-fwd", "--short", "--captures", str(captures), "--out", str(tmp_path)]

@@ -61,7 +61,7 @@ QUICK_PEERS = ("forward sm_100", "backward sm_90", "gemm sm_100 pairs")
 UNEVEN = {"heads": 1, "causal": True, "seqlen_q": 200, "seqlen_k": 333}
 BACKWARD_SM100 = backward(arch=SM100, head_dim=128, **UNEVEN)
 
-# Of test_sass.py, whose machine code is compared with ours.
+# Of test_sass.py, whose machine code is compared with ours: slow.
 SASS = [
     forward(arch=SM100, head_dim=256, seqlen_q=512, **s.theirs)
     for s in hd256_forward.FORWARD
@@ -80,7 +80,6 @@ QUICK = [
 ]
 QUICK_REQUESTS = [
     *QUICK,
-    *SASS,
     *(case.request for case in whole_kernels.CASES.values() if case.quick),
 ]
 
