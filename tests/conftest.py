@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -69,8 +70,22 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="cute-attn-tests-")  # 0700, as the cache demands
         config.stash[_cache_directory] = directory
     os.environ["CUTE_ATTN_CACHE_DIR"] = directory
+    # Tests start many processes, most of whose time would go into compiling the same sources anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Tensors are small: torch's threads would wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is there when the tests begin stays: ten thousand tests, and all modules. The garbage
+    collector would take a second to look at it, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,13 +60,13 @@ def roofline() -> str:
         groups = m // kernel.ROWS
         products = 2 * m * n * (head_dim + head_dim_v) / TENSOR_CORES
         exponentials = m * n / SFU
-        # A wgmma reads its operands: S those of Q and K, P V that of V.
+        # A wgmma reads its operands in shared memory: Q and K for S, V for P V.
         operands = groups * 2 * ((kernel.ROWS + n) * head_dim + n * head_dim_v) / SHARED
         loads = 2 * n * (head_dim + head_dim_v) / products
         in_turn = peak * products / (products + exponentials)
         rows.append(
-            f"| {named(head_dim, head_dim_v)} | {m} x {n} | {products:.0f} | {exponentials:.0f} | {operands:.0f} "
-            f"| {loads:.0f} | {peak:.0f} | {in_turn:.0f} |"
+            f"| {named(head_dim, head_dim_v)} | {m} x {n} | {products:.0f} | {exponentials:.0f} "
+            f"| {operands:.0f} | {loads:.0f} | {peak:.0f} | {in_turn:.0f} |"
         )
     head = [
         "| head_dim | tile | products | exponentials | shared memory | K and V, bytes a clock | "

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,10 @@ from cute_attn.bench.harness.registry import EXIT_UNAVAILABLE
 from cute_attn.machine_code import tile_model as model
 from cute_attn.machine_code.disassembly import DisassemblyError, find_nvdisasm
 from cute_attn.machine_code.tile_model import HD256_FORWARD
+from tests.emulator.peer_captures import DIRECTORY, SASS, capture
 from tests.machine_code.made import WAIT, loop, made
 
-CAPTURES = Path(__file__).parents[2] / "build" / "peers"
+CAPTURES = DIRECTORY / forward.ARCH
 
 
 def test_without_nvdisasm_it_says_what_to_install(monkeypatch, capsys):
@@ -86,6 +86,14 @@ def nvdisasm():
         pytest.skip(str(reason))
 
 
+@pytest.fixture(scope="module")
+def captures():
+    """Theirs, compiled in one process."""
+    if not peers.missing("flash_attention_4"):
+        capture(SASS[0], SASS)
+    return CAPTURES
+
+
 def check(specialisations, nvdisasm):
     """Our kernels do not spill, and their busiest unit takes no more clocks than theirs."""
     programs = [forward.our_program(s) for s in specialisations]
@@ -103,8 +111,9 @@ def check(specialisations, nvdisasm):
     assert missed == []
 
 
+@pytest.mark.slow  # it compiles theirs
 @pytest.mark.timeout(900)
-def test_ours_is_not_above_theirs_and_does_not_spill(nvdisasm):
+def test_ours_is_not_above_theirs_and_does_not_spill(nvdisasm, captures):
     check([s for s in forward.FORWARD if s.name in SHORT], nvdisasm)
 
 
@@ -114,9 +123,10 @@ def test_no_specialisation_is_above_theirs_or_spills(nvdisasm):
     check(forward.FORWARD, nvdisasm)
 
 
+@pytest.mark.slow  # it compiles theirs; that of the tiles on sm_90a is quick
 @pytest.mark.timeout(900)
-def test_the_whole_benchmark(nvdisasm, tmp_path):
-    argv = ["sass", "hd256-fwd", "--short", "--captures", str(CAPTURES), "--out", str(tmp_path)]
+def test_the_whole_benchmark(nvdisasm, captures, tmp_path):
+    argv = ["sass", "hd256-fwd", "--short", "--captures", str(captures), "--out", str(tmp_path)]
     assert main(argv) == 0
     report = json.loads(next(tmp_path.rglob("sass-hd256-fwd*.json")).read_text())
     ours = [row for row in report["rows"] if row["kernel"] == OURS]

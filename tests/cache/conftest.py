@@ -96,6 +96,16 @@ def instant_compiler(compiled_root: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes, of which those that warm up are some, find no torch: see `cache_processes`."""
+    folder = tmp_path / "without_torch"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('not in this test')\n")
+    monkeypatch.syspath_prepend(str(folder))  # here torch is imported already
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.fixture
 def in_time() -> Iterator[None]:
     """Interrupt a test that hangs."""
 

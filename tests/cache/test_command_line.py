@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import cProfile
 import errno
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,18 +214,19 @@ def test_ls_fits_the_line(
     assert cache.describe(SUM, WideSpec(), ARCH).specialisation in capsys.readouterr().out
 
 
-def test_ls_of_thousands_takes_a_moment(
+def test_ls_of_thousands_takes_few_calls_for_each(
     root: Path, instant_compiler: None, capsys: Capture
 ) -> None:
-    """A table that measures each cell takes milliseconds for each entry."""
+    """A table that measures each cell takes thousands."""
     row = {"kernel": "k", "specialisation": "s" * 400, "arch": ARCH, "bytes": 1, "hits": 1}
     rows = [{**row, "key": f"{i:064}", "last_use": 0.0} for i in range(5000)]
-    started = time.process_time()
-    command_line._print_entries(rows, 100)
-    assert time.process_time() - started < 1
+    profile = cProfile.Profile()
+    profile.runcall(command_line._print_entries, rows, 100)
+    assert sum(entry.callcount for entry in profile.getstats()) < 100 * len(rows)
     assert len(capsys.readouterr().out.splitlines()) == 5002
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_build_makes_a_directory_that_a_server_can_use(
     root: Path,
     spec_file: Path,

@@ -47,24 +47,24 @@ def check_nothing_is_left(root: Path) -> None:
         assert not leftovers.exists() or list(leftovers.iterdir()) == []
 
 
-def test_sixteen_processes_compile_a_kernel_once(run: Run, root: Path, tmp_path: Path) -> None:
+def test_eight_processes_compile_a_kernel_once(run: Run, root: Path, tmp_path: Path) -> None:
     program = f"""
 while not pathlib.Path({str(tmp_path / "go")!r}).exists():
     time.sleep(0.05)
 cache.get(SCALE, ScaleSpec(), "sm_90a")
 tell(cutlass="cutlass" in sys.modules, **cache.stats()._asdict())
 """
-    processes = [run(program) for _ in range(16)]
+    processes = [run(program) for _ in range(8)]
     (tmp_path / "go").touch()
     results = [process.result() for process in processes]
     assert sum(result["compiles"] for result in results) == 1
-    assert sum(result["disk_hits"] for result in results) == 15
+    assert sum(result["disk_hits"] for result in results) == 7
     assert (
         sum(result["cutlass"] for result in results) == 1
     )  # who waits does not import the compiler
     assert all(result["memory_only"] == result["quarantined"] == 0 for result in results)
     (digest,) = Store(root).digests()
-    assert (Store(root).entry_path(digest) / "uses").stat().st_size == 15
+    assert (Store(root).entry_path(digest) / "uses").stat().st_size == 7
 
 
 def test_different_kernels_compile_at_the_same_time(run: Run) -> None:
@@ -189,10 +189,11 @@ def read():
         entry.record_use()
         entry.close()
 
-def churn(actions, seconds):
+def churn(actions, seconds, least=0):
+    # so many at least, however busy the machine is
     end = time.monotonic() + seconds
     done = 0
-    while time.monotonic() < end:
+    while time.monotonic() < end or done < least:
         random.choice(actions)()
         done += 1
     return done
@@ -204,10 +205,17 @@ def test_reading_publishing_and_evicting_at_once_never_shows_a_damaged_entry(
 ) -> None:
     evict = "[lambda: store.evict(900_000), store.sweep]"
     programs = ["[read]", "[read]", "[publish]", "[publish, read]", evict]
-    processes = [run(CHURN + f"tell(done=churn({actions}, 4.0))") for actions in programs]
+    processes = [
+        run(f"{CHURN}tell(ready=True)\nsys.stdin.readline()\ntell(done=churn({actions}, 1.0, 50))")
+        for actions in programs
+    ]
+    for process in processes:
+        process.hear()
+    for process in processes:
+        process.tell("go")
     for process in processes:
         result = process.result()
-        assert result["done"] > 10
+        assert result["done"] >= 50
         assert result["stderr"] == ""
 
 

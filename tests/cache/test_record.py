@@ -73,6 +73,7 @@ def test_a_refused_file_leaves_the_one_before(filled_root: Path, tmp_path: Path)
     assert cache.plan_file(path, ARCH) == [(SCALE, ScaleSpec(2.0))]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_several_processes_record_in_one_file(
     filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_several_processes_record_in_one_file(
     assert path.read_text().count("[[kernel]]") == 1
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_process_that_the_environment_has_record_can_record_elsewhere(
     filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn.bench.attention import hd256_forward
 from cute_attn.bench.peers import Captured, CaptureError, Request, capture_all, missing
 from cute_attn.bench.peers.flash_attention_4 import backward, forward
 from cute_attn.bench.peers.quack_kernels import cross_entropy_forward, gemm
@@ -59,6 +60,13 @@ QUICK_PEERS = ("forward sm_100", "backward sm_90", "gemm sm_100 pairs")
 
 UNEVEN = {"heads": 1, "causal": True, "seqlen_q": 200, "seqlen_k": 333}
 BACKWARD_SM100 = backward(arch=SM100, head_dim=128, **UNEVEN)
+
+# Of test_sass.py, whose machine code is compared with ours: slow.
+SASS = [
+    forward(arch=SM100, head_dim=256, seqlen_q=512, **s.theirs)
+    for s in hd256_forward.FORWARD
+    if s.name in hd256_forward.SHORT and s.theirs is not None
+]
 
 # One of a kind: attention forward and backward, GEMMs with clusters, with scale factors and by
 # cluster launch control, and a kernel over rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 from cute_attn.cache import Entry
 from cute_attn.emulator.cubin import cubins
@@ -20,15 +20,21 @@ def assert_sound(entry: Entry) -> None:
 
 def machine_code(entry: Entry) -> str:
     """The listing of all kernels."""
-    return "\n".join(disassemble(cubin, _nvdisasm()) for cubin in cubins(entry.read("kernel.o")))
+    return "\n".join(_listings(entry.read("kernel.o")))
 
 
 _nvdisasm = cache(find_nvdisasm)
 
 
+@lru_cache(maxsize=8)
+def _listings(object_file: bytes) -> list[str]:
+    """Of each cubin. Tests of one kernel follow one another."""
+    return [disassemble(cubin, _nvdisasm()) for cubin in cubins(object_file)]
+
+
 def _unset_reads(entry: Entry) -> list[list[str]]:
     return [
         [str(read) for read in unset_reads(function)]
-        for cubin in cubins(entry.read("kernel.o"))
-        for function in functions(disassemble(cubin, _nvdisasm()))
+        for listing in _listings(entry.read("kernel.o"))
+        for function in functions(listing)
     ]

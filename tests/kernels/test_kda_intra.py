@@ -69,6 +69,28 @@ def draw(
 
 # ---- prepare
 
+# Tests that need no kernel of their own take this one: q and k of 64 elements, beta as it is given.
+BETA_GIVEN: dict[str, Any] = {"beta_sigmoid": False}
+
+
+def draw_given(
+    batch: int, tokens: int, heads_qk: int, heads: int, dtype: torch.dtype = BF16
+) -> dict[str, torch.Tensor]:
+    """Inputs for `BETA_GIVEN`."""
+    x = draw(batch, tokens, heads_qk, heads, 64, dtype, beta_dtype=FP32)
+    return x | {"beta": x["beta"].sigmoid()}
+
+
+# Or that of the operator's tests without a gate, norm or sigmoid: `kda_cases.DECAYS`.
+ALL_GIVEN: dict[str, Any] = BETA_GIVEN | {"gate": "none", "l2norm": False, "arch": "sm_100a"}
+
+
+def draw_all_given(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs for `ALL_GIVEN`, but for g."""
+    x = draw(1, tokens, 1, 1, 128, dtype, FP32, FP32)
+    unit = {name: kda.l2norm(x[name], FP32).to(dtype) for name in ("q", "k")}
+    return x | unit | {"beta": x["beta"].sigmoid(), "A_log": None, "dt_bias": None}
+
 
 def run_prepare(
     x: dict[str, Any],
@@ -235,13 +257,13 @@ def test_prepare(
     check_prepare(x, gate=gate, arch=arch)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, slow(torch.int64)])
+@pytest.mark.parametrize("index_dtype", [slow(torch.int32), torch.int64])
 def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dtype) -> None:
     lengths = [70, 0, 64, 1, 33]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=index_dtype)
-    x = draw(1, sum(lengths), 1, 1, 64)
-    check_prepare(x, cu_seqlens=cu_seqlens)
-    tiles, decay = run_prepare(x, cu_seqlens=cu_seqlens)
+    x = draw_given(1, sum(lengths), 1, 1)
+    check_prepare(x, cu_seqlens=cu_seqlens, **BETA_GIVEN)
+    tiles, decay = run_prepare(x, cu_seqlens=cu_seqlens, **BETA_GIVEN)
     for n, length in enumerate(lengths):
         if length == 0:
             continue
@@ -251,16 +273,16 @@ def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dt
             for name, y in x.items()
         }
         first = start // CHUNK + n
-        for whole, part in zip((tiles, decay), run_prepare(alone), strict=True):
+        for whole, part in zip((tiles, decay), run_prepare(alone, **BETA_GIVEN), strict=True):
             assert torch.equal(whole[first : first + len(part)], part)
 
 
 def test_prepare_of_grouped_heads_is_that_of_repeated_ones() -> None:
-    x = draw(2, 40, 2, 4, 64)
+    x = draw_given(2, 40, 2, 4)
     repeated = {**x, "q": kda.per_value_head(x["q"], 4), "k": kda.per_value_head(x["k"], 4)}
-    grouped = run_prepare(x)
-    assert torch.equal(grouped[0], run_prepare(repeated)[0])
-    check_prepare(x)
+    grouped = run_prepare(x, **BETA_GIVEN)
+    assert torch.equal(grouped[0], run_prepare(repeated, **BETA_GIVEN)[0])
+    check_prepare(x, **BETA_GIVEN)
 
 
 @pytest.mark.slow  # the operator's tests have such views, too
@@ -343,9 +365,9 @@ def test_prepare_may_store_the_inverse_norms(dtype: torch.dtype) -> None:
 def test_prepare_at_extreme_gates(
     name: str, gates: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
-    x: dict[str, Any] = draw(1, 80, 1, 1, 128, dtype, FP32, FP32)
+    x = draw_all_given(80, dtype)
     g = gates(torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(2)))
-    check_prepare({**x, "g": g, "A_log": None, "dt_bias": None}, gate="none")
+    check_prepare({**x, "g": g}, **ALL_GIVEN, cu_seqlens=offsets([80]))
 
 
 @pytest.mark.parametrize(
@@ -356,35 +378,34 @@ def test_prepare_at_extreme_gates(
         *(
             param
             for bound in (-5.0, -300.0)
-            for param in (slow("lower_bound", bound, BF16), ("lower_bound", bound, FP16))
+            for param in (slow("lower_bound", bound, BF16), slow("lower_bound", bound, FP16))
         ),
     ],
 )
 def test_prepare_of_steep_gates(gate: str, bound: float, dtype: torch.dtype) -> None:
     """Inputs for which most decays are 1, or next to nothing; A_log of -100 is a rate of 0."""
-    x: dict[str, Any] = draw(1, 70, 1, 2, 64, dtype)
+    x = draw_given(1, 70, 1, 2, dtype)
     x["g"] = 10 * x["g"]
     x["A_log"] = torch.tensor([1.0, -100.0])
-    check_prepare(x, gate=gate, lower_bound=bound)
+    check_prepare(x, gate=gate, lower_bound=bound, **BETA_GIVEN)
 
 
 def test_the_inverse_for_equal_keys() -> None:
     """Where powers of L reach 9e17; nothing is forgotten, beta is 1."""
-    x: dict[str, Any] = draw(1, 64, 1, 1, 128, BF16, FP32, FP32)
+    x = draw_all_given(64, BF16)
     x["k"] = x["k"][:, :1].expand(-1, 64, -1, -1).contiguous()
-    x["g"], x["beta"] = torch.zeros_like(x["g"]), torch.full_like(x["beta"], 100.0)
-    x |= {"A_log": None, "dt_bias": None}
-    check_prepare(x, gate="none")
+    x["g"], x["beta"] = torch.zeros_like(x["g"]), torch.ones_like(x["beta"])
+    check_prepare(x, **ALL_GIVEN, cu_seqlens=offsets([64]))
 
 
 def test_no_token_sees_a_later_one() -> None:
     """kd, qg, Aqk and Akk of the tokens before a change stay the same, bit by bit."""
-    x = draw(1, 64, 1, 1, 64)
-    tiles = run_prepare(x)[0]
+    x = draw_given(1, 64, 1, 1)
+    tiles = run_prepare(x, **BETA_GIVEN)[0]
     changed = {name: y.clone() for name, y in x.items()}
     for name in ("q", "k", "g", "beta"):
         changed[name][:, 37:] *= -0.5
-    other = run_prepare(changed)[0]
+    other = run_prepare(changed, **BETA_GIVEN)[0]
     for name in ("kd", "qg", "Akk", "Aqk"):
         before, after = (unpack(y[0, 0], 64)[name][:37] for y in (tiles, other))
         assert torch.equal(before, after), name
@@ -433,7 +454,7 @@ def run_intra(
 @pytest.mark.parametrize(
     ("lengths", "dims", "dtype", "gates", "makes"),
     [
-        ([70, 0, 1, 130], (128, 128), BF16, 0.2, "norms"),
+        slow([70, 0, 1, 130], (128, 128), BF16, 0.2, "norms"),
         ([70], (64, 256), FP16, 5.0, "neither"),
         slow([130], (128, 128), BF16, 0.2, "qg"),
         slow([64], (128, 64), FP16, 5.0, "neither"),

@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = dict.fromkeys(FLAGS, False) | {
 WINDOW = {"window_left": True, "window_right": True}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"window_right": True},
+    "causal": {"window_right": True, "lse": True},
     "window": WINDOW | {"sink_dtype": "bfloat16"},
     "capped": {"softcap": True, "window_right": True},
     "training": WINDOW | {"varlen_q": True, "varlen_k": True, "lse": True},

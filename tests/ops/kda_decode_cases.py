@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,17 +127,28 @@ def sample(count: int, seed: int, **fixed: Any) -> list[Kernel]:
     return found
 
 
+POSITIONS = Kernel(64, 64, multi_token=True, slots="positions")
+WITH_RECORDS = Kernel(64, 64, multi_token=True, slots="records")
+NO_GATE = Kernel(
+    128, 64, gate="none", has_A_log=False, dt_bias_dims=0, multi_token=True, beta_sigmoid=False
+)
 # What the emulator is given: fewer kernels to compile, and smaller states.
 EMULATED = [
     Kernel(64, 64),
-    Kernel(128, 64, state_v_first=False, gate="lower_bound", dt_bias_dims=2),
+    Kernel(
+        128,
+        64,
+        beta_dtype=torch.float32,
+        parameter_dtype=torch.bfloat16,
+        state_v_first=False,
+        gate="lower_bound",
+        dt_bias_dims=2,
+    ),
     Kernel(128, 128, torch.float32, state_dtype=torch.bfloat16, slots="batch", l2norm=False),
     Kernel(64, 64, torch.float16, gate_dtype=torch.float32, multi_token=True, slots="batch"),
-    Kernel(64, 128, multi_token=True, slots="positions", parameter_dtype=torch.bfloat16),
-    Kernel(64, 64, multi_token=True, slots="records", beta_dtype=torch.float32),
-    Kernel(
-        128, 64, gate="none", has_A_log=False, dt_bias_dims=0, multi_token=True, beta_sigmoid=False
-    ),
+    POSITIONS,
+    WITH_RECORDS,
+    NO_GATE,
     Kernel(
         64,
         64,
@@ -161,17 +172,15 @@ EMULATED = [
         accepted=False,
     ),
     Kernel(256, 64, gate="lower_bound", dt_bias_dims=0),
-    Kernel(
-        256,
-        64,
-        state_dtype=torch.bfloat16,
-        state_v_first=False,
-        multi_token=True,
-        slots="records",
-    ),
 ]
 # What a GPU is given: every value of every field, and what some tests ask for together.
-SOME = EMULATED + sample(12, seed=0)
+SOME = [
+    *EMULATED,
+    Kernel(64, 128, multi_token=True, slots="positions", parameter_dtype=torch.bfloat16),
+    replace(WITH_RECORDS, beta_dtype=torch.float32),
+    replace(WITH_RECORDS, head_dim_k=256, state_dtype=torch.bfloat16, state_v_first=False),
+    *sample(12, seed=0),
+]
 
 
 class Result(NamedTuple):

@@ -65,14 +65,10 @@ def kda_decode() -> None:
 
 
 CALLS = {
-    "chunk_kda": ArchCall(
-        chunk_kda, covers=(("chunk_kda", "forward"),), quick=("sm_80", "sm_120a")
-    ),
+    "chunk_kda": ArchCall(chunk_kda, covers=(("chunk_kda", "forward"),), quick=("sm_80",)),
     "chunk_kda in segments": ArchCall(chunk_kda_in_segments),
     "chunk_kda by stages": ArchCall(chunk_kda_by_stages),
-    "gradients, K = 64": ArchCall(
-        lambda: gradients(64), covers=(("chunk_kda", "backward"),), quick=("sm_86",)
-    ),
+    "gradients, K = 64": ArchCall(lambda: gradients(64), covers=(("chunk_kda", "backward"),)),
     # Refused, see test_kda_arguments.py: the shared memory there is too small.
     "gradients, K = 128": ArchCall(lambda: gradients(128), refused=("sm_86", "sm_89")),
     "fused_recurrent_kda": ArchCall(

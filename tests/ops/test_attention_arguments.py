@@ -365,6 +365,9 @@ def test_no_more_rows_count_than_a_sequence_has():
                 max_seqlen_q=2,
                 seqused_q=torch.tensor(used_q, dtype=torch.int32),
                 seqused_k=torch.tensor(used_k, dtype=torch.int32),
+                window_size=(5, None),  # with all of these it is a kernel that other tests have
+                softcap=5.0,
+                learnable_sink=torch.zeros(1, dtype=torch.float16),
                 return_lse=True,
             )
         counts = torch.tensor([0, 1, 4, 5])

@@ -29,7 +29,8 @@ USED_CASE = Case(
     USED, lengths_q=(150, 70), lengths_k=(200, 90), unused_q=(30, 0), unused_k=(0, 41), left=60,
     softcap=5.0, tail=20,
 )  # fmt: skip
-PACKED = Case(VARLEN, lengths_q=(70, 0, 130), lengths_k=(50, 30, 140), tail=9)
+# One sequence has no query, and one has no key.
+PACKED = Case(VARLEN, lengths_q=(70, 0, 130, 5), lengths_k=(50, 30, 140, 0), tail=9)
 FEW = [
     pytest.param(128, PACKED),
     pytest.param(
@@ -64,6 +65,7 @@ def test_agrees_with_float64(head_dim: int, case: Case):
         assert same(first, gradients(args, do, dlse, "clc", Machine(num_sms=5)))
 
 
+@pytest.mark.slow  # four kernels more; one of `PACKED` has no key at all
 def test_a_sequence_without_a_used_key():
     """`test_attention_gradients` has more."""
     with on_target(Target("sm_90a", 64)):

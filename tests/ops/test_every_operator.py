@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 import cute_attn
 from cute_attn.emulation import Emulation
+from cute_attn.emulator import build
 from cute_attn.ops import operator as base
 from cute_attn.ops.attention import forward
 
@@ -659,10 +660,13 @@ def test_the_kernel_reads_unsigned_indices_as_signed():
 
 
 LOAD = """
+import pathlib
 import sys
 import torch
 import cute_attn
+from cute_attn.emulator import build
 
+build.directory = pathlib.Path(sys.argv[4])  # where the engine is built already
 cute_attn.register_operators()
 program = torch.export.load(sys.argv[1])
 args = torch.load(sys.argv[2])
@@ -684,7 +688,7 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path):
     torch.export.save(torch.export.export(Layer(), tuple(args.values())), files[0])
     torch.save(args, files[1])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, *files],
+        [sys.executable, "-c", LOAD, *files, str(build.directory)],
         env={**os.environ, "CUTE_ATTN_EMULATE": "1", "CUTE_ATTN_ARCH": "sm_100a"},
         capture_output=True,
         text=True,

@@ -59,7 +59,7 @@ CASES = {
     "dense": Case(PLAIN, (5, 5), negative=True),
     "packed": Case(PACKED, (70, 0, 5), lead=2, tail=3, group=1),
     "decays": Case(DECAYS, (3, 4), scale=0.3),
-    "small": Case(SMALL, (66,), group=3),
+    "small": Case(SMALL, (6,), group=3),
     "no A_log": Case(WIDE_V, (0, 5), tail=1),
     "no final state": Case(WIDE_K, (3,), heads=2),
 }

@@ -18,8 +18,11 @@ import cute_attn.cache
 
 from .kda_decode_cases import (
     FULL,
+    NO_GATE,
+    POSITIONS,
     RECORDS,
     SOME,
+    WITH_RECORDS,
     Case,
     Kernel,
     assert_agrees,
@@ -30,9 +33,6 @@ from .kda_decode_cases import (
 )
 from .lightning_cases import few
 
-MULTI_TOKEN = Kernel(64, 64, multi_token=True, slots="batch")
-POSITIONS = Kernel(64, 64, multi_token=True, slots="positions")
-WITH_RECORDS = Kernel(64, 64, multi_token=True, slots="records")
 OTHER_SIZES = [
     Kernel(dim_k, dim_v, state_v_first=v_first, multi_token=True, slots="batch")
     for dim_k, dim_v in ((256, 64), (64, 256))
@@ -146,7 +146,7 @@ def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObje
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(kernel, id=str(kernel), marks=pytest.mark.slow if n in (1, 2) else ())
+        pytest.param(kernel, id=str(kernel), marks=pytest.mark.slow if n else ())
         for n, kernel in enumerate(OTHER_SIZES)
     ],
 )
@@ -318,7 +318,7 @@ def test_one_token_without_its_dimension_may_be_speculated(device: str):
 
 @pytest.mark.everywhere
 def test_one_position_for_each_sequence_is_no_speculation(device: str):
-    args = Case(Kernel(64, 64, multi_token=True), tokens=3).inputs(device)
+    args = Case(NO_GATE, tokens=3).inputs(device)
     result = run(args)
     args["state_indices"] = args["state_indices"].unsqueeze(1)
     assert_equal(result, run(args))
@@ -338,8 +338,7 @@ def test_A_log_may_have_more_dimensions(device: str, dims: int):
 
 @pytest.mark.everywhere
 def test_a_gate_of_minus_infinity_forgets(device: str):
-    kernel = Kernel(64, 64, gate="none", has_A_log=False, dt_bias_dims=0)
-    args = Case(kernel).inputs(device)
+    args = Case(replace(NO_GATE, multi_token=False)).inputs(device)
     args["g"][:, :, 5] = -torch.inf
     assert_agrees(args, run(args))
     args["g"].fill_(-torch.inf)
@@ -350,8 +349,7 @@ def test_a_gate_of_minus_infinity_forgets(device: str):
 
 @pytest.mark.everywhere(each=True)
 def test_gates_above_zero_grow(device: str):
-    kernel = Kernel(64, 64, gate="none", has_A_log=False, dt_bias_dims=0)
-    args = Case(kernel).inputs(device)
+    args = Case(replace(NO_GATE, multi_token=False)).inputs(device)
     args["g"].copy_(args["g"].abs())
     assert_agrees(args, run(args))
 

@@ -304,9 +304,13 @@ def test_grouped_heads_are_repeated_heads_in_every_stage(device: str, data: st.D
     )
     for a, b in zip(grouped, alone, strict=True):
         assert torch.equal(valid(args, a), valid(args, b))
-    states = call(kda_chunk_delta_h, one.kg, one.w, one.u, given_["g"], **packing(args))
+    named = packing(args) | {"state_v_first": case.kind.v_first}
+    states = call(
+        kda_chunk_delta_h, one.kg, one.w, one.u, given_["g"], args["initial_state"], **named,
+        output_final_state=True,
+    )  # fmt: skip
     o, o_repeated = (
-        call(kda_chunk_output, x["q"], states.v_new, x["g"], one.Aqk, states.h, **packing(args))
+        call(kda_chunk_output, x["q"], states.v_new, x["g"], one.Aqk, states.h, **named)
         for x in (given_, repeated)
     )
     assert torch.equal(valid(args, o), valid(args, o_repeated))
@@ -350,8 +354,11 @@ def test_a_chunk_count_that_is_too_small_writes_nothing_past_the_states(device: 
     given_ = inputs(args)
     intra = call(kda_chunk_intra, *given_.values(), **packing(args))
     named = packing(args) | {"cu_seqlens_cpu": torch.tensor([0, 64, 64])}
-    states = call(kda_chunk_delta_h, intra.kg, intra.w, intra.u, given_["g"], **named)
-    right = call(kda_chunk_delta_h, intra.kg, intra.w, intra.u, given_["g"], **packing(args))
+    arguments = (intra.kg, intra.w, intra.u, given_["g"], args["initial_state"])
+    states, right = (
+        call(kda_chunk_delta_h, *arguments, **lengths, output_final_state=True)
+        for lengths in (named, packing(args))
+    )
     assert states.h.shape[1] == 1
     assert torch.equal(states.h, right.h[:, :1])
     assert torch.equal(states.v_new[:, :64], right.v_new[:, :64])
@@ -369,8 +376,8 @@ def test_the_registered_operators_are_well_behaved(device: str):
     total = call(kda_gate_cumsum, g, cu_seqlens=cu_seqlens)
     intra = call(kda_chunk_intra, *given_.values(), cu_seqlens=cu_seqlens)
     states = call(
-        kda_chunk_delta_h, intra.kg, intra.w, intra.u, total, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens.cpu(),
+        kda_chunk_delta_h, intra.kg, intra.w, intra.u, total, args["initial_state"],
+        output_final_state=True, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu(),
     )  # fmt: skip
     operators = torch.ops.cute_attn
     calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -380,7 +387,10 @@ def test_the_registered_operators_are_well_behaved(device: str):
         (operators.kda_recompute_w_u, (None, k, v, g, beta, intra.Akk, cu_seqlens, True)),
         (
             operators.kda_chunk_delta_h,
-            (intra.kg, intra.w, intra.u, g, None, True, True, True, cu_seqlens, 2),
+            (
+                *(intra.kg, intra.w, intra.u, g, args["initial_state"]),
+                *(True, True, False, cu_seqlens, 2),
+            ),
         ),
         (
             operators.kda_chunk_output,
@@ -398,8 +408,8 @@ def test_compiled_code_calls_the_stages(device: str):
 
     def layer(q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
         intra = kda_chunk_intra(q, k, v, g, beta, output_qg=True)
-        states = kda_chunk_delta_h(intra.kg, intra.w, intra.u, g)
-        return kda_chunk_output(q, states.v_new, g, intra.Aqk, states.h)
+        states = kda_chunk_delta_h(intra.kg, intra.w, intra.u, g, state_v_first=True)
+        return kda_chunk_output(q, states.v_new, g, intra.Aqk, states.h, state_v_first=True)
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():

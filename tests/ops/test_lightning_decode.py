@@ -170,7 +170,7 @@ def test_drafts_that_are_accepted_are_tokens_decoded(device: str, data: st.DataO
 @settings(max_examples=10)
 @given(count=st.integers(-3, 12), seed=st.integers(0, 3))
 def test_accepted_counts_outside_the_records_are_clamped(device: str, count: int, seed: int):
-    case = Case(tokens=2, records=4, slots=5, seed=seed)
+    case = Case(tokens=2, head_dim_k=64, records=4, slots=5, seed=seed)
     args = case.inputs(device)
     args["num_accepted_tokens"].fill_(count)
     o, state = run(args)
@@ -180,7 +180,7 @@ def test_accepted_counts_outside_the_records_are_clamped(device: str, count: int
 
 @pytest.mark.everywhere
 def test_an_index_past_the_pool_is_a_padded_row(device: str):
-    args = Case(batch=4, slots=6).inputs(device)
+    args = Case(batch=4, head_dim_k=64, slots=6).inputs(device)
     args["state_indices"][1] = 6
     args["state_indices"][2] = 2**31 - 1
     o, state = run(args)
@@ -193,7 +193,7 @@ def test_an_index_past_the_pool_is_a_padded_row(device: str):
 
 @pytest.mark.everywhere(each=True)
 def test_special_values_propagate_like_the_reference(device: str):
-    args = Case(batch=4, heads=2).inputs(device)
+    args = Case(batch=4, heads=2, head_dim_k=64).inputs(device)
     args["v"][0, 0, 3] = torch.inf
     args["k"][1, 1, 5] = torch.nan
     args["state"][2, 0, 7, 7] = -torch.inf
@@ -206,7 +206,7 @@ def test_special_values_propagate_like_the_reference(device: str):
 
 @pytest.mark.everywhere
 def test_a_large_decay_forgets(device: str):
-    args = Case().inputs(device)
+    args = Case(head_dim_k=64).inputs(device)
     args["decay"].fill_(1e4)
     _, state = run(args)
     expected = args["v"].float().unsqueeze(-1) * args["k"].float().unsqueeze(-2)
@@ -228,7 +228,7 @@ def test_a_long_memory_does_not_drift(device: str):
 
 @pytest.mark.everywhere
 def test_an_empty_batch_is_no_work(device: str):
-    args = Case(batch=1, slots=4).inputs(device)
+    args = Case(batch=1, head_dim_k=64, slots=4).inputs(device)
     for name in ("q", "k", "v", "out", "state_indices"):
         args[name] = args[name][:0]
     o, state = run(args)
