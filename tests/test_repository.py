@@ -246,6 +246,15 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/compat.py": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.emulator",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.reference",
+    },
     "cute_attn/integrations": {
         "cutlass",
         "cute_attn.bench",
