@@ -76,7 +76,8 @@ def flash_attn_func(
     Differentiable with respect to q, k and v.
 
     Raises:
-        TypeError, ValueError: as `cute_attn.flash_attn_func`.
+        TypeError: as `cute_attn.flash_attn_func`.
+        ValueError: as `cute_attn.flash_attn_func`.
         NotImplementedError: dropout_p is not 0, alibi_slopes is given, or there is no kernel for
             the head dimension on this GPU.
     """
@@ -110,14 +111,22 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: `[batch, seqlen, 3, heads, head_dim]`, bfloat16 or float16: q, k and v.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`.
+        dropout_p: as for `flash_attn_func`.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`.
+        window_size: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        alibi_slopes: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
+        return_attn_probs: as for `flash_attn_func`.
 
     Returns:
         As `flash_attn_func`, o as `[batch, seqlen, heads, head_dim]`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+        TypeError: as `flash_attn_func`.
+        ValueError: as `flash_attn_func`.
+        NotImplementedError: as `flash_attn_func`.
     """
     q, k, v = _unpacked("qkv", qkv, "[batch, seqlen, 3, heads, head_dim]", 5)
     return flash_attn_func(
@@ -143,14 +152,22 @@ def flash_attn_kvpacked_func(
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16.
         kv: `[batch, seqlen_k, 2, heads_k, head_dim]`, dtype of q: k and v.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`.
+        dropout_p: as for `flash_attn_func`.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`.
+        window_size: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        alibi_slopes: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
+        return_attn_probs: as for `flash_attn_func`.
 
     Returns:
         As `flash_attn_func`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+        TypeError: as `flash_attn_func`.
+        ValueError: as `flash_attn_func`.
+        NotImplementedError: as `flash_attn_func`.
     """
     k, v = _unpacked("kv", kv, "[batch, seqlen_k, 2, heads_k, head_dim]", 5)
     return flash_attn_func(
@@ -190,8 +207,14 @@ def flash_attn_varlen_func(
             the lengths.
         max_seqlen_q: length of the longest sequence, a hint.
         max_seqlen_k: likewise for the keys.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`, within each sequence.
+        dropout_p: as for `flash_attn_func`.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`.
+        window_size: as for `flash_attn_func`, within each sequence.
+        softcap: as for `flash_attn_func`.
+        alibi_slopes: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
+        return_attn_probs: as for `flash_attn_func`.
         block_table: `[batch, max_pages]` int32: sequence b's keys j * page_size to
             (j + 1) * page_size - 1 are in page block_table[b, j]. There is no gradient then.
 
@@ -199,8 +222,8 @@ def flash_attn_varlen_func(
         As `flash_attn_func`, o of q's shape, lse `[heads, total_q]`.
 
     Raises:
-        TypeError, ValueError: as `cute_attn.flash_attn_varlen_func`, which calls block_table
-            page_table.
+        TypeError: as `cute_attn.flash_attn_varlen_func`, which calls block_table page_table.
+        ValueError: as `cute_attn.flash_attn_varlen_func`.
         NotImplementedError: as `flash_attn_func`, or a gradient is needed with block_table.
     """
     _refuse(dropout_p, alibi_slopes)
@@ -248,14 +271,22 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: `[total, 3, heads, head_dim]`, bfloat16 or float16: q, k and v.
         cu_seqlens: `[batch + 1]` int32: where each sequence begins and ends.
         max_seqlen: length of the longest sequence, a hint.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`.
+        dropout_p: as for `flash_attn_func`.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`.
+        window_size: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        alibi_slopes: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
+        return_attn_probs: as for `flash_attn_func`.
 
     Returns:
         As `flash_attn_varlen_func`, o as `[total, heads, head_dim]`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+        TypeError: as `flash_attn_varlen_func`.
+        ValueError: as `flash_attn_varlen_func`.
+        NotImplementedError: as `flash_attn_varlen_func`.
     """
     q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 4)
     return flash_attn_varlen_func(
@@ -285,15 +316,26 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: `[total_q, heads, head_dim]`, bfloat16 or float16.
         kv: `[total_k, 2, heads_k, head_dim]`, dtype of q: k and v.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as for `flash_attn_varlen_func`.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`.
+        cu_seqlens_q: as for `flash_attn_varlen_func`.
+        cu_seqlens_k: as for `flash_attn_varlen_func`.
+        max_seqlen_q: as for `flash_attn_varlen_func`.
+        max_seqlen_k: as for `flash_attn_varlen_func`.
+        dropout_p: as for `flash_attn_func`.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`.
+        window_size: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        alibi_slopes: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
+        return_attn_probs: as for `flash_attn_func`.
 
     Returns:
         As `flash_attn_varlen_func`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+        TypeError: as `flash_attn_varlen_func`.
+        ValueError: as `flash_attn_varlen_func`.
+        NotImplementedError: as `flash_attn_varlen_func`.
     """
     k, v = _unpacked("kv", kv, "[total_k, 2, heads_k, head_dim]", 4)
     return flash_attn_varlen_func(
