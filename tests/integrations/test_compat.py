@@ -537,3 +537,32 @@ def test_a_step_of_decoding_compiles_into_one_graph():
         found.append(function(cache.k, cache.v))
         cache.assert_appended(k, v)
     assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_steps_of_decoding_in_a_graph():
+    """A graph follows lengths and pages on the device, and appends to them."""
+    head_dim = 256 if torch.cuda.get_device_capability()[0] == 10 else HEAD_DIM
+    q = randn(2, 1, 2, head_dim).cuda()
+    k, v = (randn(2, 1, 2, head_dim, seed=seed).cuda() for seed in (1, 2))
+    lengths = int32(30, 5).cuda()
+    table = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32, device="cuda")
+    k_cache, v_cache = (randn(5, ROWS, 2, head_dim, seed=seed).cuda() for seed in (3, 4))
+
+    def step(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        return compat.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    step(k_cache.clone(), v_cache.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step(k_cache, v_cache)
+    for _ in range(4):
+        before = k_cache.clone(), v_cache.clone()
+        expected = step(*before)
+        graph.replay()
+        assert torch.equal(o, expected)
+        assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+        lengths += 1

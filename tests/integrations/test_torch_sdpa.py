@@ -16,6 +16,7 @@ import torch
 import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.integrations import torch_sdpa
+from cute_attn.ops.attention import backward
 from tests.ops.attention_cases import assert_agrees, is_known
 from tests.ops.attention_gradient_cases import assert_gradients_agree
 
@@ -219,6 +220,24 @@ def test_gradients_agree_with_the_reference(active: None, layout: str, heads_k: 
     found = dict(zip(NAMES, (x.transpose(1, 2) for x in gradients), strict=True))
     args = arguments(given, causal=True, softmax_scale=0.2)
     assert_gradients_agree(args, found, do.transpose(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_step_compiles_into_one_graph(active: None, layout: str, monkeypatch: pytest.MonkeyPatch):
+    given = tensors(layout=layout)
+
+    def step(*leaves: torch.Tensor) -> torch.Tensor:
+        return SDPA(*leaves, is_causal=True)[0]
+
+    found: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(backward, "is_deterministic", lambda a: True)
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = [x.detach().requires_grad_() for x in given]
+        o = function(*leaves)
+        found.append((o, *torch.autograd.grad(o.float().square().sum(), leaves)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
 
 
 def packed() -> tuple[list[torch.Tensor], torch.Tensor]:
