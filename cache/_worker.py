@@ -20,10 +20,7 @@ from .entry import Built
 from .jit import Places, obtain, stats, verified
 from .key import describe
 from .store import Store
-from .wire import decode_request
-
-END = "\n"
-"""The line that ends a worker. A forked child of its parent may hold stdin open."""
+from .wire import END, decode_request
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 

@@ -21,18 +21,12 @@ from .errors import CacheError, CompileError, DamagedEntry, FrozenCacheMiss, Ref
 from .key import KernelDef, KeyDescription, admits, describe, have_one_text, spec_items
 from .loader import IncompatibleEntry, load, load_libraries
 from .log import logger, warn_once
+from .memory import Function, forget, functions, functions_by_digest, functions_by_text, remember
 from .store import Store
 
-_Function = Callable[..., Any]
 _Result = TypeVar("_Result")
 _Use = Callable[[Entry | Built], _Result]
 
-# Each function is stored with the specialisation object that it was loaded for, since equal ones
-# may mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
-_functions: dict[tuple[KernelDef, Any, str], tuple[Any, _Function]] = {}
-# The same by class and canonical text of the specialisation, which differ in all these cases.
-_functions_by_text: dict[tuple[KernelDef, type, tuple[tuple[str, str], ...], str], _Function] = {}
-_functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
 _lock = threading.Lock()
 # The entries loaded last, at most `_most_held()`. Each holds a descriptor, whose lock prevents
 # eviction.
@@ -40,7 +34,6 @@ _entries_in_use: collections.deque[Entry] = collections.deque()
 _MOST_ENTRIES_HELD = 64
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
-_recording: Path | None = None  # the spec file that `record` named
 
 
 class _ThisThread(threading.local):
@@ -116,7 +109,7 @@ def count(**increments: float) -> None:
         )
 
 
-def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
+def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> Function:
     """The compiled function of a kernel: a TVM-FFI function, called with tensors and numbers.
 
     It looks in memory, in the directories of `CUTE_ATTN_PREBUILT`, and in the user's cache
@@ -136,7 +129,7 @@ def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
     if arch is None:
         arch = current_arch()
     try:
-        known, function = _functions[kernel, spec, arch]
+        known, function = functions[kernel, spec, arch]
     except (KeyError, TypeError):  # TypeError: not hashable, which `describe` explains
         known = function = None
     if known is spec and function is not None:
@@ -145,8 +138,8 @@ def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
 
 
 def _get_other(
-    kernel: KernelDef, spec: Any, arch: str, known: Any, function: _Function | None
-) -> _Function:
+    kernel: KernelDef, spec: Any, arch: str, known: Any, function: Function | None
+) -> Function:
     """The function of `spec` if it is not the object `known`, which `function` was loaded for.
 
     `known` equals `spec`. `known` and `function` are None if no such function is in memory.
@@ -154,44 +147,28 @@ def _get_other(
     if function is not None:
         if have_one_text(spec, known):
             return function
-        other = _functions_by_text.get((kernel, type(spec), spec_items(spec), arch))
+        other = functions_by_text.get((kernel, type(spec), spec_items(spec), arch))
         if other is not None:
             return other
     return _get_missing(kernel, spec, arch)
 
 
-def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
+def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> Function:
     key = describe(kernel, spec, check_arch(arch))
     load_libraries()
     with _getting(key), _digest_lock(key.digest):
-        known = _functions_by_digest.get(key.digest)
+        known = functions_by_digest.get(key.digest)
         function = known[1] if known else obtain(kernel, spec, key, _load_for_good)
-        with _lock:
-            _functions_by_digest[key.digest] = (key, function)
-            _functions_by_text[kernel, type(spec), key.spec, arch] = function
-            _functions.setdefault((kernel, spec, arch), (spec, function))
+        remember(kernel, spec, arch, key, function)
     _record(kernel, spec, arch)
     return function
 
 
-def used() -> list[tuple[KernelDef, Any, str]]:
-    """The kernels in memory: (kernel, specialisation, arch)."""
-    with _lock:
-        return [(kernel, spec, arch) for (kernel, _, arch), (spec, _) in _functions.items()]
-
-
-def record_to(path: Path | None) -> Path | None:
-    """Have the kernels that are loaded from now on recorded in a file; return the one before."""
-    global _recording
-    before, _recording = _recording, path
-    return before
-
-
 def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
-    path = _recording or settings.record_path()
+    path = settings.record_path()
     if path is None:
         return
-    from .recording import record_use
+    from .recording import record_use  # not for a hit
 
     record_use(path, kernel, spec, arch)
 
@@ -254,7 +231,7 @@ def is_cached(key: KeyDescription, places: Places, problems: list[CacheError]) -
 
     The reasons why entries cannot be used are added to `problems`.
     """
-    if key.digest in _functions_by_digest:
+    if key.digest in functions_by_digest:
         return True
     return any(_find(store, key, lambda _: True, problems, counted=False) for store in places.all())
 
@@ -266,7 +243,7 @@ def verified(entry: Entry | Built) -> Entry | Built:
     return entry
 
 
-def _load_for_good(entry: Entry | Built) -> _Function:
+def _load_for_good(entry: Entry | Built) -> Function:
     function = load(entry)
     if isinstance(entry, Entry):
         with _lock:
@@ -294,10 +271,8 @@ def clear_memory() -> None:
 
     Entries on disk stay, and functions that callers hold remain valid.
     """
+    forget()
     with _lock:
-        _functions.clear()
-        _functions_by_text.clear()
-        _functions_by_digest.clear()
         _indexes.clear()
     fingerprint.fingerprint.cache_clear()
     toolchain.forget()
@@ -650,7 +625,7 @@ def _compile(
                 scratch = stack.enter_context(store.staging())
         try:
             if compiler.is_interrupted():
-                from .warm import compile_elsewhere
+                from .workers import compile_elsewhere  # seldom needed
 
                 built = compile_elsewhere(kernel, spec, key)
             else:
@@ -731,7 +706,7 @@ def _reasons(
     key: KeyDescription, places: Places, problems: Collection[CacheError], shown: int = 3
 ) -> list[str]:
     """Lines that say why no entry serves a key: those not usable, and the keys nearest to it."""
-    known = {digest: found for digest, (found, _) in _functions_by_digest.items()}
+    known = {digest: found for digest, (found, _) in functions_by_digest.items()}
     for store in places.all():
         known.update((found.digest, found) for found in _readable_keys(store))
     nearest = sorted(

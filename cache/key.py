@@ -25,6 +25,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import toolchain
+from .fingerprint import fingerprint
+
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 else:
@@ -305,9 +308,6 @@ def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
         TypeError: `spec` is not a frozen dataclass of plain values.
         CacheError: the kernel's sources are not to be found.
     """
-    from . import toolchain
-    from .fingerprint import fingerprint
-
     module = type(spec).__module__
     sources, packages = fingerprint(kernel.module, kernel.source_package, kernel.sources, module)
     dsl = toolchain.dsl_version()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import jit, settings
+from . import memory, settings
 from .errors import CacheError
 from .key import KernelDef
 from .locks import LockState, own_file, try_lock
@@ -63,16 +63,16 @@ def record(path: str | os.PathLike[str] | None) -> None:
         TypeError: `path` is no path.
     """
     if path is None:
-        jit.record_to(None)
+        settings.record_to(None)
         return
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path is {path!r}, must be a str, a path or None")
     file = settings.absolute(os.fspath(path))
-    before = jit.record_to(file)  # first: another thread may be loading a kernel
+    before = settings.record_to(file)  # first: another thread may be loading a kernel
     try:
-        add(file, jit.used())
+        add(file, memory.used())
     except CacheError:
-        jit.record_to(before)
+        settings.record_to(before)
         raise
 
 

@@ -57,9 +57,21 @@ def prebuilt_directories() -> list[Path]:
     return paths
 
 
+_recording: Path | None = None
+
+
+def record_to(path: Path | None) -> Path | None:
+    """Have the kernels that are loaded from now on recorded in a file, whatever the environment
+    says; return the file of the call before."""
+    global _recording
+    before, _recording = _recording, path
+    return before
+
+
 def record_path() -> Path | None:
-    """`CUTE_ATTN_RECORD`: the spec file in which kernels are recorded as they are used."""
-    return _named("CUTE_ATTN_RECORD")
+    """The spec file in which kernels are recorded as they are used: of `record_to`, or
+    `CUTE_ATTN_RECORD`."""
+    return _recording or _named("CUTE_ATTN_RECORD")
 
 
 def named_runtime_library() -> Path | None:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import _worker, jit
+from . import jit
 from .arch import check_arch, current_arch
-from .entry import Built, Entry
+from .entry import Entry
 from .errors import CacheError, CompileError
 from .key import KernelDef, KeyDescription, describe
 from .loader import load_libraries
 from .log import logger, warn_once
 from .plans import checked_requests
-from .settings import for_children
 from .specfile import read_plan
 from .store import Store
 from .wire import NotPortable, encode_request
+from .workers import Worker, addressed, name_of
 
 _MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes about 1 GB
 
@@ -245,48 +240,10 @@ def _compile_here(job: Job, store: Store) -> str | None:
     if isinstance(found, Entry):
         found.close()
         return None
-    return f"{_name(job.key)} could not be stored in {store.root}"
-
-
-def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Built:
-    """Compile in a new process, for a forked one that cannot use its compiler.
-
-    Raises CompileError.
-    """
-    try:
-        request = encode_request(kernel, spec)
-        with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
-            store = Store(Path(scratch) / "cache")
-            worker = _Worker()
-            try:
-                answer = worker.ask({**request, **_where(store), **_what(key)})
-            finally:
-                ending = worker.close()
-            if answer is None:
-                raise CacheError(ending)
-            if "error" in answer:
-                raise CacheError(answer["error"])
-            entry = store.open(key.digest)
-            assert entry is not None  # nobody else knows of the directory
-            with contextlib.closing(entry):
-                files = {name: entry.read(name) for name in entry.meta["files"]}
-                return Built(key, files, entry.kernels, entry.meta["compile_seconds"])
-    except (CacheError, NotPortable, OSError) as error:
-        raise CompileError(
-            f"{_name(key)} does not compile. This process was forked while another thread was "
-            f"compiling, so a new process tried: {error}"
-        ) from error
+    return f"{name_of(job.key)} could not be stored in {store.root}"
 
 
 # -- worker processes
-
-
-def _where(store: Store) -> dict[str, Any]:
-    return {"root": str(store.root), "public": store.public}
-
-
-def _what(key: KeyDescription) -> dict[str, Any]:
-    return {"arch": key.arch, "digest": key.digest}
 
 
 def _run_workers(
@@ -302,12 +259,12 @@ def _run_workers(
     finished: queue.SimpleQueue[tuple[Job, str | None] | None] = queue.SimpleQueue()
 
     def feed_one_worker() -> None:
-        worker: _Worker | None = None
+        worker: Worker | None = None
         try:
             while not pending.empty():
                 if worker is None:
                     try:
-                        worker = _Worker()
+                        worker = Worker()
                     except OSError as error:
                         topic = f"worker {error.errno}"
                         warn_once(topic, "no process can be started to compile in: %s", error)
@@ -317,13 +274,13 @@ def _run_workers(
                 except queue.Empty:
                     return
                 try:
-                    answer = worker.ask({**request, **_where(store), **_what(job.key)})
+                    answer = worker.ask(addressed(request, job.key, store))
                 except Exception as error:
-                    answer = {"error": f"{_name(job.key)}: {type(error).__name__}: {error}"}
+                    answer = {"error": f"{name_of(job.key)}: {type(error).__name__}: {error}"}
                 if answer is None:  # killed, or crashed in the compiler: the next job gets another
                     ending = worker.close()
                     worker = None
-                    finished.put((job, f"{_name(job.key)}: {ending}"))
+                    finished.put((job, f"{name_of(job.key)}: {ending}"))
                 elif "error" in answer:
                     finished.put((job, answer["error"]))
                 else:
@@ -355,71 +312,14 @@ def _run_workers(
     return left
 
 
-def _name(key: KeyDescription) -> str:
-    return f"{key.kernel} {key.specialisation} for {key.arch} (key {key.digest[:12]})"
-
-
 def _account(key: KeyDescription, answer: dict[str, Any]) -> None:
     if not answer["compiled"]:
         jit.count(waits=1)
         return
     jit.count(compiles=1, compile_seconds=answer["compile_seconds"])
-    logger.info("compiled %s in %.2f s, in another process", _name(key), answer["compile_seconds"])
-
-
-class _Worker:
-    """A process that runs `cute_attn.cache._worker`."""
-
-    def __init__(self) -> None:
-        # With this process's sys.path, so that the worker finds the same modules.
-        program = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            f"from {__package__}._worker import main; main(int(sys.argv[2]))"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, json.dumps(sys.path), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**for_children(), "CUTE_ATTN_LOG": ""},  # its compilations are logged here
-        )
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a request and return the answer; None if the process died instead."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
-        return answer
-
-    def close(self) -> str:
-        """Wait for the process to end; return how it did, in words."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(_worker.END)
-            self._process.stdin.flush()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
-        return _ending(self._process.wait())
-
-
-def _ending(status: int) -> str:
-    text = f"its process ended with status {status}"
-    if status >= 0:
-        return text
-    with contextlib.suppress(ValueError):  # a real-time signal has no name
-        text += f" ({signal.Signals(-status).name})"
-    if status == -signal.SIGKILL:
-        text += (
-            ": the system may have run out of memory, of which a compiler takes about 1 GB. Try "
-            "fewer processes at once (-j of build, jobs of warmup)"
-        )
-    return text
+    logger.info(
+        "compiled %s in %.2f s, in another process", name_of(key), answer["compile_seconds"]
+    )
 
 
 @contextlib.contextmanager

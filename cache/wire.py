@@ -15,6 +15,9 @@ from typing import Any
 
 from .key import KernelDef
 
+END = "\n"
+"""The line that ends a worker. A forked child of its parent may hold stdin open."""
+
 
 class NotPortable(Exception):
     """A class that another process could not import: defined in `__main__` or in a function."""

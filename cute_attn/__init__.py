@@ -1,7 +1,7 @@
 """Attention kernels for Hopper and Blackwell, written in the CuTe Python DSL.
 
 Importing the package loads neither the compiler nor a kernel: every public name
-is resolved on first use.
+is resolved on first use. `families.EXPORTS` says where each one is.
 """
 
 from __future__ import annotations
@@ -9,56 +9,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from .emulation import emulated
-    from .launch import warmup
-    from .ops import register_operators
-    from .ops.attention import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
-    from .ops.kda import chunk_kda, fused_recurrent_kda, kda_decode
-    from .ops.lightning import lightning_attn_decode
-    from .settings import reload_settings
-
-# public name -> module that defines it
-_EXPORTS = {
-    "chunk_kda": "cute_attn.ops.kda",
-    "emulated": "cute_attn.emulation",
-    "flash_attn_combine": "cute_attn.ops.attention",
-    "flash_attn_func": "cute_attn.ops.attention",
-    "flash_attn_varlen_func": "cute_attn.ops.attention",
-    "fused_recurrent_kda": "cute_attn.ops.kda",
-    "kda_decode": "cute_attn.ops.kda",
-    "lightning_attn_decode": "cute_attn.ops.lightning",
-    "register_operators": "cute_attn.ops",
-    "reload_settings": "cute_attn.settings",
-    "warmup": "cute_attn.launch",
-}
-
-__all__ = [
-    "__version__",
-    "chunk_kda",
-    "emulated",
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "fused_recurrent_kda",
-    "kda_decode",
-    "lightning_attn_decode",
-    "register_operators",
-    "reload_settings",
-    "warmup",
-]
+if TYPE_CHECKING:  # the same for type checkers and editors; tests/test_families.py compares them
+    from .emulation import emulated as emulated
+    from .launch import warmup as warmup
+    from .ops import register_operators as register_operators
+    from .ops.attention import flash_attn_combine as flash_attn_combine
+    from .ops.attention import flash_attn_func as flash_attn_func
+    from .ops.attention import flash_attn_varlen_func as flash_attn_varlen_func
+    from .ops.kda import chunk_kda as chunk_kda
+    from .ops.kda import fused_recurrent_kda as fused_recurrent_kda
+    from .ops.kda import kda_decode as kda_decode
+    from .ops.lightning import lightning_attn_decode as lightning_attn_decode
+    from .settings import reload_settings as reload_settings
 
 
 def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
+    from .families import EXPORTS
+
+    if name == "__all__":
+        value: Any = ["__version__", *sorted(EXPORTS)]
+    elif name in EXPORTS:
+        value = getattr(importlib.import_module(EXPORTS[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
     globals()[name] = value  # later accesses do not come through here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    from .families import EXPORTS
+
+    return sorted({*globals(), *EXPORTS})

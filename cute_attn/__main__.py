@@ -1,6 +1,6 @@
 """The package's command line, `python -m cute_attn`: its version, environment and files.
 
-`python -m cute_attn.cache` looks after compiled kernels, `python -m cute_attn.bench` measures.
+`python -m cute_attn.cache` looks after compiled kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .bench.harness import environment
+from . import __version__, environment
 from .settings import Settings, settings
 
 PACKAGE = Path(__file__).parent
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn",
         description="Say what a bug report needs, or where files of this package lie.",
-        epilog="See also: python -m cute_attn.cache --help, python -m cute_attn.bench --help.",
+        epilog="See also: python -m cute_attn.cache --help.",
     )
     parser.add_argument("--version", action="version", version=f"cute_attn {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")

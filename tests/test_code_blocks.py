@@ -257,7 +257,8 @@ def test_python_on_a_gpu(block: Block, folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_emulators_example_without_its_barrier(folder: Path) -> None:
     """It has the findings that the page promises."""
-    (block,) = (b for b in PYTHON if "    cute.arch.sync_threads()\n" in b.code)
+    page = [b for b in PYTHON if b.page.name == "emulator.md"]
+    (block,) = (b for b in page if "    cute.arch.sync_threads()\n" in b.code)
     broken = block.code.replace("    cute.arch.sync_threads()\n", "")
     with pytest.raises(FindingsError) as raised:
         run(Block(block.page, block.line, "python", broken), folder, "cpu")

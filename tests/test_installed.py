@@ -31,7 +31,7 @@ from packaging.utils import canonicalize_name
 import cute_attn
 
 from . import beside
-from .test_repository import PYPROJECT, ROOT, package_files
+from .test_repository import CHECKOUT_ONLY, PYPROJECT, ROOT, package_files, wheel_files
 
 # What only compiling takes.
 COMPILER = {"nvidia-cutlass-dsl", "pyelftools"}
@@ -160,7 +160,7 @@ def default(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environmen
 # ---- contents
 
 
-def test_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(sdist: Path) -> None:
+def test_sdist_holds_all_packages_and_nothing_else(sdist: Path) -> None:
     """No tests: they need most of the checkout."""
     with tarfile.open(sdist) as archive:
         names = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
@@ -169,9 +169,10 @@ def test_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(sdist: Path) 
     assert names - made == sources | {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"}
 
 
-def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_what_users_call_and_nothing_else(wheel: Path) -> None:
+    """Not what measures and studies kernels."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in names if ".dist-info/" not in name} == set(package_files())
+    assert {name for name in names if ".dist-info/" not in name} == set(wheel_files())
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -181,44 +182,61 @@ def test_the_default_install_works(default: Environment) -> None:
 
     told = default.tell(
         "import json, pathlib, cute_attn, cute_attn.cache as c\n"
-        "from cute_attn.bench import peers; from cute_attn.emulator import build\n"
+        "from cute_attn.emulator import build\n"
         f"build.directory = pathlib.Path({str(build.directory)!r})\n"
         "print(json.dumps({'version': cute_attn.__version__,"
-        " 'files': [m.__file__ for m in (cute_attn, c, build, peers)],"
-        " 'engine': str(build.engine_library()), 'peer': peers.missing('flash_attention_4')}))"
+        " 'files': [m.__file__ for m in (cute_attn, c, build)],"
+        " 'engine': str(build.engine_library())}))"
     )
-    names = ("__init__.py", "cache/__init__.py", "emulator/build.py", "bench/peers/__init__.py")
+    names = ("__init__.py", "cache/__init__.py", "emulator/build.py")
     assert told == {
         "version": cute_attn.__version__,
         "files": [str(default.packages / "cute_attn" / name) for name in names],
         "engine": str(build.engine_library()),  # by its digest, of the same sources as here
-        "peer": "needs flash-attn-4, which is not installed",
     }
-    for module in ("cute_attn", "cute_attn.bench", "cute_attn.cache"):
+    for module in ("cute_attn", "cute_attn.cache"):
         done = default.run("-m", module, "--help")
         assert done.returncode == 0, done.stderr
         assert f"usage: python -m {module}" in done.stdout
 
 
-@pytest.mark.slow  # it builds the engine
-def test_a_benchmark_runs(default: Environment) -> None:
-    """It says what it lacks, names no other project's commit, and makes no folder."""
-    done = default.run("-m", "cute_attn.bench", "emulator", "--short", "--json", "report.json",
-        CUTE_ATTN_CACHE_DIR=os.environ["CUTE_ATTN_CACHE_DIR"])  # fmt: skip
+IMPORT_ALL = """
+import importlib, json, pathlib, sys, cute_attn
+root = pathlib.Path(cute_attn.__file__).parents[1]
+files = [path.relative_to(root).with_suffix("") for path in root.glob("cute_attn/**/*.py")]
+names = {".".join(file.parts).removesuffix(".__init__") for file in files}
+names -= {"cute_attn.integrations.vllm_backend"}  # of vLLM's own classes
+for name in names:
+    importlib.import_module(name)
+print(json.dumps(sorted({*sys.modules} & names)))
+"""
+
+
+def test_every_module_can_be_imported(default: Environment) -> None:
+    """Without what only a checkout has, all extras, and libraries that measure."""
+    loaded = default.tell(IMPORT_ALL)
+    assert {"cute_attn.environment", "cute_attn.kernels.kda.step.decode"} <= set(loaded)
+    for package in CHECKOUT_ONLY:
+        done = default.run("-m", package)
+        assert done.returncode != 0
+        assert f"No module named {package}" in done.stderr
+
+
+def test_the_environment_of_an_installed_package_can_be_told(default: Environment) -> None:
+    done = default.run("-m", "cute_attn", "env", "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads((default.home / "report.json").read_text())
-    assert "without FlashAttention-4: needs flash-attn-4, which is not installed" in report["notes"]
-    assert {row["kernel"] for row in report["rows"]} == {"lightning_decode sm_90a, H=4, B="}
-    assert "commit" not in report["environment"]
-    assert not (default.home / "docs").exists()
+    told = json.loads(done.stdout)
+    assert told["cute_attn"] == f"{cute_attn.__version__}, {default.packages / 'cute_attn'}"
+    assert told["commit"] == "not of a checkout"
 
 
 # ---- types
 
 TYPED = """
 import cute_attn
-from cute_attn import cache
+from cute_attn import cache, chunk_kda
 
+kernel = cute_attn.flash_attn_func or chunk_kda
 compiles: int = cute_attn.cache.stats().compiles
 version: str = cute_attn.__version__
 cache.freeze(3)
@@ -226,6 +244,7 @@ cache.freeze(3)
 # The cache is what an ordinary editable install hides. All of torch would take a minute.
 UNTYPED = """
 [mypy]
+strict = True
 [mypy-torch.*,cute_attn.ops.*,cute_attn.launch,cute_attn.emulation]
 follow_imports = skip
 """
@@ -253,7 +272,7 @@ def test_a_users_code_is_checked_against_our_types(
     mypy = [sys.executable, "-m", "mypy", "--python-executable", environment.python, *options]
     done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
-        'user.py:7: error: Too many arguments for "freeze"  [call-arg]',
+        'user.py:8: error: Too many arguments for "freeze"  [call-arg]',
         "Found 1 error in 1 file (checked 1 source file)",
     ]
 

@@ -8,12 +8,15 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from cute_attn.families import FAMILIES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,14 +29,29 @@ TEMPLATES = sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
+# What measures and studies kernels. It has no use without the tests and docs of a checkout.
+CHECKOUT_ONLY = (
+    "cute_attn.bench",
+    "cute_attn.kernels.async_copy",
+    "cute_attn.kernels.ladder",
+    "cute_attn.machine_code",
+)
+
+
 def package_files() -> dict[str, Path]:
-    """Path inside an installed package -> file here, for every file that belongs to one."""
+    """Path below a folder of packages -> file here, for every file that belongs to a package."""
     files = {}
     for source, package in (("cute_attn", "cute_attn"), ("cache", "cute_attn/cache")):
         for path in (ROOT / source).rglob("*"):
             if path.is_file() and path.suffix != ".pyc":
                 files[f"{package}/{path.relative_to(ROOT / source).as_posix()}"] = path
     return files
+
+
+def wheel_files() -> dict[str, Path]:
+    """Path below a folder of packages -> file here, for every file of a wheel."""
+    folders = tuple(f"{name.replace('.', '/')}/" for name in CHECKOUT_ONLY)
+    return {name: path for name, path in package_files().items() if not name.startswith(folders)}
 
 
 def load(script: str) -> ModuleType:
@@ -60,19 +78,8 @@ def test_what_the_top_level_holds() -> None:
 # ---- packaging
 
 
-def test_every_package_is_listed() -> None:
-    on_disk = {
-        name.removesuffix("/__init__.py").replace("/", ".")
-        for name in package_files()
-        if name.endswith("/__init__.py")
-    }
-    listed = PYPROJECT["tool"]["setuptools"]["packages"]
-    assert listed == sorted(listed)
-    assert set(listed) == on_disk
-
-
 def test_python_folders_are_packages() -> None:
-    """A folder of modules without `__init__.py` works from a checkout and is missing in a wheel."""
+    """A folder of modules without `__init__.py` is a package that the tests here do not see."""
     folders = {path.parent for path in package_files().values() if path.suffix == ".py"}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
 
@@ -230,9 +237,8 @@ def test_commits_with_a_long_subject_are_refused(length: int, refused: bool) -> 
 # ---- rooms: which may import which (docs/design.md)
 
 # Where a family of kernels names them to the cache, which device code must know nothing of.
-TABLES = {
-    f"cute_attn.kernels.{family}.table"
-    for family in ("async_copy", "attention", "common", "kda", "ladder", "lightning")
+TABLES = {family.table for family in FAMILIES} | {
+    f"cute_attn.kernels.{folder}.table" for folder in ("async_copy", "common", "ladder")
 }
 
 FORBIDDEN = {
@@ -302,6 +308,7 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/families.py": {"cutlass", "torch", "cute_attn", "dataclasses"},
     "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
     "cute_attn/ops": {
         "cutlass",
@@ -350,14 +357,33 @@ def imports(name: str, path: Path) -> set[str]:
     return found
 
 
+def within(module: str, packages: Iterable[str]) -> bool:
+    """Whether a module is one of these, or in one of them."""
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
 def test_nothing_shipped_imports_tests() -> None:
-    """A wheel holds no tests."""
+    """An sdist holds no tests."""
     wrong = {
         (name, module)
         for name, path in package_files().items()
         if path.suffix == ".py"
         for module in imports(name, path)
-        if module.partition(".")[0] == "tests"
+        if within(module, ["tests"])
+    }
+    assert wrong == set()
+
+
+def test_a_wheel_imports_only_what_it_holds() -> None:
+    """tests/test_installed.py imports it; this also sees imports in functions."""
+    files = wheel_files()
+    assert "cute_attn/__main__.py" in files and "cute_attn/bench/__main__.py" not in files
+    wrong = {
+        (name, module)
+        for name, path in files.items()
+        if path.suffix == ".py"
+        for module in imports(name, path)
+        if within(module, CHECKOUT_ONLY)
     }
     assert wrong == set()
 
@@ -374,8 +400,7 @@ def test_rooms_import_in_one_direction(room: str) -> None:
         (name, module)
         for name, path in files.items()
         for module in imports(name, path)
-        for forbidden in FORBIDDEN[room]
-        if module == forbidden or module.startswith(f"{forbidden}.")
+        if within(module, FORBIDDEN[room])
         if not (room == "cache" and module.startswith("cute_attn.cache"))
         if (name, module) not in ALLOWED
     }
@@ -383,15 +408,13 @@ def test_rooms_import_in_one_direction(room: str) -> None:
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    """Imports within functions count as well: modules of a cycle must be read together.
-
-    The cache has one and is left out: `warm` compiles by `jit`, which lets `warm` start workers.
-    """
+    """Imports within functions count as well: modules of a cycle must be read together."""
     files = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): (name, path)
         for name, path in package_files().items()
-        if path.suffix == ".py" and path.is_relative_to(ROOT / "cute_attn")
+        if path.suffix == ".py"
     }
+    assert {"cute_attn.cache.jit", "cute_attn.ops.operator"} <= files.keys()
     graph = {}
     for module, (name, path) in files.items():
         known = imports(name, path) & files.keys() - {module}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn.families import FUNCTIONS
 from docs import support_page
 from tests.conftest import EMULATED_ARCHS
 from tests.ops.test_other_gpus import CALLS, CASES
@@ -19,28 +20,18 @@ def test_the_tables_are_current(page: Path) -> None:
 
 
 def test_every_operator_is_in_the_table() -> None:
-    operators = {
-        name for name, module in cute_attn._EXPORTS.items() if module.startswith("cute_attn.ops.")
-    }
-    rows = " ".join(row.operator for row in support_page.ROWS)
-    assert all(f"`{name}`" in rows for name in operators)
+    assert {name for row in support_page.ROWS for name in row.functions} == set(FUNCTIONS)
 
 
 def test_what_is_emulated_is_emulated_by_a_test() -> None:
     """Every cell of the table: by the tests of each operator, or by those of other GPUs."""
-    others = {(case.values[0], case.values[1]) for case in CASES}
+    others = {(*row, case.values[1]) for case in CASES for row in CALLS[str(case.values[0])].covers}
     for row in support_page.ROWS:
         for arch in support_page.ARCHS:
             if not support_page.cell(row, (arch,)) or arch in EMULATED_ARCHS:
                 continue
-            called = row.operator.split("`")[1]
-            name = (
-                "gradients, K = 64"
-                if (called, row.direction) == ("chunk_kda", "backward")
-                else called
-            )
-            assert (name, arch) in others, (row, arch)
-    assert {name for name, _ in others} == set(CALLS)
+            assert (row.functions[0], row.direction, arch) in others, (row, arch)
+    assert {case.values[0] for case in CASES} == set(CALLS)
 
 
 @pytest.mark.parametrize(

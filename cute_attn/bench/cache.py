@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .harness.environment import describe, version_of
+from ..environment import version_of
+from .harness.environment import describe
 from .harness.processes import TIMEOUT_S, ChildError, last_line, run_child
 from .harness.progress import track
 from .harness.registry import Benchmark, GpuCheckStage

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 
-from ..machine_code.cubin import RegisterUse
+from .cubin import RegisterUse
 from .forms import FormTable, Match, Plan, Token, UnsupportedInstruction
 from .operands import (
     TYPE_BITS,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..machine_code.cubin import register_uses
+from .cubin import register_uses
 from .library import (
     CHECKS,
     EVENT_KINDS,

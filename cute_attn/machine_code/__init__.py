@@ -1,6 +1,5 @@
 """Analyses of a kernel's machine code, for facts that its PTX does not show. No GPU is needed.
 
-- `cubin`: the ELF files in a compiler's object file, and the registers that ptxas chose
 - `disassembly`: finds and runs nvdisasm
 - `listing`: a disassembled kernel as instructions, basic blocks and loops
 - `tile_model`: the cost of a K/V tile for each warp role and each unit of an SM; spills

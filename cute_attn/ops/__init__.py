@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-_FAMILIES = ("attention", "kda", "lightning")
+from ..families import FAMILIES
 
 
 def register_operators() -> None:
@@ -19,5 +19,5 @@ def register_operators() -> None:
     It takes as long as importing these functions, and loads neither the compiler nor a kernel.
     Calling it again changes nothing.
     """
-    for family in _FAMILIES:
-        importlib.import_module(f"{__name__}.{family}")
+    for family in FAMILIES:
+        importlib.import_module(family.operators)

@@ -696,7 +696,8 @@ def kda_chunk_gradients(
     **options: Any,
 ) -> KdaGradients:
     """The same gradients by chunks, as the kernels compute them: the states forwards, their
-    gradients backwards, then for each chunk its tokens' (docs/kernels/kda.md has the formulas).
+    gradients backwards, then for each chunk its tokens'. The formulas are in
+    docs/kernels/kda_backward.md.
 
     Args:
         dtype: of the arithmetic and of the gradients.

@@ -21,7 +21,7 @@ from conftest import ARCH, publish_copies
 from toy_specs import SCALE, SUM, ScaleSpec, SumSpec
 
 from cute_attn import cache
-from cute_attn.cache import jit, recording, specfile
+from cute_attn.cache import memory, recording, specfile
 from cute_attn.cache.__main__ import main
 from cute_attn.cache.recording import add
 from cute_attn.ops.lightning import plan_decode
@@ -50,14 +50,14 @@ def test_a_kernel_that_is_loaded_meanwhile_is_recorded(
     filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another thread may do it: after what is in memory has been listed."""
-    path, listed = tmp_path / "used.toml", jit.used
+    path, listed = tmp_path / "used.toml", memory.used
 
     def used() -> list[Any]:
         found = listed()
         cache.get(SUM, SumSpec(3), ARCH)
         return found
 
-    monkeypatch.setattr(jit, "used", used)
+    monkeypatch.setattr(memory, "used", used)
     cache.record(path)
     cache.record(None)
     assert cache.plan_file(path, ARCH) == [(SUM, SumSpec(3))]

@@ -26,7 +26,7 @@ from toy_specs import BROKEN, SCALE, ScaleSpec
 
 import cute_attn
 from cute_attn import cache
-from cute_attn.cache import specfile, warm
+from cute_attn.cache import specfile, warm, workers
 from cute_attn.cache.key import spec_items
 from cute_attn.cache.store import Store
 from cute_attn.cache.warm import WarmupError
@@ -76,17 +76,17 @@ def test_one_failure_loses_no_other_kernel(root: Path, jobs: int) -> None:
 def test_a_process_that_dies_loses_only_its_kernel(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = warm._Worker.ask
+    original = workers.Worker.ask
     asked: list[Any] = []
 
-    def die_at_the_first(worker: warm._Worker, request: dict[str, Any]) -> Any:
+    def die_at_the_first(worker: workers.Worker, request: dict[str, Any]) -> Any:
         asked.append(request)
         if len(asked) == 1:
             worker._process.send_signal(signal.SIGKILL)
             worker._process.wait()
         return original(worker, request)
 
-    monkeypatch.setattr(warm._Worker, "ask", die_at_the_first)
+    monkeypatch.setattr(workers.Worker, "ask", die_at_the_first)
     hint = (
         r"ended with status -9 \(SIGKILL\): the system may have run out of memory.*jobs of warmup"
     )
@@ -210,9 +210,9 @@ def test_a_worker_ends_with_the_process_that_started_it(
     run: Callable[..., Process], root: Path
 ) -> None:
     parent = run("""
-from cute_attn.cache import specfile, warm
+from cute_attn.cache import specfile, workers
 from cute_attn.cache.key import spec_items
-worker = warm._Worker()
+worker = workers.Worker()
 tell(pid=worker._process.pid)
 time.sleep(1000)
 """)
@@ -238,8 +238,8 @@ def test_a_worker_ends_though_a_forked_child_holds_its_stdin(
     run: Callable[..., Process], root: Path
 ) -> None:
     parent = run("""
-from cute_attn.cache import warm
-worker = warm._Worker()
+from cute_attn.cache import workers
+worker = workers.Worker()
 answer, question = os.pipe()
 child = os.fork()
 if child == 0:
@@ -296,7 +296,7 @@ def test_a_worker_whose_parent_has_ended_before_it_begins_does_not_begin() -> No
     ],
 )
 def test_how_a_process_ended_in_words(status: int, text: str) -> None:
-    assert warm._ending(status) == text
+    assert workers._ending(status) == text
 
 
 # -- arguments that make no sense
@@ -346,7 +346,7 @@ def test_without_worker_processes_this_process_compiles(
     def no_process(*args: Any, **kwargs: Any) -> Any:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(warm.subprocess, "Popen", no_process)
+    monkeypatch.setattr(workers.subprocess, "Popen", no_process)
     outcome = warm.compile_all(
         warm.unique_jobs((*request, ARCH) for request in MANY[:2]), Store(root), jobs=2
     )

@@ -14,8 +14,8 @@ from cutlass import cute
 
 from cute_attn.cache.cubin import kernel_uses
 from cute_attn.emulator import Emulator, Finding
+from cute_attn.emulator.cubin import RegisterUse, cubins, register_uses
 from cute_attn.emulator.runner import run_ptx
-from cute_attn.machine_code.cubin import RegisterUse, cubins, register_uses
 from cute_attn.machine_code.disassembly import disassemble, find_nvdisasm
 
 ARCHS = ("sm_90a", "sm_100a")

@@ -14,9 +14,6 @@ from torch.nn import Parameter
 import cute_attn
 from tests.ops.operators import OPERATORS, tensors_in
 
-ATTENTION = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_out")
-ARCHS = dict.fromkeys(ATTENTION, (9, 10))  # of the others from Ampere on
-
 WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda x: Parameter(x, requires_grad=False),
     "parameter that requires a gradient": lambda x: Parameter(x, x.is_floating_point()),
@@ -30,7 +27,7 @@ class Plain(Tensor):
 
 def arguments(name: str) -> dict[str, Any]:
     major = torch.cuda.get_device_capability()[0]
-    if major not in ARCHS.get(name, (major,)):
+    if major not in (OPERATORS[name].majors or (major,)):
         pytest.skip(f"there is no kernel for compute capability {major}.x")
     given = OPERATORS[name].arguments()
     if "seqused_q" in given:  # all rows, so that none is undefined
@@ -89,15 +86,7 @@ def test_the_warm_path_refuses_shared_memory_and_gradients(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("lightning_attn_decode", "softmax_scale"),
-        ("kda_decode", "scale"),
-        ("kda_decode", "lower_bound"),
-        ("fused_recurrent_kda", "scale"),
-        ("fused_recurrent_kda", "lower_bound"),
-        ("chunk_kda", "scale"),
-    ],
+    ("name", "number"), [(name, number) for name, it in OPERATORS.items() for number in it.numbers]
 )
 def test_the_warm_path_looks_at_numbers(name: str, number: str):
     good = -2.0 if number == "lower_bound" else 0.5

@@ -2,7 +2,7 @@
 settled, which is exempt by kernel and line.
 
 The kernels are compiled beforehand, in a process of its own, with line numbers. Each tool runs over
-each family of calls in a process of its own, several of them at once.
+each group of calls in a process of its own, several of them at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from .small_calls import FAMILIES
+from .small_calls import GROUPS
 
 ROOT = Path(__file__).parents[2]
 CALLS = [sys.executable, "-m", "tests.gpu.small_calls"]
@@ -124,7 +124,7 @@ def run(*command: str, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Run]]:
-    """The processes of all tests of this module that are selected, by tool and family."""
+    """The processes of all tests of this module that are selected, by tool and group."""
     sanitizer = find_compute_sanitizer()
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
@@ -134,24 +134,22 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Run]]
         runs = {}
         for item in request.session.items:
             if isinstance(item, pytest.Function) and item.path == request.path:
-                tool, family = (item.callspec.params[name] for name in ("tool", "family"))
+                tool, group = (item.callspec.params[name] for name in ("tool", "group"))
                 command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
                 port = 20_000 + PORTS * len(runs)
                 command += ["--print-limit", "1000", "--port", str(port), *TOOLS[tool]]
-                runs[tool, family] = pool.submit(run, *command, *CALLS, family)
+                runs[tool, group] = pool.submit(run, *command, *CALLS, group)
         yield runs
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_sanitizer_finds_nothing(
-    tool: str, family: str, runs: dict[tuple[str, str], Run]
-) -> None:
-    done = runs[tool, family].result()
+def test_a_sanitizer_finds_nothing(tool: str, group: str, runs: dict[tuple[str, str], Run]) -> None:
+    done = runs[tool, group].result()
     lines = [x for x in done.stdout.splitlines() if "Host Frame" not in x]
     said = "\n".join(lines)
-    assert f"done: {family}" in lines, f"{tool}:\n{said[-6000:]}\n{done.stderr[-2000:]}"
+    assert f"done: {group}" in lines, f"{tool}:\n{said[-6000:]}\n{done.stderr[-2000:]}"
     if tool == "racecheck" and done.returncode == 9:
         races = unsettled(said)
         assert not races, "\n".join(races)[:6000]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from cute_attn.cache import Entry
-from cute_attn.machine_code.cubin import cubins
+from cute_attn.emulator.cubin import cubins
 from cute_attn.machine_code.disassembly import disassemble, find_nvdisasm
 from cute_attn.machine_code.listing import functions
 from cute_attn.machine_code.unset_registers import unset_reads

@@ -78,7 +78,7 @@ def test_windows_that_hide_everything() -> None:
 def test_fused_causal_groups_are_split_where_it_was_the_fastest(
     head_dim: int, group: int, seqlen: int, expected: int
 ) -> None:
-    """16k tokens on an H200, see docs/kernels/sm90_backward.md. Splits made no
+    """16k tokens on an H200, see docs/log/sm90_backward.md. Splits made no
     dense call faster by more than noise."""
     for right, found in ((0, expected), (None, 1)):
         assert found == splits(

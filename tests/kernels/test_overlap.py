@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,10 @@ import torch
 from torch import Tensor
 
 import cute_attn
-from cute_attn.ops import lightning
-from cute_attn.ops.kda import decode
 from cute_attn.ops.memory import check_memory
 from tests.ops.operators import OPERATORS, values
 
-MODULES = {"lightning_attn_decode": lightning, "kda_decode": decode}
-POOLS = {
-    "lightning_attn_decode": ("state", "draft_k", "draft_v"),
-    "kda_decode": ("state", "record_k", "record_g", "record_u"),
-}
+CHECKED = [name for name, operator in OPERATORS.items() if operator.pools]
 
 
 def one_after_another(args: dict[str, Any], first: str, second: str, shared: int) -> None:
@@ -74,7 +69,7 @@ def layouts(name: str) -> dict[str, Change]:
         for step in (0, 64, row - 64, row, row + 64):
             add(f"{written} every {step} of {row}", rows_apart, written, step)
     for shared in (0, 16):
-        add(f"pages that share {shared} bytes", pages, POOLS[name], shared)
+        add(f"pages that share {shared} bytes", pages, operator.pools, shared)
     return cases
 
 
@@ -85,7 +80,7 @@ def same(x: Tensor, y: Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", CHECKED)
 def test_host_code_refuses_what_the_operator_does(name: str, monkeypatch: pytest.MonkeyPatch):
     """Both by the same rules, for every argument that is written beside every other."""
     refusals: list[str] = []
@@ -96,7 +91,8 @@ def test_host_code_refuses_what_the_operator_does(name: str, monkeypatch: pytest
         except ValueError as error:
             refusals.append(str(error))
 
-    monkeypatch.setattr(MODULES[name], "check_memory", note)
+    module = sys.modules[OPERATORS[name].function.__module__]
+    monkeypatch.setattr(module, "check_memory", note)
     refused = taken = 0
     with cute_attn.emulated("sm_90a"), torch.no_grad():
         for label, change in layouts(name).items():

@@ -2,7 +2,7 @@
 
     python -m tests.ops.test_attention_gradients_beside_peer
 
-prints the table of docs/kernels/hd256_backward.md.
+prints the table of docs/log/hd256_backward.md.
 """
 
 from __future__ import annotations

@@ -176,8 +176,7 @@ def test_all_arguments_may_be_parameters(launches: list[tuple[Any, ...]], name: 
 def test_the_registered_operator_takes_parameters_and_subclasses(
     launches: list[tuple[Any, ...]], name: str
 ):
-    registered = {"flash_attn_func": "flash_attn", "flash_attn_varlen_func": "flash_attn"}
-    op = getattr(torch.ops.cute_attn, registered.get(name, name))
+    op = getattr(torch.ops.cute_attn, OPERATORS[name].registered or name)
     args = OPERATORS[name].arguments()
     args.pop("cu_seqlens_cpu", None)
     for argument in op.default._schema.arguments:
@@ -484,25 +483,7 @@ def test_slots_of_pools_may_lie_between_one_anothers(launches: list[tuple[Any, .
 # -- numbers -------------------------------------------------------------------------------------
 
 
-NUMBERS = [
-    ("flash_attn_func", "softmax_scale"),
-    ("flash_attn_func", "softcap"),
-    ("flash_attn_varlen_func", "softmax_scale"),
-    ("lightning_attn_decode", "softmax_scale"),
-    ("kda_decode", "scale"),
-    ("kda_decode", "lower_bound"),
-    ("fused_recurrent_kda", "scale"),
-    ("fused_recurrent_kda", "lower_bound"),
-    ("chunk_kda", "scale"),
-    ("chunk_kda", "lower_bound"),
-    ("kda_gate_cumsum", "lower_bound"),
-    ("kda_chunk_intra", "scale"),
-    ("kda_chunk_output", "scale"),
-    ("kda_chunk_output_backward", "scale"),
-    ("kda_chunk_delta_h_backward", "scale"),
-    ("kda_recompute_w_u_backward", "scale"),
-    ("kda_gate_cumsum_backward", "lower_bound"),
-]
+NUMBERS = [(name, number) for name, it in OPERATORS.items() for number in it.numbers]
 
 
 @pytest.mark.parametrize(("name", "number"), NUMBERS)
@@ -525,16 +506,7 @@ def test_what_is_no_number_is_refused(launches: list[tuple[Any, ...]], name: str
     assert not launches
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kda_decode",
-        "fused_recurrent_kda",
-        "chunk_kda",
-        "kda_gate_cumsum",
-        "kda_gate_cumsum_backward",
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, x in NUMBERS if x == "lower_bound"])
 def test_a_lower_bound_that_is_none_is_refused(launches: list[tuple[Any, ...]], name: str):
     """With a gate of 0 nothing decays, and with one above it states grow without end."""
     for value in (0, 0.0, -0.0, 3.0, 7):

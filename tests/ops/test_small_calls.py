@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 import cute_attn
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention import configs
-from cute_attn.kernels.attention import table as attention
-from cute_attn.kernels.common import table as common
-from cute_attn.kernels.kda import table as kda
-from cute_attn.kernels.lightning import table as lightning
-from tests.gpu.small_calls import FAMILIES, idle_kernels, make_calls
+from cute_attn.families import FAMILIES
+from tests.gpu.small_calls import GROUPS, idle_kernels, make_calls
 
-NOT_CALLED = {lightning.DECODE_PIPELINED}  # only measured
+TABLES = ["cute_attn.kernels.common.table", *(family.table for family in FAMILIES)]
 
 
 def kernels(arch: str) -> set[KernelDef]:
     """The kernels of all operators on this architecture."""
-    found = {
-        x
-        for module in (common, kda, lightning)
-        for x in vars(module).values()
-        if isinstance(x, KernelDef)
-    }
-    found |= {
-        attention.KERNELS[row.kernel] for (_, of, *_), row in configs.ROWS.items() if of == arch
-    }
-    return (found | {attention.COMBINE}) - NOT_CALLED
+    found: set[KernelDef] = set()
+    for table in map(importlib.import_module, TABLES):
+        if hasattr(table, "called"):
+            found |= table.called(arch)
+        else:
+            found |= {x for x in vars(table).values() if isinstance(x, KernelDef)}
+    return found
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_small_calls_use_every_kernel(arch: str):
     with cute_attn.emulated(arch, Emulator(num_sms=132)), idle_kernels() as wanted:
-        for family in FAMILIES:
-            make_calls(family, "cpu")
+        for group in GROUPS:
+            make_calls(group, "cpu")
     assert {kernel for kernel, _ in wanted} == kernels(arch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from ... import cache as kernels
+from ...emulator.cubin import cubins
 from ...kernels.async_copy import table
 from ...kernels.async_copy.spec import BY_ONE_WARP, AsyncCopySpec
-from ...machine_code.cubin import cubins
 from ...machine_code.disassembly import disassemble, find_nvdisasm
 from ...machine_code.listing import Function, Instruction, Loop, functions
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...machine_code.cubin import cubins
+from ...emulator.cubin import cubins
 from ...machine_code.tile_model import SMS
 from ..harness.registry import Unavailable
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...emulator.cubin import cubins
 from ...kernels.attention.configs import SM90, head_dims
 from ...kernels.attention.heuristics import backward_spec, forward_spec
 from ...kernels.attention.table import find
-from ...machine_code.cubin import cubins
 from ...machine_code.disassembly import version
 from ...machine_code.listing import Instruction
 from ...machine_code.middle_tile import MMAS, middle_tile

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...families import FAMILIES
 from .report import Report
 
 EXIT_UNAVAILABLE = 3  # of the command, for Unavailable
@@ -20,21 +21,9 @@ class Listed(NamedTuple):
     summary: str
 
 
-BENCHMARKS = {
+_OF_NO_FAMILY = {
     "async-copy": Listed(
         "async_copy.study", "copies of tiles to shared memory: plain loads, cp.async, bulk and TMA"
-    ),
-    "attention": Listed(
-        "attention.operators",
-        "attention forward, backward and decode against FlashAttention-4 and cuDNN",
-    ),
-    "attention-exchange": Listed(
-        "attention.exchange", "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it"
-    ),
-    "attention-first-result": Listed(
-        "attention.first_result",
-        "time to the first result of a process, ours and FlashAttention-4's, from cold and warm"
-        " caches",
     ),
     "cache": Listed("cache", "imports, look-ups and races of the kernel cache, on the CPU"),
     "emulator": Listed(
@@ -46,35 +35,17 @@ BENCHMARKS = {
     "gpu-check": Listed(
         "gpu_check", "everything that needs a GPU: its tests, then short benchmarks"
     ),
-    "kda-backward": Listed(
-        "kda.backward", "the gradient of chunk_kda: its kernels, memory and layers, against FLA"
-    ),
-    "kda-chunk": Listed(
-        "kda.chunk", "chunk_kda forward against FLA and the bytes that it must move"
-    ),
-    "kda-decode": Listed("kda.decode", "kda_decode against FLA and the copy bandwidth"),
-    "kda-first-result": Listed(
-        "kda.first_result",
-        "time to the first result of a process, ours and FLA's, from cold and warm caches",
-    ),
-    "kda-intra": Listed("kda.intra", "kda_chunk_intra against FLA and the bytes that it must move"),
-    "kda-recompute": Listed(
-        "kda.recompute", "kda_recompute_w_u against FLA and the bytes that it must move"
-    ),
     "launch-overhead": Listed(
         "launch_overhead", "host time of a launch, by layer, beside torch.mul"
-    ),
-    "lightning-decode": Listed(
-        "lightning.decode", "Lightning Attention decode against FLA and the copy bandwidth"
-    ),
-    "lightning-decode-ncu": Listed(
-        "lightning.decode_ncu",
-        "DRAM throughput, occupancy, stalls and L2 hit rate of the decode kernel (ncu)",
     ),
     "sass": Listed(
         "sass", "static analysis of a kernel's machine code beside FlashAttention-4's; needs no GPU"
     ),
 }
+_OF_FAMILIES = {
+    name: Listed(*listed) for family in FAMILIES for name, listed in family.benchmarks.items()
+}
+BENCHMARKS = dict(sorted((_OF_NO_FAMILY | _OF_FAMILIES).items()))
 
 
 class Unavailable(RuntimeError):

@@ -6,7 +6,7 @@ reference. Each case's gradients are compared with FLA's, then timed: the forwar
 training step calls it, and the backward, in the modes do_bench, in which a call waits for the host,
 and eager, in which the host runs ahead; and 16 layers in a row, forward and backward. Each
 kernel's time, as CUPTI reports it, stands beside the time in which a copy moves the bytes that it
-must move, see docs/kernels/kda.md, and kernels of both sides are grouped by what they compute.
+must move, see docs/kernels/kda_backward.md. Kernels of both sides are grouped by what they compute.
 `--stage` compares the public stages of the backward with FLA's. The memory of a training step is
 measured at B=1 T=32768 H=32.
 """

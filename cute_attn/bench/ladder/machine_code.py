@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from ...cache.entry import Built, Entry
+from ...emulator.cubin import cubins
 from ...kernels.ladder.spec import FmhaLadderSpec
-from ...machine_code.cubin import cubins
 from ...machine_code.listing import Instruction
 from ...machine_code.middle_tile import MMAS, middle_tile
 from ..harness.report import Row

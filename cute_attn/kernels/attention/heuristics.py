@@ -14,8 +14,8 @@ The backward's dK/dV kernel loops over the query heads of a K/V head. Where its 
 too few for the GPU, or leave a part of it idle at the end, the heads of a group are split among
 clusters, each of which writes float32 partial sums. `num_splits` weighs the clocks of the busiest
 cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts` has the
-numbers. They are measured for the fused kernels of SM90 (`docs/kernels/sm90_backward.md`), and
-estimated from the design for the others (`docs/kernels/hd256_backward.md`). `num_splits` looks at
+numbers. They are measured for the fused kernels of SM90 (`docs/log/sm90_backward.md`), and
+estimated from the design for the others (`docs/log/hd256_backward.md`). `num_splits` looks at
 shapes and the number of SMs only, so that a call always adds in the same order.
 """
 

@@ -8,7 +8,16 @@ from ...cache import KernelDef
 from . import configs
 from .configs import Row, has, head_dims, shapes
 
-__all__ = ["AttentionKernel", "KERNELS", "find", "has", "head_dims", "shapes", "smallest_tile"]
+__all__ = [
+    "AttentionKernel",
+    "KERNELS",
+    "called",
+    "find",
+    "has",
+    "head_dims",
+    "shapes",
+    "smallest_tile",
+]
 
 
 class AttentionKernel(NamedTuple):
@@ -68,6 +77,12 @@ KERNELS = {
         BACKWARD_POSTPROCESS,
     )
 }
+
+
+def called(arch: str) -> set[KernelDef]:
+    """The kernels that operators call on an architecture."""
+    rows = {row.kernel for (_, of, *_), row in configs.ROWS.items() if of == arch}
+    return {KERNELS[name] for name in rows} | {COMBINE}
 
 
 def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> AttentionKernel:

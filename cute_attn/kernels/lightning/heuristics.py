@@ -1,4 +1,4 @@
-"""Tuning of the Lightning decode kernel. The measurements are in docs/kernels/lightning_decode.md;
+"""Tuning of the Lightning decode kernel. The measurements are in docs/log/lightning_decode.md;
 `python -m cute_attn.bench lightning-decode --variants` repeats them.
 
 The same rule holds for every batch size, so that the kernel does not change as a batch grows. It

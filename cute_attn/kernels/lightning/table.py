@@ -12,3 +12,8 @@ DECODE_PIPELINED = KernelDef(
     name="lightning_decode_pipelined",
     target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",
 )
+
+
+def called(arch: str) -> set[KernelDef]:
+    """The kernels that operators call, on any architecture."""
+    return {DECODE}

@@ -78,7 +78,7 @@ class Pass(NamedTuple):
         last: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Launch the pass; see `ChunkPass.__call__` for the arguments."""
+        """Launch the pass; see `chunk_pass.Arguments`."""
         batch, tokens, heads, dim_v = rows.shape
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0

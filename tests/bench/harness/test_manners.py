@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn import environment
 from cute_attn.bench import __main__ as command
-from cute_attn.bench.harness import environment
+from cute_attn.bench.harness.environment import describe
 from cute_attn.bench.harness.registry import Benchmark, Listed
 from cute_attn.bench.harness.report import Report
 
@@ -111,15 +112,15 @@ def test_the_commit_is_of_this_project(tmp_path: Path, monkeypatch: pytest.Monke
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    installed = project / ".venv/lib/site-packages/cute_attn/bench/harness/environment.py"
+    installed = project / ".venv/lib/site-packages/cute_attn/environment.py"
     installed.parent.mkdir(parents=True)
     monkeypatch.setattr(environment, "__file__", str(installed))
-    assert "commit" not in environment.describe([])
+    assert "commit" not in describe([])
     (project / "pyproject.toml").write_text('[project]\nname = "cute-attn"\n')
-    in_checkout = project / "cute_attn/bench/harness/environment.py"
+    in_checkout = project / "cute_attn/environment.py"
     in_checkout.parent.mkdir(parents=True)
     monkeypatch.setattr(environment, "__file__", str(in_checkout))
-    assert "commit" in environment.describe([])
+    assert "commit" in describe([])
 
 
 def test_gpu_check_runs_no_other_projects_tests(

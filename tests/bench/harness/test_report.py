@@ -17,6 +17,7 @@ from cute_attn.bench.harness.report import (
     plain_table,
     print_table,
 )
+from cute_attn.environment import version_of
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
@@ -195,13 +196,13 @@ def test_the_command_leaves_out_where_results_go():
 def test_environment_on_this_machine():
     facts = environment.describe(["toy"], commit="abc")
     assert facts["commit"] == "abc"
-    assert facts["cute-attn"] == environment.version_of("cute-attn")
+    assert facts["cute-attn"] == version_of("cute-attn")
     assert facts["python"] == sys.version.split()[0]
     assert None not in facts.values()
 
 
 def test_a_distribution_that_is_not_installed_has_no_version():
-    assert environment.version_of("no-such-distribution-anywhere") is None
+    assert version_of("no-such-distribution-anywhere") is None
 
 
 def test_a_gpu_benchmark_is_refused_without_one(capsys):

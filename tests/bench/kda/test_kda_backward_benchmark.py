@@ -118,7 +118,7 @@ def test_the_issues_cases_are_all_there():
 
 
 def test_byte_counts_are_those_of_the_page():
-    """The numbers of docs/kernels/kda.md for T = 8192, 64 heads, in MB, beta apart."""
+    """The numbers of docs/kernels/kda_backward.md for T = 8192, 64 heads, in MB, beta apart."""
     case = Case(64, 64, 8192)
     counts = {
         "prepare_bytes": 405 + 545,

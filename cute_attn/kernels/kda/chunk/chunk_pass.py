@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ...common.arguments import fake_matrices, fake_offsets, fake_rows
 from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
 from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import mbarrier
 from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
@@ -55,7 +55,7 @@ KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
 
 
 class Results(NamedTuple):
-    """What a pass stores for each chunk; see `ChunkPass.__call__`."""
+    """What a pass stores for each chunk; see `Arguments`."""
 
     o: cute.Tensor
     states: cute.Tensor | None
@@ -68,6 +68,62 @@ class Slots(NamedTuple):
     state_indices: Any
     checkpoint_indices: Any
     checkpoint_chunks: Any
+
+
+class Arguments(NamedTuple):
+    """What a pass is called with. A tensor is None unless the spec has it.
+
+    Attributes:
+        rows: [B, T, HV, V], v or the gradient of o.
+        tiles: [slots, HV, elements] and
+        decay: float32 [slots, HV, K], as `prepare` writes them.
+        o: [B, T, HV, V], written: the output, or the gradient of v.
+        states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
+            end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64
+            rows it has K / 64 sub-tiles, swizzled as those of a record are.
+        v_new: [slots, HV, 64 * V], written: 64 rows of V as V / 64 such sub-tiles, with zeros
+            past the end of a short chunk.
+        start, result: float32 [N, HV, K, V], or with state_v_first [N, HV, V, K]: the carried
+            matrix before the first chunk of the pass, and after the last, which is written.
+        cu_seqlens: [N + 1].
+        segment_states, segment_transitions: see `fake_workspace`.
+    """
+
+    rows: cute.Tensor
+    tiles: cute.Tensor
+    decay: cute.Tensor
+    o: cute.Tensor
+    states: cute.Tensor | None
+    v_new: cute.Tensor | None
+    start: cute.Tensor | None
+    result: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    segment_states: cute.Tensor | None
+    segment_transitions: cute.Tensor | None
+    chunks_per_segment: Int32
+    num_segments: Int32
+
+
+class Operands(NamedTuple):
+    """What the device code of a pass, or of a pass with a pool, reads and writes.
+
+    Attributes:
+        start, result: the carried matrices of the sequences, or of the pool.
+        slots: where the pool has them; None without a pool.
+    """
+
+    rows: cute.Tensor
+    tiles: cute.Tensor
+    decay: cute.Tensor
+    results: Results
+    start: cute.Tensor | None
+    result: cute.Tensor | None
+    slots: Slots | None
+    cu_seqlens: cute.Tensor | None
+    segment_states: cute.Tensor | None
+    segment_transitions: cute.Tensor | None
+    chunks_per_segment: Int32
+    num_segments: Int32
 
 
 class Place(NamedTuple):
@@ -160,135 +216,76 @@ class ChunkPass:
         def rows() -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
 
-        return (
-            rows(),
-            of_chunks(True, record_elements(spec.head_dim_k)),
-            fake_rows(Float32, (slots, heads, spec.head_dim_k)),
-            rows(),
-            of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
-            of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
-            matrices(self.starts),
-            matrices(self.ends),
-            fake_offsets(spec.index_dtype),
-            *self.fake_workspace(sequences, heads),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                rows=rows(),
+                tiles=of_chunks(True, record_elements(spec.head_dim_k)),
+                decay=fake_rows(Float32, (slots, heads, spec.head_dim_k)),
+                o=rows(),
+                states=of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
+                v_new=of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
+                start=matrices(self.starts),
+                result=matrices(self.ends),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_workspace(sequences, heads),
+                chunks_per_segment=Int32(1),
+                num_segments=Int32(1),
+            )
         )
 
-    def fake_workspace(self, sequences: Any, heads: Any) -> tuple[Any, Any]:
+    def fake_workspace(self, sequences: Any, heads: Any) -> dict[str, Any]:
         """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
         `[N, P, HV, K, K]`. For every segment but the last, the first holds B, and later the matrix
         at the start of the next segment; the second holds M."""
         spec, leading = self.spec, (sequences, cute.sym_int(), heads)
         states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
         transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
-        return (
-            None if spec.segments == "none" else states,
-            transitions if self.transitions else None,
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        rows: cute.Tensor,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        o: cute.Tensor,
-        states: cute.Tensor | None,
-        v_new: cute.Tensor | None,
-        start: cute.Tensor | None,
-        result: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        segment_states: cute.Tensor | None,
-        segment_transitions: cute.Tensor | None,
-        chunks_per_segment: Int32,
-        num_segments: Int32,
-        stream: Any,
-    ) -> None:
-        """Run the pass. A tensor is None unless the spec has it.
-
-        Args:
-            rows: [B, T, HV, V], v or the gradient of o.
-            tiles: [slots, HV, elements] and
-            decay: float32 [slots, HV, K], as `prepare` writes them.
-            o: [B, T, HV, V], written: the output, or the gradient of v.
-            states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
-                end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64
-                rows it has K / 64 sub-tiles, swizzled as those of a record are.
-            v_new: [slots, HV, 64 * V], written: 64 rows of V as V / 64 such sub-tiles, with zeros
-                past the end of a short chunk.
-            start, result: float32 [N, HV, K, V], or with state_v_first [N, HV, V, K]: the carried
-                matrix before the first chunk of the pass, and after the last, which is written.
-            cu_seqlens: [N + 1].
-            segment_states, segment_transitions: see `fake_workspace`.
-        """
-        self.kernel(
-            rows,
-            tiles,
-            decay,
-            o,
-            states,
-            v_new,
-            start,
-            result,
-            None,
-            None,
-            None,
-            cu_seqlens,
-            segment_states,
-            segment_transitions,
-            chunks_per_segment,
-            num_segments,
-        ).launch(**self.launch_config(rows, cu_seqlens, num_segments), stream=stream)
-
-    def launch_config(self, rows: Any, cu_seqlens: Any, num_segments: Any) -> dict[str, Any]:
-        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
-        sequences = num_sequences(rows.shape[0], cu_seqlens)
         return {
-            "grid": [columns // self.spec.tile_v, rows.shape[2], sequences * num_segments],
+            "segment_states": None if spec.segments == "none" else states,
+            "segment_transitions": transitions if self.transitions else None,
+        }
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Run the pass."""
+        a, stream = gathered(Arguments, args)
+        x = Operands(
+            a.rows, a.tiles, a.decay, Results(a.o, a.states, a.v_new), a.start, a.result, None,
+            a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
+            a.num_segments,
+        )  # fmt: skip
+        self.kernel(x).launch(**self.launch_config(a), stream=stream)
+
+    def launch_config(self, a: Any) -> dict[str, Any]:
+        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
+        sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
+        return {
+            "grid": [columns // self.spec.tile_v, a.rows.shape[2], sequences * a.num_segments],
             "block": [(self.num_warps + 1) * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
         }
 
     @cute.kernel
-    def kernel(
-        self,
-        rows: cute.Tensor,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        o: cute.Tensor,
-        states: cute.Tensor | None,
-        v_new: cute.Tensor | None,
-        start: cute.Tensor | None,
-        result: cute.Tensor | None,
-        state_indices: cute.Tensor | None,
-        checkpoint_indices: cute.Tensor | None,
-        checkpoint_chunks: Int32 | None,
-        cu_seqlens: cute.Tensor | None,
-        segment_states: cute.Tensor | None,
-        segment_transitions: cute.Tensor | None,
-        chunks_per_segment: Int32,
-        num_segments: Int32,
-    ) -> None:
+    def kernel(self, x: Operands) -> None:
         tile, head, sequence = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
         spec = self.spec
         segment = Int32(0)
         if cutlass.const_expr(spec.segments != "none"):
-            segment = sequence % num_segments
-            sequence = sequence // num_segments
-        place = sequence_place(sequence, rows.shape[1], cu_seqlens)
+            segment = sequence % x.num_segments
+            sequence = sequence // x.num_segments
+        place = sequence_place(sequence, x.rows.shape[1], x.cu_seqlens)
         tile_start = tile * spec.tile_v
         column = tile_start + warp_index * 16  # the warp's first
         first = Int32(0)
         end = (place.length + (CHUNK - 1)) // CHUNK
         last = end
         if cutlass.const_expr(spec.segments != "none"):
-            first = segment * chunks_per_segment
-            end = cutlass.min(first + chunks_per_segment, end)
+            first = segment * x.chunks_per_segment
+            end = cutlass.min(first + x.chunks_per_segment, end)
             if cutlass.const_expr(self.transitions):
                 # The last segment's result is not needed, nor is M of the first segment, whose
                 # start is known.
@@ -307,26 +304,10 @@ class ChunkPass:
                 cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp_index == self.num_warps:
-            self.load_warp(
-                rows, tiles, decay, place, head, tile_start, stages, barriers, first, end, last
-            )
+            self.load_warp(x, place, head, tile_start, stages, barriers, first, end, last)
         else:
-            self.state_warp(
-                Results(o, states, v_new),
-                start,
-                result,
-                Slots(state_indices, checkpoint_indices, checkpoint_chunks),
-                segment_states,
-                segment_transitions,
-                Place(place, head, column),
-                sequence,
-                segment,
-                stages,
-                barriers,
-                first,
-                end,
-                last,
-            )
+            at = Place(place, head, column)
+            self.state_warp(x, at, sequence, segment, stages, barriers, first, end, last)
 
     def chunk_index(self, c: Any, last: Any) -> Any:
         """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
@@ -337,9 +318,7 @@ class ChunkPass:
     @cute.jit
     def load_warp(
         self,
-        rows: cute.Tensor,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
+        x: Operands,
         place: Any,
         head: Int32,
         tile_start: Int32,
@@ -355,7 +334,7 @@ class ChunkPass:
         row = lane // line_units
         unit = lane % line_units
         column = tile_start + unit * (UNIT_BYTES // 2)
-        start = row_address(rows, place.batch, place.start, head, column)
+        start = row_address(x.rows, place.batch, place.start, head, column)
         # An offset is a constant; a second address would take a register.
         offsets = self.pipeline.offsets
         full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
@@ -368,12 +347,10 @@ class ChunkPass:
             # Waiting for the other parity returns at once in the first use of a stage.
             mbarrier.wait(full + full_to_empty, phase ^ 1)
             slot = place.slot + index
-            record = (
-                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
-            ).toint()
-            decays = (
-                decay.iterator + (Int64(slot) * decay.stride[0] + Int64(head) * decay.stride[1])
-            ).toint()
+            record, decays = (
+                (y.iterator + (Int64(slot) * y.stride[0] + Int64(head) * y.stride[1])).toint()
+                for y in (x.tiles, x.decay)
+            )
             decay_bytes = spec.head_dim_k * 4
             has_rows = tile_start < spec.head_dim_v
             if cutlass.const_expr(self.bulk):
@@ -396,8 +373,8 @@ class ChunkPass:
                 for offset, size in self.parts:
                     self.copy_part(at, record, offset, size, lane)
                 if lane < decay_bytes // UNIT_BYTES:
-                    x = lane * UNIT_BYTES
-                    copy_async(at + self.stage["decay"] + x, decays + x, True)
+                    offset = lane * UNIT_BYTES
+                    copy_async(at + self.stage["decay"] + offset, decays + offset, True)
                 if cutlass.const_expr(self.parts_of_rows):
                     if has_rows:
                         for offset, size in self.parts_of_rows:
@@ -409,7 +386,7 @@ class ChunkPass:
                 token = token if present else Int32(0)
                 copy_async(
                     at + self.stage["rows"] + self.row_offset(row + i * step, unit),
-                    start + Int64(token) * (rows.stride[1] * 2),
+                    start + Int64(token) * (x.rows.stride[1] * 2),
                     present,
                 )
             copies_arrive(full)
@@ -437,13 +414,8 @@ class ChunkPass:
     @cute.jit
     def state_warp(
         self,
-        results: Any,
-        start: cute.Tensor | None,
-        result: cute.Tensor | None,
-        slots: Any,
-        segment_states: cute.Tensor | None,
-        segment_transitions: cute.Tensor | None,
-        place: Any,
+        x: Operands,
+        place: Place,
         sequence: Int32,
         segment: Int32,
         stages: Int32,
@@ -457,18 +429,18 @@ class ChunkPass:
         column = place.column
         state = self.state.empty()
         if cutlass.const_expr(spec.segments == "none"):
-            self.load_start(state, start, slots, segment_states, sequence, head, column)
+            self.load_start(state, x, sequence, head, column)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
             elif segment == 0:
-                self.load_start(state, start, slots, segment_states, sequence, head, column)
+                self.load_start(state, x, sequence, head, column)
             else:
                 state.fill(0.0)
         elif segment == 0:
-            self.load_start(state, start, slots, segment_states, sequence, head, column)
+            self.load_start(state, x, sequence, head, column)
         else:
-            starts = segment_states[None, segment - 1, None, None, None]
+            starts = x.segment_states[None, segment - 1, None, None, None]
             if first < end:
                 self.state.load(state, starts, True, sequence, head, column)
 
@@ -478,8 +450,8 @@ class ChunkPass:
         for c in cutlass.range(first, end, unroll=1):
             at = stages + stage * self.stage_bytes
             mbarrier.wait(barriers.address("chunk_full", stage), phase)
-            self.chunk(state, held, at, results, place, self.chunk_index(c, last), c > first)
-            self.checkpoint(state, result, slots, place, sequence, c + 1)
+            self.chunk(state, held, at, x.results, place, self.chunk_index(c, last), c > first)
+            self.checkpoint(state, x, place, sequence, c + 1)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 mbarrier.arrive(barriers.address("chunk_empty", stage))
@@ -487,23 +459,23 @@ class ChunkPass:
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
-        self.finish(held, results, place, end, first < end)
+        self.finish(held, x.results, place, end, first < end)
 
         if cutlass.const_expr(self.transitions):
             if first < end:
                 if column < spec.head_dim_v:
-                    target = segment_states[None, segment, None, None, None]
+                    target = x.segment_states[None, segment, None, None, None]
                     self.state.store(state, target, True, sequence, head, column)
                 else:
-                    target = segment_transitions[None, segment, None, None, None]
+                    target = x.segment_transitions[None, segment, None, None, None]
                     at = column - spec.head_dim_v
                     self.state.store(state, target, False, sequence, head, at)
         elif cutlass.const_expr(spec.segments == "none"):
-            self.store_result(state, result, slots, sequence, head, column)
+            self.store_result(state, x, sequence, head, column)
         elif cutlass.const_expr(self.ends):
             # Stored by the segment with the last chunk, or the first of an empty sequence.
             if (first < end and end == last) or (last == 0 and segment == 0):
-                self.store_result(state, result, slots, sequence, head, column)
+                self.store_result(state, x, sequence, head, column)
 
     def identity(self, state: cute.Tensor, first_v: Any) -> None:
         lane = cute.arch.lane_idx()
@@ -514,23 +486,20 @@ class ChunkPass:
     # -- of a pass ----------------------------------------------------------------------------
 
     def load_start(
-        self, state: cute.Tensor, start: cute.Tensor | None, slots: Slots,
-        segment_states: cute.Tensor | None, sequence: Any, head: Any, column: Any,
-    ) -> None:  # fmt: skip
+        self, state: cute.Tensor, x: Operands, sequence: Any, head: Any, column: Any
+    ) -> None:
         """Load the carried matrix before the first chunk of a sequence."""
-        self.state.load(state, start, self.spec.state_v_first, sequence, head, column)
+        self.state.load(state, x.start, self.spec.state_v_first, sequence, head, column)
 
     def store_result(
-        self, state: cute.Tensor, result: cute.Tensor | None, slots: Slots, sequence: Any,
-        head: Any, column: Any,
-    ) -> None:  # fmt: skip
+        self, state: cute.Tensor, x: Operands, sequence: Any, head: Any, column: Any
+    ) -> None:
         """Store the carried matrix after the last chunk of a sequence."""
-        self.state.store(state, result, self.spec.state_v_first, sequence, head, column)
+        self.state.store(state, x.result, self.spec.state_v_first, sequence, head, column)
 
     def checkpoint(
-        self, state: cute.Tensor, result: cute.Tensor | None, slots: Slots, place: Place,
-        sequence: Any, count: Any,
-    ) -> None:  # fmt: skip
+        self, state: cute.Tensor, x: Operands, place: Place, sequence: Any, count: Any
+    ) -> None:
         """Store the carried matrix after `count` chunks of a sequence, where it is asked for."""
 
     def hold(self) -> Any:

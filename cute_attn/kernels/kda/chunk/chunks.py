@@ -166,37 +166,42 @@ def row_offset(row: Any, pitch: Any) -> Any:
     return Int64(Uint64(Uint32(row)) * Uint64(pitch))
 
 
-def divisors(g: cute.Tensor, q: cute.Tensor) -> tuple[Any, Any, Any]:
-    """For host code: the divisors of `place_of`, which are the number of value heads, the value
-    heads of a group, and the chunks of a sequence that is not packed."""
-    heads = g.shape[2]
-    return tuple(
-        cute.fast_divmod_create_divisor_v2(x)
-        for x in (heads, heads // q.shape[2], (g.shape[1] + (CHUNK - 1)) // CHUNK)
-    )
+class Divisors(NamedTuple):
+    """What `place_of` divides by.
+
+    Attributes:
+        heads: the number of value heads.
+        group: the number of value heads that share a head of q and k.
+        chunks: the number of chunks of a sequence that is not packed.
+    """
+
+    heads: cute.FastDivmodDivisorV2
+    group: cute.FastDivmodDivisorV2
+    chunks: cute.FastDivmodDivisorV2
+
+    @classmethod
+    def of(cls, g: cute.Tensor, q: cute.Tensor) -> Divisors:
+        """The divisors of a call; for host code."""
+        heads = g.shape[2]
+        sizes = (heads, heads // q.shape[2], (g.shape[1] + (CHUNK - 1)) // CHUNK)
+        return cls(*map(cute.fast_divmod_create_divisor_v2, sizes))
 
 
 @cute.jit
-def place_of(
-    by_heads: cute.FastDivmodDivisorV2,
-    by_group: cute.FastDivmodDivisorV2,
-    by_chunks: cute.FastDivmodDivisorV2,
-    tokens: Int32,
-    cu_seqlens: cute.Tensor | None,
-) -> Any:
+def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
     """(slot, value head, head of q and k, chunk) of this CTA. The value head is the fast index, so
     that those of a group find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
-    slot, head = divmod(block, by_heads)
-    head_qk, _ = divmod(head, by_group)
-    return slot, head, head_qk, place_of_slot(slot, by_chunks, tokens, cu_seqlens)
+    slot, head = divmod(block, by.heads)
+    head_qk, _ = divmod(head, by.group)
+    return slot, head, head_qk, place_of_slot(slot, by.chunks, tokens, cu_seqlens)
 
 
 @cute.jit
 def place_of_slot(
     slot: Int32, by_chunks: cute.FastDivmodDivisorV2, tokens: Int32, cu_seqlens: cute.Tensor | None
 ) -> Any:
-    """`chunk_place`, with a divisor of `divisors`."""
+    """`chunk_place`, with the divisor `Divisors.chunks`."""
     if cutlass.const_expr(cu_seqlens is None):
         sequence, index = divmod(slot, by_chunks)
         start = index * CHUNK
@@ -207,8 +212,8 @@ def place_of_slot(
     return place
 
 
-def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
-    """The chunk's rows of a tensor [B, T, heads, columns]."""
+def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Any:
+    """The chunk's `Rows` of a tensor [B, T, heads, columns], or None without a tensor."""
     if x is None:
         return None
     width = x.element_type.width // 8

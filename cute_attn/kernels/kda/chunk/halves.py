@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -58,11 +59,7 @@ class ScoresByHalves:
                 n = 2 * c + i
                 if (n >> shift) == pair:
                     earlier = (pair << (shift + 1)) + (n & (h - 1))
-                    column = Float32(1.0)
-                    if cutlass.const_expr(self.memory.of_columns is not None):
-                        column = self.memory.of_token(
-                            smem, self.memory.of_columns, b * SUB_CHUNK + earlier
-                        )
+                    column = self.memory.column_factor(smem, b * SUB_CHUNK + earlier)
                     transposed = block + block_element(earlier, later)
                     store_shared(Float32, transposed, [(product[i] * column) * of_q])
                     at = block + block_element(later, earlier)
@@ -71,7 +68,9 @@ class ScoresByHalves:
     def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """Return the accumulators of a level's product, for the thread's tokens of sub-chunk b."""
         _, c = row_and_part()
-        acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, to shorten the chain of MMAs
+        acc: list[Sequence[Any]] = [
+            [Float32(0.0)] * 4 for _ in range(2)
+        ]  # two, to shorten the chain of MMAs
         first = b * SUB_CHUNK
         memory = self.memory
         k_later, k_earlier = (

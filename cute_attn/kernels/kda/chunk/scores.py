@@ -31,6 +31,7 @@ a time: channels 8 (lane % 4) to 8 (lane % 4) + 7 of each 32, in row lane // 4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import cutlass
@@ -242,7 +243,7 @@ class Scores:
         for which in range(2):
             first = which * 8
             n = ((which * SUB_CHUNKS + back) * 2 + half) * 4
-            product = [acc[n + i] for i in range(4)]
+            product: Sequence[Any] = [acc[n + i] for i in range(4)]
             for t in (0, 2):
                 a = [rows[first + m] for m in (t, 4 + t, t + 1, 4 + t + 1)]
                 product = mma(self.dtype, product, a, column[t : t + 2])

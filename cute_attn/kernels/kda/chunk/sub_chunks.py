@@ -175,11 +175,17 @@ class ChunkMemory(SharedMemory):
             factor = factor * self.of_token(smem, "inverse_norm_k", row)
         return factor
 
+    def column_factor(self, smem: Any, row: Any) -> Any:
+        """Return the factor of a token's column of L and Aqk."""
+        if self.of_columns is None:
+            return Float32(1.0)
+        return self.of_token(smem, self.of_columns, row)
+
     def as_column(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
         """Return channels of a row of k, or of a multiple of it, times the factor of its row."""
         if self.of_columns is None:
             return k
-        factor = self.of_token(smem, self.of_columns, row)
+        factor = self.column_factor(smem, row)
         return [x * factor for x in k]
 
     def column_factors(self, smem: Any, j: Any) -> Any:

@@ -7,6 +7,7 @@ eight units has bank conflicts. Addresses in global memory are 64-bit integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -44,7 +45,7 @@ def tile_offset(row: Any, column: Any) -> Any:
 def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
     """Load 4 or 8 (`count`) elements of `dtype` from global memory, as float32."""
     if dtype is Float32:
-        values = []
+        values: list[Any] = []
         for i in range(0, count, 4):
             values += load_global(Float32, address + 4 * i, 4)
         return values
@@ -278,7 +279,7 @@ def paired(left: Any, right: Any) -> list[Any]:
     return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
 
 
-def store_units(sub_tile: Any, first_row: Any, pair: int, registers: tuple[Any, Any]) -> None:
+def store_units(sub_tile: Any, first_row: Any, pair: int, registers: Sequence[Any]) -> None:
     """Store 8 rows from first_row, a multiple of 8, of units 2 pair and 2 pair + 1 of a sub-tile in
     global memory, in whole sectors; `registers` are the fragments of the two units."""
     lane = cute.arch.lane_idx()

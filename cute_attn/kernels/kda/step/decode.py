@@ -5,7 +5,7 @@ Per token and value head, with the state a K by V matrix S:
     S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
 
 A call reads and writes the state once. Everything else is a fiftieth of these bytes, so the kernel
-is bound by memory bandwidth, as Lightning's is (docs/kernels/kda.md, "Decode").
+is bound by memory bandwidth, as Lightning's is (docs/kernels/kda_decode.md).
 
     CTA (tile of V, value head, sequence)
       fetch     the token's q, k, v, g and beta

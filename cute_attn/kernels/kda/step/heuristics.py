@@ -8,7 +8,8 @@ sets how many values of the state a thread holds:
     V contiguous          64 at most: a warp has 64 bytes of each of the K rows; 128 where it would
                           have less than a sector of 32, but with records they would be spilled
 
-L2 holds the lines of a state that is updated in place from load to store (docs/kernels/kda.md).
+L2 holds the lines of a state that is updated in place from load to store
+(docs/kernels/kda_decode.md).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class KdaAdjointPass(ChunkPass):
         updated = self.state.decayed(state, stage + self.stage["decay"])
         if has_rows:
             updated = product(do, kd + SUB_TILE_BYTES, updated, sub_tile_step=KD_STEP)
-        if results is not None:
+        if results is not None and place is not None:
             self.store_state(s, results, place, index)
 
         # solve
@@ -99,6 +99,6 @@ class KdaAdjointPass(ChunkPass):
 
         # update
         updated = product(self.state.negated(dr), kd, updated, sub_tile_step=KD_STEP)
-        if results is not None:
+        if results is not None and place is not None:
             self.store_rows([transpose_matrix(x) for x in dr], results.o, place, index, True)
         self.state.assign(state, self.state.done(updated))

@@ -21,19 +21,19 @@ Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a
 so it has, with 16 warps, at K = 128 where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
-the corrections and dr the gradient of r, which is also that of v (docs/kernels/kda.md). v_new is v'
-without its factors m (see `prepare`), which multiply the results of the products over V.
+the corrections and dr the gradient of r, which is also the gradient of v
+(docs/kernels/kda_backward.md). v_new is v' without its factors m (see `prepare`), which multiply
+the results of the products over V.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import (
     fake_contiguous,
@@ -43,6 +43,7 @@ from ....common.arguments import (
     fake_strided,
 )
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import Barriers, report_names
 from ....common.ptx.async_copy import copy_async, copy_bulk
 from ....common.ptx.cluster import remote_address, store_async
@@ -79,6 +80,50 @@ from .layout import PAIRS, SUMS, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
 ALONG_STEP = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in
+            `prepare`.
+        inverse_norms: float32 [slots, HQK, 2 * 64], those of a chunk's q and then k, with
+            l2norm; as `prepare` writes them.
+        do: [B, T, HV, V], the gradient of o.
+        states, adjoints: [slots, HV, V K], the state at the start of each chunk and the
+            gradient of the state after it, transposed: for each 64 rows of V, K / 64 sub-tiles.
+        v_new: [slots, HV, 64 V], v' / m in sub-tiles of 64 columns; rows past the end are 0.
+        dv: [B, T, HV, V], dr with `nonzero_beta`; becomes the gradient of v.
+        dq, dk: [B, T, HQK, K], written, and so are the following.
+        dg: [B, T, HV, K].
+        dbeta: [B, T, HV], any strides.
+        dA_log, ddt_bias: float32 [slots, cluster, HV] and [slots, HV, K]; the gradients of
+            A_log and dt_bias are their sums over slots and cluster; or None.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    A_log: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    inverse_norms: cute.Tensor | None
+    do: cute.Tensor
+    states: cute.Tensor
+    adjoints: cute.Tensor
+    v_new: cute.Tensor
+    dv: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dg: cute.Tensor
+    dbeta: cute.Tensor
+    dA_log: cute.Tensor | None
+    ddt_bias: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    scale: Float32
+    lower_bound: Float32
+    beta_scale: Float32
 
 
 class KdaGradients:
@@ -124,106 +169,50 @@ class KdaGradients:
             return fake_contiguous(Float32, (slots, *shape), align, small=True)
 
         has_dt_bias = spec.has_dt_bias
-        return (
-            of_qk(),
-            of_qk(),
-            rows(self.gate_dtype, heads, spec.head_dim_k),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
-            fake_contiguous(Float32, (heads, spec.head_dim_k), 16) if has_dt_bias else None,
-            fake_matrices((slots,), (heads_qk, 2 * CHUNK)) if spec.l2norm else None,
-            of_v(),
-            states(),
-            states(),
-            fake_matrices((slots,), (heads, CHUNK * spec.head_dim_v), self.dtype),
-            of_v(),
-            of_qk(),
-            of_qk(),
-            rows(self.gate_dtype, heads, spec.head_dim_k),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            partial(spec.cluster, heads) if spec.has_A_log else None,
-            partial(heads, spec.head_dim_k, align=16) if has_dt_bias else None,
-            fake_offsets(spec.index_dtype),
-            Float32(1.0),
-            Float32(1.0),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=of_qk(),
+                k=of_qk(),
+                g=rows(self.gate_dtype, heads, spec.head_dim_k),
+                beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                A_log=fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
+                dt_bias=fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
+                if has_dt_bias
+                else None,
+                inverse_norms=fake_matrices((slots,), (heads_qk, 2 * CHUNK))
+                if spec.l2norm
+                else None,
+                do=of_v(),
+                states=states(),
+                adjoints=states(),
+                v_new=fake_matrices((slots,), (heads, CHUNK * spec.head_dim_v), self.dtype),
+                dv=of_v(),
+                dq=of_qk(),
+                dk=of_qk(),
+                dg=rows(self.gate_dtype, heads, spec.head_dim_k),
+                dbeta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                dA_log=partial(spec.cluster, heads) if spec.has_A_log else None,
+                ddt_bias=partial(heads, spec.head_dim_k, align=16) if has_dt_bias else None,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                scale=Float32(1.0),
+                lower_bound=Float32(1.0),
+                beta_scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        inverse_norms: cute.Tensor | None,
-        do: cute.Tensor,
-        states: cute.Tensor,
-        adjoints: cute.Tensor,
-        v_new: cute.Tensor,
-        dv: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dg: cute.Tensor,
-        dbeta: cute.Tensor,
-        dA_log: cute.Tensor | None,
-        ddt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        stream: Any,
-    ) -> None:
-        """Compute the gradients of all chunks.
-
-        Args:
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in
-                `prepare`.
-            inverse_norms: float32 [slots, HQK, 2 * 64], those of a chunk's q and then k, with
-                l2norm; as `prepare` writes them.
-            do: [B, T, HV, V], the gradient of o.
-            states, adjoints: [slots, HV, V K], the state at the start of each chunk and the
-                gradient of the state after it, transposed: for each 64 rows of V, K / 64 sub-tiles.
-            v_new: [slots, HV, 64 V], v' / m in sub-tiles of 64 columns; rows past the end are 0.
-            dv: [B, T, HV, V], dr with `nonzero_beta`; becomes the gradient of v.
-            dq, dk: [B, T, HQK, K], written, and so are the following.
-            dg: [B, T, HV, K].
-            dbeta: [B, T, HV], any strides.
-            dA_log, ddt_bias: float32 [slots, cluster, HV] and [slots, HV, K]; the gradients of
-                A_log and dt_bias are their sums over slots and cluster; or None.
-        """
-        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
+    def __call__(self, *args: Any) -> None:
+        """Compute the gradients of all chunks."""
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
         self.kernel(
-            q,
-            k,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            inverse_norms,
-            do,
-            states,
-            adjoints,
-            v_new,
-            dv,
-            dq,
-            dk,
-            dg,
-            dbeta,
-            dA_log,
-            ddt_bias,
-            cu_seqlens,
-            scale,
-            lower_bound,
-            beta_scale,
-            g.shape[2] // q.shape[2] if self.spec.grouped else 1,
-            cute.fast_divmod_create_divisor_v2(q.shape[2]),
-            cute.fast_divmod_create_divisor_v2((g.shape[1] + (CHUNK - 1)) // CHUNK),
+            a,
+            a.g.shape[2] // a.q.shape[2] if self.spec.grouped else 1,
+            cute.fast_divmod_create_divisor_v2(a.q.shape[2]),
+            cute.fast_divmod_create_divisor_v2((a.g.shape[1] + (CHUNK - 1)) // CHUNK),
         ).launch(
-            grid=[q.shape[2] * slots * self.spec.cluster, 1, 1],
+            grid=[a.q.shape[2] * slots * self.spec.cluster, 1, 1],
             block=[self.num_threads, 1, 1],
             cluster=[self.spec.cluster, 1, 1],
             smem=self.smem_bytes,
@@ -235,28 +224,7 @@ class KdaGradients:
     @cute.kernel
     def kernel(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        inverse_norms: cute.Tensor | None,
-        do: cute.Tensor,
-        states: cute.Tensor,
-        adjoints: cute.Tensor,
-        v_new: cute.Tensor,
-        dv: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dg: cute.Tensor,
-        dbeta: cute.Tensor,
-        dA_log: cute.Tensor | None,
-        ddt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
+        a: Arguments,
         group: Int32 | int,
         by_heads: cute.FastDivmodDivisorV2,
         by_chunks: cute.FastDivmodDivisorV2,
@@ -266,7 +234,7 @@ class KdaGradients:
         cta = block & (self.spec.cluster - 1)  # the CTA's half of K
         slot, head_qk = divmod(block >> (self.spec.cluster - 1), by_heads)
         first_head = head_qk * group
-        place = place_of_slot(slot, by_chunks, g.shape[1], cu_seqlens)
+        place = place_of_slot(slot, by_chunks, a.g.shape[1], a.cu_seqlens)
         storage = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
         smem = shared_address(storage)
         barriers = self.barriers(storage)
@@ -282,30 +250,27 @@ class KdaGradients:
             cute.arch.sync_threads()
         if not place.valid:
             for n in cutlass.range(group, unroll=1):
-                self.gates.store_no_sums(dA_log, ddt_bias, slot, first_head + n, cta)
+                self.gates.store_no_sums(a.dA_log, a.ddt_bias, slot, first_head + n, cta)
         else:
-            bias = dt_bias
-            if cutlass.const_expr(dt_bias is not None):
-                bias = cute.domain_offset((0, cta * self.channels), dt_bias)
-            for x, name in ((q, "q"), (k, "k")):
+            own = a  # dt_bias from the CTA's first channel on
+            if cutlass.const_expr(a.dt_bias is not None):
+                own = a._replace(dt_bias=cute.domain_offset((0, cta * self.channels), a.dt_bias))
+            for x, name in ((a.q, "q"), (a.k, "k")):
                 rows = self.rows(x, place, head_qk, cta)
                 copy_rows(
                     smem + self.memory[name], rows.start, Int64(rows.pitch), place.length,
                     self.channels, self.num_threads,
                 )  # fmt: skip
-            if cutlass.const_expr(inverse_norms is not None):
+            if cutlass.const_expr(a.inverse_norms is not None):
                 if thread < 2 * CHUNK * 4 // UNIT_BYTES:
-                    start = Int64(slot) * inverse_norms.stride[0]
-                    start = start + Int64(head_qk) * inverse_norms.stride[1]
+                    start = Int64(slot) * a.inverse_norms.stride[0]
+                    start = start + Int64(head_qk) * a.inverse_norms.stride[1]
                     copy_async(
                         smem + (self.memory["inverse_norm_q"] + thread * UNIT_BYTES),
-                        (inverse_norms.iterator + start).toint() + Int64(thread * UNIT_BYTES),
+                        (a.inverse_norms.iterator + start).toint() + Int64(thread * UNIT_BYTES),
                         True,
                     )
-            self.start_copy(
-                smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(0),
-                cta,
-            )  # fmt: skip
+            self.start_copy(smem, barriers, a, place, slot, first_head, Int32(0), cta)
             if cutlass.const_expr(self.spec.exchanges):
                 cute.arch.cluster_wait()  # the other CTA has initialised its mbarrier
             dq_sum = cute.make_rmem_tensor((SUMS,), Float32)
@@ -315,20 +280,17 @@ class KdaGradients:
                 dk_sum.fill(0.0)
                 for n in cutlass.range(group, unroll=1):
                     self.value_head(
-                        g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
-                        ddt_bias, place, slot, first_head, n, group, smem, barriers, cta, scale,
-                        lower_bound, beta_scale, dq_sum, dk_sum,
-                    )  # fmt: skip
+                        own, place, slot, first_head, n, group, smem, barriers, cta, dq_sum, dk_sum
+                    )
             else:
                 self.value_head(
-                    g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
-                    ddt_bias, place, slot, first_head, Int32(0), Int32(1), smem, barriers, cta,
-                    scale, lower_bound, beta_scale, dq_sum, dk_sum,
+                    own, place, slot, first_head, Int32(0), Int32(1), smem, barriers, cta, dq_sum,
+                    dk_sum,
                 )  # fmt: skip
             if cutlass.const_expr(self.spec.l2norm):
                 self.norm_gradients(smem, barriers, dq_sum, dk_sum)
-            self.store_rows(self.rows(dq, place, head_qk, cta), dq_sum, place)
-            self.store_rows(self.rows(dk, place, head_qk, cta), dk_sum, place)
+            self.store_rows(self.rows(a.dq, place, head_qk, cta), dq_sum, place)
+            self.store_rows(self.rows(a.dk, place, head_qk, cta), dk_sum, place)
 
     def barriers(self, storage: cute.Pointer) -> Barriers | None:
         if not self.memory.pipeline.count:
@@ -344,37 +306,37 @@ class KdaGradients:
 
     @cute.jit
     def value_head(
-        self, g: cute.Tensor, beta: cute.Tensor, A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
-        v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
-        dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
-        first_head: Int32, n: Int32, group: Int32, smem: Int32, barriers: Any, cta: Int32,
-        scale: Float32, lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor,
-        dk_sum: cute.Tensor,
+        self, a: Arguments, place: Any, slot: Int32, first_head: Int32, n: Int32, group: Int32,
+        smem: Int32, barriers: Any, cta: Int32, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store the gradients of the group's n-th value head, and add those of q and k."""
         thread, _, _ = cute.arch.thread_idx()
         head = first_head + n
         own_beta = Float32(0.0)
         if thread < place.length:
-            own_beta = Float32(beta[place.batch, place.start + thread, head])
+            own_beta = Float32(a.beta[place.batch, place.start + thread, head])
         if thread < CHUNK:
             self.store_of_token(smem, "beta", thread, own_beta)
-            value, _ = self.beta_and_slope(own_beta, beta_scale)
+            value, _ = self.beta_and_slope(own_beta, a.beta_scale)
             m, _ = split_beta(self.dtype, nonzero_beta(self.dtype, value))
             self.store_of_token(smem, "m", thread, m)
         self.gates.store_sums(
-            smem, self.rows(g, place, head, cta), place.length, A_log, dt_bias, head, lower_bound
+            smem,
+            self.rows(a.g, place, head, cta),
+            place.length,
+            a.A_log,
+            a.dt_bias,
+            head,
+            a.lower_bound,
         )
         acc_q = cute.make_rmem_tensor((SUMS,), Float32)
         acc_k = cute.make_rmem_tensor((SUMS,), Float32)
         acc = cute.make_rmem_tensor((SUMS,), Float32)
         self.state_products(
-            own_beta, do, states, adjoints, v_new, dv, dbeta, place, slot, first_head, n, smem,
-            barriers, cta, scale, beta_scale, acc_q, acc_k, acc,
-        )  # fmt: skip
+            own_beta, a, place, slot, first_head, n, smem, barriers, cta, acc_q, acc_k, acc
+        )
         dG = cute.make_rmem_tensor((SUMS,), Float32)
-        self.from_start(smem, acc_q, acc_k, scale)
+        self.from_start(smem, acc_q, acc_k, a.scale)
         self.products.store_operands(smem)
         cute.arch.sync_threads()
         self.sum_into_state(smem, acc)
@@ -390,17 +352,14 @@ class KdaGradients:
         self.products.finish_columns(smem, acc, dG)
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
-        raw = self.gates.inputs.load(self.rows(g, place, head, cta), place.length)
+        raw = self.gates.inputs.load(self.rows(a.g, place, head, cta), place.length)
         cute.arch.sync_threads()  # P and the operands have been read
         if cutlass.const_expr(self.spec.grouped):
             if n + 1 < group:
                 if cutlass.const_expr(self.bulk):
                     cute.arch.fence_view_async_shared()  # the stage held operands
                     cute.arch.sync_threads()
-                self.start_copy(
-                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, head + 1,
-                    Int32(0), cta,
-                )  # fmt: skip
+                self.start_copy(smem, barriers, a, place, slot, head + 1, Int32(0), cta)
         self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
         if cutlass.const_expr(self.spec.l2norm):
             if n + 1 == group:
@@ -413,21 +372,20 @@ class KdaGradients:
             self.memory.put_aside(of_k, dk_sum)
         cute.arch.sync_warp()
         self.gates.store(
-            smem, raw, self.rows(dg, place, head, cta), place.length, A_log, dt_bias, head,
-            lower_bound,
+            smem, raw, self.rows(a.dg, place, head, cta), place.length, a.A_log, a.dt_bias, head,
+            a.lower_bound,
         )  # fmt: skip
         if cutlass.const_expr(not self.spec.grouped):
             self.memory.take_back(of_q, dq_sum)
             self.memory.take_back(of_k, dk_sum)
         cute.arch.sync_threads()
-        self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head, cta)
+        self.gates.store_partial_sums(smem, a.dA_log, a.ddt_bias, slot, head, cta)
 
     @cute.jit
     def state_products(
-        self, own_beta: Float32, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
-        v_new: cute.Tensor, dv: cute.Tensor, dbeta: cute.Tensor, place: Any, slot: Int32,
-        first_head: Int32, n: Int32, smem: Int32, barriers: Any, cta: Int32, scale: Float32,
-        beta_scale: Float32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
+        self, own_beta: Float32, a: Arguments, place: Any, slot: Int32, first_head: Int32,
+        n: Int32, smem: Int32, barriers: Any, cta: Int32, acc_q: cute.Tensor,
+        acc_k: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
         """Compute all products over V."""
         of_state = cute.make_rmem_tensor((2 * PAIRS,), Float32)
@@ -446,16 +404,14 @@ class KdaGradients:
             if t == 0:  # the barrier before it has ended `store_sums` too
                 self.gates.finish_sums(smem)
                 if cutlass.const_expr(self.spec.cluster > 1):
-                    some_beta_is_small = self.any_beta_is_small(smem, place, beta_scale)
+                    some_beta_is_small = self.any_beta_is_small(smem, place, a.beta_scale)
             self.multiply(stage, acc_q, acc_k, acc, daqk, dlower, of_state)
             cute.arch.sync_threads()
             if t + 1 < self.tiles_v:
-                self.start_copy(
-                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, head, t + 1, cta,
-                )  # fmt: skip
-        self.store_scores(smem, "daqk", daqk, scale)
+                self.start_copy(smem, barriers, a, place, slot, head, t + 1, cta)
+        self.store_scores(smem, "daqk", daqk, a.scale)
         self.store_scores(smem, "dlower", dlower, Float32(-1.0))
-        self.store_diagonals(smem, daqk, dlower, dbeta, place, head, cta, scale, beta_scale)
+        self.store_diagonals(smem, daqk, dlower, a.dbeta, place, head, cta, a.scale, a.beta_scale)
         if cutlass.const_expr(self.spec.cluster > 1):
             # Both CTAs decide alike. The first must not write dv before the second has read it.
             if some_beta_is_small:
@@ -463,16 +419,15 @@ class KdaGradients:
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
         if cta == 0:
-            self.finish_dv(own_beta, dv, place, head, beta_scale)
+            self.finish_dv(own_beta, a.dv, place, head, a.beta_scale)
         self.store_of_state(smem, of_state)
 
     # -- loads --------------------------------------------------------------------------------
 
     @cute.jit
     def start_copy(
-        self, smem: Int32, barriers: Any, states: cute.Tensor, adjoints: cute.Tensor,
-        do: cute.Tensor, dv: cute.Tensor, v_new: cute.Tensor, place: Any, slot: Int32,
-        head: Int32, tile: Int32, cta: Int32,
+        self, smem: Int32, barriers: Any, a: Arguments, place: Any, slot: Int32, head: Int32,
+        tile: Int32, cta: Int32,
     ) -> None:  # fmt: skip
         """Start the copies of a head's 64 columns of V, as one cp.async group."""
         thread, _, _ = cute.arch.thread_idx()
@@ -480,9 +435,9 @@ class KdaGradients:
         of_channels = self.channels // 64 * SUB_TILE_BYTES
         of_state = (tile * self.spec.cluster + cta) * of_channels
         parts = (
-            (states, "state", of_state, of_channels),
-            (adjoints, "adjoint", of_state, of_channels),
-            (v_new, "v_new", tile * SUB_TILE_BYTES, SUB_TILE_BYTES),
+            (a.states, "state", of_state, of_channels),
+            (a.adjoints, "adjoint", of_state, of_channels),
+            (a.v_new, "v_new", tile * SUB_TILE_BYTES, SUB_TILE_BYTES),
         )
         if cutlass.const_expr(self.bulk):
             if thread == 0:
@@ -497,7 +452,7 @@ class KdaGradients:
                 for i in cutlass.range_constexpr(nbytes // (self.num_threads * UNIT_BYTES)):
                     at = (i * self.num_threads + thread) * UNIT_BYTES
                     copy_async(stage + self.memory.stage[name] + at, start + Int64(at), True)
-        for x, name in ((do, "do"), (dv, "dr")):
+        for x, name in ((a.do, "do"), (a.dv, "dr")):
             rows = rows_of(x, place, head)
             copy_rows(
                 stage + self.memory.stage[name], rows.start + Int64(tile * (2 * TILE_V)),

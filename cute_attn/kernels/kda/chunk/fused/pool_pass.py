@@ -12,19 +12,42 @@ segments, which has no B. `outputs` starts from this copy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_contiguous, fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.overlap import overlaps
-from ..chunk_pass import Place, Slots
+from ..chunk_pass import Operands, Place, Results, Slots
 from ..spec import CHUNK, PoolPassSpec, record_elements
 from .state_pass import KdaStatePass
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with; see `chunk_pass.Arguments` for the other arguments.
+
+    Attributes:
+        pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.
+        state_indices, checkpoint_indices, checkpoint_chunks: see the module's docstring.
+    """
+
+    rows: cute.Tensor
+    tiles: cute.Tensor
+    decay: cute.Tensor
+    o: cute.Tensor
+    pool: cute.Tensor
+    state_indices: cute.Tensor
+    checkpoint_indices: cute.Tensor | None
+    checkpoint_chunks: Int32
+    cu_seqlens: cute.Tensor | None
+    segment_states: cute.Tensor | None
+    segment_transitions: cute.Tensor | None
+    chunks_per_segment: Int32
+    num_segments: Int32
 
 
 class KdaPoolPass(KdaStatePass):
@@ -42,131 +65,89 @@ class KdaPoolPass(KdaStatePass):
         def rows() -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
 
-        return (
-            rows(),
-            fake_rows(self.dtype, (chunks, heads, record_elements(spec.head_dim_k))),
-            fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
-            rows(),
-            fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
-            fake_contiguous(Int32, (sequences,)),
-            fake_contiguous(Int32, (sequences, cute.sym_int())) if spec.checkpoints else None,
-            Int32(1),
-            fake_offsets(spec.index_dtype),
-            *self.fake_workspace(sequences, heads),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                rows=rows(),
+                tiles=fake_rows(self.dtype, (chunks, heads, record_elements(spec.head_dim_k))),
+                decay=fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
+                o=rows(),
+                pool=fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
+                state_indices=fake_contiguous(Int32, (sequences,)),
+                checkpoint_indices=(
+                    fake_contiguous(Int32, (sequences, cute.sym_int()))
+                    if spec.checkpoints
+                    else None
+                ),
+                checkpoint_chunks=Int32(1),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_workspace(sequences, heads),
+                chunks_per_segment=Int32(1),
+                num_segments=Int32(1),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        rows: cute.Tensor,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        o: cute.Tensor,
-        pool: cute.Tensor,
-        state_indices: cute.Tensor,
-        checkpoint_indices: cute.Tensor | None,
-        checkpoint_chunks: Int32,
-        cu_seqlens: cute.Tensor | None,
-        segment_states: cute.Tensor | None,
-        segment_transitions: cute.Tensor | None,
-        chunks_per_segment: Int32,
-        num_segments: Int32,
-        stream: Any,
-    ) -> None:
-        """Run the pass; see `ChunkPass.__call__` for the other arguments.
-
-        Args:
-            pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.
-            state_indices, checkpoint_indices, checkpoint_chunks: see the module's docstring.
-        """
-        config = self.launch_config(rows, cu_seqlens, num_segments)
+    def __call__(self, *args: Any) -> None:
+        """Run the pass."""
+        a, stream = gathered(Arguments, args)
+        config = self.launch_config(a)
         if cutlass.const_expr(self.outputs):
             # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the
             # reason.
             columns, heads, sequences = config["grid"]
-            read = (rows, state_indices, checkpoint_indices, cu_seqlens)
-            if overlaps((o, pool), read, (pool,)):
+            read = (a.rows, a.state_indices, a.checkpoint_indices, a.cu_seqlens)
+            if overlaps((a.o, a.pool), read, (a.pool,)):
                 heads = 0
             config["grid"] = [columns, heads, sequences]
-        self.kernel(
-            rows,
-            tiles,
-            decay,
-            o,
-            None,
-            None,
-            pool,
-            pool,
-            state_indices,
-            checkpoint_indices,
-            checkpoint_chunks,
-            cu_seqlens,
-            segment_states,
-            segment_transitions,
-            chunks_per_segment,
-            num_segments,
-        ).launch(**config, stream=stream)
+        slots = Slots(a.state_indices, a.checkpoint_indices, a.checkpoint_chunks)
+        x = Operands(
+            a.rows, a.tiles, a.decay, Results(a.o, None, None), a.pool, a.pool, slots,
+            a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
+            a.num_segments,
+        )  # fmt: skip
+        self.kernel(x).launch(**config, stream=stream)
 
     @cute.jit
     def load_start(
-        self,
-        state: cute.Tensor,
-        start: cute.Tensor,
-        slots: Slots,
-        segment_states: cute.Tensor | None,
-        sequence: Int32,
-        head: Int32,
-        column: Int32,
+        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Int32
     ) -> None:
         v_first = self.spec.state_v_first
         if cutlass.const_expr(self.spec.segments == "outputs"):
-            copy = segment_states[None, segment_states.shape[1] - 1, None, None, None]
+            copy = x.segment_states[None, x.segment_states.shape[1] - 1, None, None, None]
             self.state.load(state, copy, True, sequence, head, column)
         else:
             state.fill(0.0)
-            slot = slots.state_indices[sequence]
-            if is_slot(slot, start):
-                self.state.load(state, start, v_first, slot, head, column)
+            slot = x.slots.state_indices[sequence]
+            if is_slot(slot, x.start):
+                self.state.load(state, x.start, v_first, slot, head, column)
             if cutlass.const_expr(self.transitions):
-                copy = segment_states[None, segment_states.shape[1] - 1, None, None, None]
+                copy = x.segment_states[None, x.segment_states.shape[1] - 1, None, None, None]
                 self.state.store(state, copy, True, sequence, head, column)
 
     @cute.jit
     def store_result(
-        self,
-        state: cute.Tensor,
-        result: cute.Tensor,
-        slots: Slots,
-        sequence: Int32,
-        head: Int32,
-        column: Int32,
+        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Int32
     ) -> None:
-        slot = slots.state_indices[sequence]
-        if is_slot(slot, result):
-            self.state.store(state, result, self.spec.state_v_first, slot, head, column)
+        slot = x.slots.state_indices[sequence]
+        if is_slot(slot, x.result):
+            self.state.store(state, x.result, self.spec.state_v_first, slot, head, column)
 
     @cute.jit
     def checkpoint(
-        self,
-        state: cute.Tensor,
-        result: cute.Tensor,
-        slots: Slots,
-        place: Place,
-        sequence: Int32,
-        count: Int32,
+        self, state: cute.Tensor, x: Operands, place: Place, sequence: Int32, count: Int32
     ) -> None:
         if cutlass.const_expr(self.spec.checkpoints and self.outputs):
-            n = count // slots.checkpoint_chunks
-            due = n * slots.checkpoint_chunks == count and n <= slots.checkpoint_indices.shape[1]
+            n = count // x.slots.checkpoint_chunks
+            due = (
+                n * x.slots.checkpoint_chunks == count and n <= x.slots.checkpoint_indices.shape[1]
+            )
             # A checkpoint is a state between chunks: the last chunk counts only if it is full.
             if due and count * CHUNK <= place.sequence.length:
-                slot = slots.checkpoint_indices[sequence, n - 1]
-                if is_slot(slot, result):
+                slot = x.slots.checkpoint_indices[sequence, n - 1]
+                if is_slot(slot, x.result):
                     v_first = self.spec.state_v_first
-                    self.state.store(state, result, v_first, slot, place.head, place.column)
+                    self.state.store(state, x.result, v_first, slot, place.head, place.column)
 
 
 @cute.jit

@@ -28,12 +28,11 @@ as if keys were written times m, whose rounding differs from channel to channel.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import (
     fake_contiguous,
@@ -45,6 +44,7 @@ from ....common.arguments import (
 from ....common.carried import Carried
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack_all
 from ....common.ptx.memory import (
     load_shared,
@@ -54,7 +54,7 @@ from ....common.ptx.memory import (
 )
 from ....common.spec import WARP_SIZE
 from ...gates import nonzero_beta, sigmoid, split_beta
-from ..chunks import divisors, num_slots, place_of, rows_of
+from ..chunks import Divisors, num_slots, place_of, rows_of
 from ..gate_inputs import GateInputs
 from ..gate_sums import GateSums
 from ..inverse import Inverse
@@ -133,6 +133,40 @@ class Record(Carried):
             store_global(Int32, self.at(b * (SUB_CHUNK * LINE_BYTES) + at) + matrix, x)
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
+        g: [B, T, HV, K], with the same alignment.
+        beta: [B, T, HV], any strides.
+        A_log: float32 [HV], or None.
+        dt_bias: float32 [HV, K], or None.
+        cu_seqlens: [N + 1], or None.
+        tiles: [slots, HV, elements], written (see `chunks` for slots).
+        decay: float32 [slots, HV, K], written: exp2(G_e).
+        inverse_norms: float32 [slots, HQK, 2 * 64], written: the inverse norms of the chunk's
+            rows of q, without the scale, then of k; any finite numbers for rows past its end.
+            None without `spec.store_norms`.
+        lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
+        beta_scale: factor of the sigmoid of beta.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    A_log: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    tiles: cute.Tensor
+    decay: cute.Tensor
+    inverse_norms: cute.Tensor | None
+    scale: Float32
+    lower_bound: Float32
+    beta_scale: Float32
+
+
 class KdaPrepare:
     """The kernel for one PrepareSpec; see the module's docstring."""
 
@@ -156,41 +190,31 @@ class KdaPrepare:
         def rows(dtype: Any, heads: Any) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, spec.head_dim_k))
 
-        return (
-            rows(self.dtype, heads_qk),
-            rows(self.dtype, heads_qk),
-            rows(self.gate_dtype, heads),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
-            fake_contiguous(Float32, (heads, spec.head_dim_k), 16) if spec.has_dt_bias else None,
-            fake_offsets(spec.index_dtype),
-            fake_matrices((slots,), (heads, spec.elements), self.dtype),
-            fake_matrices((slots,), (heads, spec.head_dim_k)),
-            fake_matrices((slots,), (heads_qk, 2 * CHUNK)) if spec.store_norms else None,
-            Float32(1.0),
-            Float32(1.0),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(self.dtype, heads_qk),
+                k=rows(self.dtype, heads_qk),
+                g=rows(self.gate_dtype, heads),
+                beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                A_log=fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
+                dt_bias=fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
+                if spec.has_dt_bias
+                else None,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                tiles=fake_matrices((slots,), (heads, spec.elements), self.dtype),
+                decay=fake_matrices((slots,), (heads, spec.head_dim_k)),
+                inverse_norms=fake_matrices((slots,), (heads_qk, 2 * CHUNK))
+                if spec.store_norms
+                else None,
+                scale=Float32(1.0),
+                lower_bound=Float32(1.0),
+                beta_scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        inverse_norms: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
         """Prepare all chunks. The record of a chunk and value head in `tiles` is, in this order,
 
             kd = exp2(G) * k         K / 64 sub-tiles
@@ -203,40 +227,11 @@ class KdaPrepare:
         and e its last token. Row i of L has the factor p_i, column j m_j. A sub-tile is 64 rows of
         64 columns; unit u of 8 elements of row r lies at unit u ^ (r & 7). Rows past the chunk's
         end are 0.
-
-        Args:
-            q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
-            g: [B, T, HV, K], with the same alignment.
-            beta: [B, T, HV], any strides.
-            A_log: float32 [HV], or None.
-            dt_bias: float32 [HV, K], or None.
-            cu_seqlens: [N + 1], or None.
-            tiles: [slots, HV, elements], written (see `chunks` for slots).
-            decay: float32 [slots, HV, K], written: exp2(G_e).
-            inverse_norms: float32 [slots, HQK, 2 * 64], written: the inverse norms of the chunk's
-                rows of q, without the scale, then of k; any finite numbers for rows past its end.
-                None without `spec.store_norms`.
-            lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
-            beta_scale: factor of the sigmoid of beta.
         """
-        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
-        self.kernel(
-            q,
-            k,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            cu_seqlens,
-            tiles,
-            decay,
-            inverse_norms,
-            scale,
-            lower_bound,
-            beta_scale,
-            *divisors(g, q),
-        ).launch(
-            grid=[g.shape[2] * slots, 1, 1],
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
+        self.kernel(a, Divisors.of(a.g, a.q)).launch(
+            grid=[a.g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=self.memory.blocks_per_sm(),
@@ -245,68 +240,50 @@ class KdaPrepare:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        inverse_norms: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        by_heads: cute.FastDivmodDivisorV2,
-        by_group: cute.FastDivmodDivisorV2,
-        by_chunks: cute.FastDivmodDivisorV2,
-    ) -> None:
+    def kernel(self, x: Arguments, by: Divisors) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        slot, head, head_qk, place = place_of(by_heads, by_group, by_chunks, g.shape[1], cu_seqlens)
+        slot, head, head_qk, place = place_of(by, x.g.shape[1], x.cu_seqlens)
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads are issued before the first wait.
-            raw = self.inputs.load(rows_of(g, place, head), place.length)
-            a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
-            own_beta = self.load_beta(beta, place, head)
+            raw = self.inputs.load(rows_of(x.g, place, head), place.length)
+            a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
+            own_beta = self.load_beta(x.beta, place, head)
             self.operands.start_copy(
-                rows_of(q, place, head_qk), smem + self.memory["q"], place.length
+                rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
             )
             self.operands.start_copy(
-                rows_of(k, place, head_qk), smem + self.memory["k"], place.length
+                rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
             )
             cute.arch.cp_async_commit_group()
             self.inputs.blank(raw, place.length)
-            self.sum_gates(raw, a, bias, smem, lower_bound)
-            self.store_beta(own_beta, smem, place.length, beta_scale)
+            self.sum_gates(raw, a, bias, smem, x.lower_bound)
+            self.store_beta(own_beta, smem, place.length, x.beta_scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
             norms, first_of_group = None, True
-            if cutlass.const_expr(inverse_norms is not None):
-                norms = inverse_norms[slot, head_qk, None]
-                first_of_group = divmod(head, by_group)[1] == 0
-            self.operands.norms(smem, scale, norms, first_of_group)
+            if cutlass.const_expr(x.inverse_norms is not None):
+                norms = x.inverse_norms[slot, head_qk, None]
+                first_of_group = divmod(head, by.group)[1] == 0
+            self.operands.norms(smem, x.scale, norms, first_of_group)
             if thread < self.spec.head_dim_k:
-                decay[slot, head, thread] = decay_exp2(self.sums.finish_tables(smem, thread))
+                x.decay[slot, head, thread] = decay_exp2(self.sums.finish_tables(smem, thread))
             cute.arch.sync_threads()
 
-            first = Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1]
-            record = Record(self.memory, tiles.iterator.toint(), Uint32(first // 8))
+            first = Int64(slot) * x.tiles.stride[0] + Int64(head) * x.tiles.stride[1]
+            record = Record(self.memory, x.tiles.iterator.toint(), Uint32(first // 8))
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.scores.score(smem, b, half, scale, record, acc)
+            self.scores.score(smem, b, half, x.scale, record, acc)
             self.score_tiles.swap_sums(smem, b, half, acc)
             if half == 0:
                 self.score_tiles.finish_lower(smem, b, acc)
                 self.inverse.invert_diagonal(smem, b)
             else:
-                self.score_tiles.finish_scores(smem, b, scale, acc)
+                self.score_tiles.finish_scores(smem, b, x.scale, acc)
                 record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
             cute.arch.sync_threads()
             self.inverse.invert(smem, part)

@@ -17,14 +17,14 @@ passes through shared memory between steps.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import split_tf32
 from ....common.ptx.memory import load_shared, shared_address, store_shared
@@ -36,6 +36,16 @@ from ..spec import CHUNK, SegmentsSpec
 
 NUM_WARPS = 4
 UNIT = 4  # floats of a copy
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    cu_seqlens: cute.Tensor | None
+    segment_states: cute.Tensor
+    segment_transitions: cute.Tensor
+    tokens: Int32
+    chunks_per_segment: Int32
 
 
 class KdaSegments:
@@ -58,32 +68,25 @@ class KdaSegments:
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
         leading = tuple(cute.sym_int() for _ in range(3))  # sequences, segments, value heads
-        return (
-            fake_offsets(spec.index_dtype),
-            fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k)),
-            fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k)),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                segment_states=fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k)),
+                segment_transitions=fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k)),
+                tokens=Int32(1),
+                chunks_per_segment=Int32(1),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        cu_seqlens: cute.Tensor | None,
-        segment_states: cute.Tensor,
-        segment_transitions: cute.Tensor,
-        tokens: Int32,
-        chunks_per_segment: Int32,
-        stream: Any,
-    ) -> None:
-        self.kernel(
-            cu_seqlens, segment_states, segment_transitions, tokens, chunks_per_segment
-        ).launch(
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(
             grid=[
                 self.spec.head_dim_v // self.spec.tile_v,
-                segment_states.shape[2],
-                segment_states.shape[0],
+                a.segment_states.shape[2],
+                a.segment_states.shape[0],
             ],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
             smem=self.smem_bytes,
@@ -92,23 +95,16 @@ class KdaSegments:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        cu_seqlens: cute.Tensor | None,
-        segment_states: cute.Tensor,
-        segment_transitions: cute.Tensor,
-        tokens: Int32,
-        chunks_per_segment: Int32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         tile, head, sequence = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
         lane = cute.arch.lane_idx()
         row, pair = lane // 4, 2 * (lane % 4)
-        place = sequence_place(sequence, tokens, cu_seqlens)
+        place = sequence_place(sequence, x.tokens, x.cu_seqlens)
         num_chunks = (place.length + (CHUNK - 1)) // CHUNK
         # The number of segments with chunks. All but the first and the last make a step.
-        count = (num_chunks + (chunks_per_segment - 1)) // chunks_per_segment
+        count = (num_chunks + (x.chunks_per_segment - 1)) // x.chunks_per_segment
 
         smem = shared_address(
             cutlass.memory.SmemAllocator().allocate(self.smem_bytes, self.memory.alignment)
@@ -116,8 +112,8 @@ class KdaSegments:
         ring = smem + self.memory["transition"]
         v = tile * self.spec.tile_v + row
         mine = warp_index * self.columns
-        states = segment_states[sequence, None, head, None, None]
-        transitions = segment_transitions[sequence, None, head, None, None]
+        states = x.segment_states[sequence, None, head, None, None]
+        transitions = x.segment_transitions[sequence, None, head, None, None]
         for i in cutlass.range_constexpr(self.spec.num_stages - 1):
             self.load(transitions, 1 + i, count, ring + i * self.transition_bytes, mine)
         if count > 2:
@@ -212,10 +208,10 @@ class KdaSegments:
                 at = m + (8 * j * self.transition_row + 8 * s + pair) * 4
                 b = [split_tf32(x) for x in load_shared(Float32, at, 2)]
                 right = [[x[piece] for x in b] for piece in range(2)]
-                for t, a in enumerate(left):
+                for t, pieces in enumerate(left):
                     n = 4 * (t * tiles + j)
                     c = values[n : n + 4]
                     for piece_a, piece_b in ((1, 0), (0, 1), (0, 0)):
-                        c = list(mma_tf32(c, a[piece_a], right[piece_b]))
+                        c = list(mma_tf32(c, pieces[piece_a], right[piece_b]))
                     values[n : n + 4] = c
         return values

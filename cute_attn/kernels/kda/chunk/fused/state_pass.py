@@ -98,7 +98,7 @@ class KdaStatePass(ChunkPass):
 
     def load_v(self, base: Any) -> list[Any]:
         """Load v^T of the warp's 16 columns, as accumulators."""
-        values = []
+        values: list[Any] = []
         for load in self.transposed_rows(base):
             for x in load():
                 values += unpack(self.dtype, x)

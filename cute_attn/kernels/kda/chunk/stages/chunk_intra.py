@@ -22,16 +22,17 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.carried import Carried
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack_all, unpack_all
 from ....common.ptx.matrices import load_matrices
 from ....common.ptx.memory import (
@@ -44,7 +45,7 @@ from ....common.ptx.memory import (
 from ....common.ptx.mma import mma
 from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
-from ..chunks import Rows, divisors, num_slots, place_of, row_offset, rows_of
+from ..chunks import Divisors, Rows, num_slots, place_of, row_offset, rows_of
 from ..gate_sums import GateSums
 from ..inverse import Inverse
 from ..operands import Operands
@@ -122,6 +123,37 @@ def store_columns(tile: Any, row: Any, group: Any, part: Any, packed: Any) -> No
         store_shared(Int32, at, [packed[i]])
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        q, k: [B, T, HQK, K].
+        v: [B, T, HV, V].
+        g: float32 [B, T, HV, K]: G, the output of `gate_cumsum`.
+        beta: [B, T, HV], any strides.
+        cu_seqlens: [N + 1], or None.
+        Aqk, Akk: [B, T, HV, 64], written; columns are tokens of the chunk, and 0 above the
+            diagonal.
+        w, qg, kg: [B, T, HV, K], written; qg is None without store_qg.
+        u: [B, T, HV, V], written.
+        scale: factor of Aqk; qg does not include it.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    Aqk: cute.Tensor
+    Akk: cute.Tensor
+    w: cute.Tensor
+    u: cute.Tensor
+    qg: cute.Tensor | None
+    kg: cute.Tensor
+    scale: Float32
+
+
 class KdaChunkIntra:
     """The kernel for one IntraSpec; see the module's docstring."""
 
@@ -157,61 +189,34 @@ class KdaChunkIntra:
         def rows(dtype: Any, heads: Any, columns: int) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, columns))
 
-        return (
-            rows(self.dtype, heads_qk, spec.head_dim_k),
-            rows(self.dtype, heads_qk, spec.head_dim_k),
-            rows(self.dtype, heads, spec.head_dim_v),
-            rows(Float32, heads, spec.head_dim_k),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            fake_offsets(spec.index_dtype),
-            rows(self.dtype, heads, CHUNK),
-            rows(self.dtype, heads, CHUNK),
-            rows(self.dtype, heads, spec.head_dim_k),
-            rows(self.dtype, heads, spec.head_dim_v),
-            rows(self.dtype, heads, spec.head_dim_k) if spec.store_qg else None,
-            rows(self.dtype, heads, spec.head_dim_k),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(self.dtype, heads_qk, spec.head_dim_k),
+                k=rows(self.dtype, heads_qk, spec.head_dim_k),
+                v=rows(self.dtype, heads, spec.head_dim_v),
+                g=rows(Float32, heads, spec.head_dim_k),
+                beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                Aqk=rows(self.dtype, heads, CHUNK),
+                Akk=rows(self.dtype, heads, CHUNK),
+                w=rows(self.dtype, heads, spec.head_dim_k),
+                u=rows(self.dtype, heads, spec.head_dim_v),
+                qg=rows(self.dtype, heads, spec.head_dim_k) if spec.store_qg else None,
+                kg=rows(self.dtype, heads, spec.head_dim_k),
+                scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        Aqk: cute.Tensor,
-        Akk: cute.Tensor,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        qg: cute.Tensor | None,
-        kg: cute.Tensor,
-        scale: Float32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
         """Process all chunks. Unless stated otherwise, the strides of tensors are multiples of 16
         bytes, and the last one is 1.
-
-        Args:
-            q, k: [B, T, HQK, K].
-            v: [B, T, HV, V].
-            g: float32 [B, T, HV, K]: G, the output of `gate_cumsum`.
-            beta: [B, T, HV], any strides.
-            cu_seqlens: [N + 1], or None.
-            Aqk, Akk: [B, T, HV, 64], written; columns are tokens of the chunk, and 0 above the
-                diagonal.
-            w, qg, kg: [B, T, HV, K], written; qg is None without store_qg.
-            u: [B, T, HV, V], written.
-            scale: factor of Aqk; qg does not include it.
         """
-        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
-        self.kernel(
-            q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale, *divisors(g, q)
-        ).launch(
-            grid=[g.shape[2] * slots, 1, 1],
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
+        self.kernel(a, Divisors.of(a.g, a.q)).launch(
+            grid=[a.g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=self.memory.blocks_per_sm(),
@@ -220,43 +225,25 @@ class KdaChunkIntra:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        Aqk: cute.Tensor,
-        Akk: cute.Tensor,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        qg: cute.Tensor | None,
-        kg: cute.Tensor,
-        scale: Float32,
-        by_heads: cute.FastDivmodDivisorV2,
-        by_group: cute.FastDivmodDivisorV2,
-        by_chunks: cute.FastDivmodDivisorV2,
-    ) -> None:
+    def kernel(self, x: Arguments, by: Divisors) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        _, head, head_qk, place = place_of(by_heads, by_group, by_chunks, g.shape[1], cu_seqlens)
+        _, head, head_qk, place = place_of(by, x.g.shape[1], x.cu_seqlens)
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
-            raw = self.load_sums(rows_of(g, place, head), place.length)
+            raw = self.load_sums(rows_of(x.g, place, head), place.length)
             self.operands.start_copy(
-                rows_of(q, place, head_qk), smem + self.memory["q"], place.length
+                rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
             )
             self.operands.start_copy(
-                rows_of(k, place, head_qk), smem + self.memory["k"], place.length
+                rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
             )
             cute.arch.cp_async_commit_group()
-            self.load_beta(beta, smem, place, head)
+            self.load_beta(x.beta, smem, place, head)
             self.shift_sums(raw, smem)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.operands.norms(smem, scale)
+            self.operands.norms(smem, x.scale)
             if thread < self.spec.head_dim_k:
                 self.finish_sums(smem, thread)
             cute.arch.sync_threads()
@@ -265,23 +252,23 @@ class KdaChunkIntra:
                 self.memory,
                 self.k_decayed,
                 place.length,
-                rows_of(qg, place, head),
-                rows_of(kg, place, head),
+                rows_of(x.qg, place, head),
+                rows_of(x.kg, place, head),
             )
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.scores.score(smem, b, half, scale, out, acc)
+            self.scores.score(smem, b, half, x.scale, out, acc)
             self.score_tiles.swap_sums(smem, b, half, acc)
             if half == 0:
                 self.score_tiles.finish_lower(smem, b, acc)
                 self.inverse.invert_diagonal(smem, b)
             else:
-                rows_v = rows_of(v, place, head)
+                rows_v = rows_of(x.v, place, head)
                 values = self.load_values(rows_v, b, 0, place.length)
-                self.score_tiles.finish_scores(smem, b, scale, acc)
-                to = rows_of(Aqk, place, head)
+                self.score_tiles.finish_scores(smem, b, x.scale, acc)
+                to = rows_of(x.Aqk, place, head)
                 self.copy_rows(smem + REGION["tile_qk"], to, b, Int32(0), SUB_CHUNK, place.length)
                 self.store_values(smem, b, 0, values)
                 for n in cutlass.range_constexpr(1, self.parts):
@@ -290,15 +277,15 @@ class KdaChunkIntra:
             cute.arch.sync_threads()
             self.inverse.invert(smem, part)
             rows = SUB_CHUNK // 2
-            to = rows_of(Akk, place, head)
+            to = rows_of(x.Akk, place, head)
             self.copy_rows(smem + REGION["tile_kk"], to, b, half * rows, rows, place.length)
             if half == 0:
                 self.multiply(
                     smem, b, smem + self.k_decayed, self.spec.head_dim_k,
-                    rows_of(w, place, head), place.length,
+                    rows_of(x.w, place, head), place.length,
                 )  # fmt: skip
             else:
-                to_u = rows_of(u, place, head)
+                to_u = rows_of(x.u, place, head)
                 width = self.spec.head_dim_v // self.parts
                 for n in cutlass.range_constexpr(self.parts):
                     self.multiply(
@@ -433,7 +420,7 @@ class KdaChunkIntra:
             x = load_matrices(at, transposed=True)
             for i in range(2):
                 m = (n + i) * 4
-                product = [acc[m + e] for e in range(4)]
+                product: Sequence[Any] = [acc[m + e] for e in range(4)]
                 product = mma(self.dtype, product, a, x[2 * i : 2 * i + 2])
                 for e in range(4):
                     acc[m + e] = product[e]

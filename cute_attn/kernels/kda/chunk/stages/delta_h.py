@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.matrices import transpose_matrix
 from ....common.ptx.memory import (
     load_global,
@@ -74,7 +74,6 @@ class Placeholders(NamedTuple):
     end: Any  # final_state or its gradient
     cu_seqlens: Any
     h: Any  # or its gradient
-    stream: Any
 
 
 class ChunkStates:
@@ -121,8 +120,28 @@ class ChunkStates:
             end=fake_matrices(leading, matrix) if spec.has_final_state else None,
             cu_seqlens=fake_offsets(spec.index_dtype),
             h=fake_matrices((batch, chunks, heads), matrix, self.dtype),
-            stream=make_fake_stream(use_tvm_ffi_env_stream=True),
         )
+
+    def launch_config(self, rows: Any, cu_seqlens: Any) -> dict[str, Any]:
+        """The launch for rows of V, `[B, T, HV, V]`; for host code."""
+        tiles, sequences = self.spec.head_dim_v // self.spec.tile_v, rows.shape[0]
+        return {
+            "grid": [tiles, rows.shape[2], num_sequences(sequences, cu_seqlens)],
+            "block": [self.num_threads, 1, 1],
+            "smem": self.smem_bytes,
+            "min_blocks_per_mp": 1,
+        }
+
+    def chunks_of(self, sequence: Any, tokens: Any, cu_seqlens: Any, h: cute.Tensor) -> Any:
+        """(place of a sequence, its first chunk in h, the number of its chunks)."""
+        # Loaded values are uniform, which the compiler cannot know; this saves registers.
+        place = SequencePlace(
+            *map(cute.arch.make_warp_uniform, sequence_place(sequence, tokens, cu_seqlens))
+        )
+        first = cute.arch.make_warp_uniform(chunks_before(sequence, tokens, cu_seqlens))
+        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        # Stay within h for any cu_seqlens.
+        return place, first, cutlass.min(num_chunks, h.shape[1] - first)
 
     # -- decays -------------------------------------------------------------------------------
 
@@ -197,6 +216,20 @@ class ChunkStates:
             store_global_where(row + 8 * j < place.length, at, *x)
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    kg: cute.Tensor
+    w: cute.Tensor
+    u: cute.Tensor
+    g: cute.Tensor
+    initial_state: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    h: cute.Tensor
+    v_new: cute.Tensor | None
+    final_state: cute.Tensor | None
+
+
 class KdaDeltaH(ChunkStates):
     """The kernel for one DeltaHSpec; see the module's docstring."""
 
@@ -211,82 +244,44 @@ class KdaDeltaH(ChunkStates):
 
     def fake_args(self) -> tuple[Any, ...]:
         x = self.placeholders()
-        return (
-            x.of_k(),
-            x.of_k(),
-            x.of_v(),
-            x.g,
-            x.start,
-            x.cu_seqlens,
-            x.h,
-            x.of_v() if self.spec.store_v_new else None,
-            x.end,
-            x.stream,
+        return placeholders(
+            Arguments(
+                kg=x.of_k(),
+                w=x.of_k(),
+                u=x.of_v(),
+                g=x.g,
+                initial_state=x.start,
+                cu_seqlens=x.cu_seqlens,
+                h=x.h,
+                v_new=x.of_v() if self.spec.store_v_new else None,
+                final_state=x.end,
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        kg: cute.Tensor,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        g: cute.Tensor,
-        initial_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        h: cute.Tensor,
-        v_new: cute.Tensor | None,
-        final_state: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        self.kernel(kg, w, u, g, initial_state, cu_seqlens, h, v_new, final_state).launch(
-            grid=[
-                self.spec.head_dim_v // self.spec.tile_v,
-                u.shape[2],
-                num_sequences(u.shape[0], cu_seqlens),
-            ],
-            block=[self.num_threads, 1, 1],
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(**self.launch_config(a.u, a.cu_seqlens), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        kg: cute.Tensor,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        g: cute.Tensor,
-        initial_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        h: cute.Tensor,
-        v_new: cute.Tensor | None,
-        final_state: cute.Tensor | None,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        # Loaded values are uniform, which the compiler cannot know; this saves registers.
-        place = SequencePlace(
-            *map(cute.arch.make_warp_uniform, sequence_place(sequence, u.shape[1], cu_seqlens))
-        )
-        first_chunk = chunks_before(sequence, u.shape[1], cu_seqlens)
-        first_chunk = cute.arch.make_warp_uniform(first_chunk)
-        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Stay within h for any cu_seqlens.
-        num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
+        place, first_chunk, num_chunks = self.chunks_of(sequence, x.u.shape[1], x.cu_seqlens, x.h)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         tile_start = tile * spec.tile_v
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
         for c in cutlass.range_constexpr(spec.num_stages - 1):
-            self.load(c, base + c * self.stage_bytes, kg, w, u, place, head, tile_start)
+            self.load(c, base + c * self.stage_bytes, x.kg, x.w, x.u, place, head, tile_start)
         logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
         logs.fill(0.0)
-        self.load_decay(logs, 0, num_chunks, g, place, head)
+        self.load_decay(logs, 0, num_chunks, x.g, place, head)
         state = self.state.empty()
-        self.state.load(state, initial_state, spec.state_v_first, sequence, head, first_v)
+        self.state.load(state, x.initial_state, spec.state_v_first, sequence, head, first_v)
         self.keep_decay(logs, 0, base)
 
         stage = Int32(0)
@@ -296,7 +291,7 @@ class KdaDeltaH(ChunkStates):
             if cutlass.const_expr(spec.num_stages == 1):
                 # All warps have read the previous chunk.
                 cute.arch.sync_threads()
-                self.load(c, base, kg, w, u, place, head, tile_start)
+                self.load(c, base, x.kg, x.w, x.u, place, head, tile_start)
                 cute.arch.cp_async_wait_group(0)
             else:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
@@ -304,14 +299,14 @@ class KdaDeltaH(ChunkStates):
                 cute.arch.fence_proxy("async.shared", space="cta")
             # All threads' copies of this chunk are done, and all warps have read the previous one.
             cute.arch.sync_threads()
-            copies = (c + spec.num_stages - 1, base + ahead * self.stage_bytes, kg, w, u)
-            self.load_decay(logs, c + 1, num_chunks, g, place, head)
+            copies = (c + spec.num_stages - 1, base + ahead * self.stage_bytes, x.kg, x.w, x.u)
+            self.load_decay(logs, c + 1, num_chunks, x.g, place, head)
             self.chunk(
                 state,
                 base + stage * self.stage_bytes,
                 base + self.memory["decay"] + (c & 1) * self.decay_bytes,
-                h,
-                v_new,
+                x.h,
+                x.v_new,
                 place,
                 head,
                 tile_start,
@@ -325,7 +320,7 @@ class KdaDeltaH(ChunkStates):
             stage = Int32(0) if stage == spec.num_stages else stage
 
         cute.arch.cp_async_wait_group(0)
-        self.state.store(state, final_state, spec.state_v_first, sequence, head, first_v)
+        self.state.store(state, x.final_state, spec.state_v_first, sequence, head, first_v)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -373,7 +368,7 @@ class KdaDeltaH(ChunkStates):
         warp_index: Any,
         c: Any,
         index: Any,
-        copies: tuple[Any, ...],
+        copies: tuple[Any, Any, Any, Any, Any],
     ) -> None:
         """Update the state, and start the loads given by `copies`. A branch between the start and
         the wait of a `wgmma` would make the compiler serialise them."""

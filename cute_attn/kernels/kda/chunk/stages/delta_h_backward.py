@@ -15,24 +15,20 @@ dv_new is the gradient of v_new through the output, from `output_backward`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.memory import shared_address
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import (
-    CHUNK_SHIFT,
-    SequencePlace,
-    chunks_before,
-    num_sequences,
     row_address,
     row_bytes,
-    sequence_place,
 )
 from ..spec import CHUNK, DeltaHBackwardSpec
 from ..state import STEP
@@ -46,6 +42,23 @@ from ..tiles import (
     transposed_accumulators,
 )
 from .delta_h import ChunkStates
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    qg: cute.Tensor
+    kg: cute.Tensor
+    w: cute.Tensor
+    g: cute.Tensor
+    do: cute.Tensor
+    dv: cute.Tensor
+    dfinal_state: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    dh: cute.Tensor
+    dinitial_state: cute.Tensor | None
+    du: cute.Tensor
+    scale: Float32
 
 
 class KdaDeltaHBackward(ChunkStates):
@@ -65,95 +78,49 @@ class KdaDeltaHBackward(ChunkStates):
 
     def fake_args(self) -> tuple[Any, ...]:
         x = self.placeholders()
-        return (
-            x.of_k(),
-            x.of_k(),
-            x.of_k(),
-            x.g,
-            x.of_v(),
-            x.of_v(),
-            x.end,
-            x.cu_seqlens,
-            x.h,
-            x.start,
-            x.of_v(),
-            Float32(1.0),
-            x.stream,
+        return placeholders(
+            Arguments(
+                qg=x.of_k(),
+                kg=x.of_k(),
+                w=x.of_k(),
+                g=x.g,
+                do=x.of_v(),
+                dv=x.of_v(),
+                dfinal_state=x.end,
+                cu_seqlens=x.cu_seqlens,
+                dh=x.h,
+                dinitial_state=x.start,
+                du=x.of_v(),
+                scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        qg: cute.Tensor,
-        kg: cute.Tensor,
-        w: cute.Tensor,
-        g: cute.Tensor,
-        do: cute.Tensor,
-        dv: cute.Tensor,
-        dfinal_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        dh: cute.Tensor,
-        dinitial_state: cute.Tensor | None,
-        du: cute.Tensor,
-        scale: Float32,
-        stream: Any,
-    ) -> None:
-        self.kernel(
-            qg, kg, w, g, do, dv, dfinal_state, cu_seqlens, dh, dinitial_state, du, scale
-        ).launch(
-            grid=[
-                self.spec.head_dim_v // self.spec.tile_v,
-                do.shape[2],
-                num_sequences(do.shape[0], cu_seqlens),
-            ],
-            block=[self.num_threads, 1, 1],
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(**self.launch_config(a.do, a.cu_seqlens), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        qg: cute.Tensor,
-        kg: cute.Tensor,
-        w: cute.Tensor,
-        g: cute.Tensor,
-        do: cute.Tensor,
-        dv: cute.Tensor,
-        dfinal_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        dh: cute.Tensor,
-        dinitial_state: cute.Tensor | None,
-        du: cute.Tensor,
-        scale: Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        # Loaded values are uniform, which the compiler cannot know; this saves registers.
-        place = SequencePlace(
-            *map(cute.arch.make_warp_uniform, sequence_place(sequence, do.shape[1], cu_seqlens))
-        )
-        first_chunk = chunks_before(sequence, do.shape[1], cu_seqlens)
-        first_chunk = cute.arch.make_warp_uniform(first_chunk)
-        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Stay within dh for any cu_seqlens.
-        num_chunks = cutlass.min(num_chunks, dh.shape[1] - first_chunk)
+        place, first_chunk, num_chunks = self.chunks_of(sequence, x.do.shape[1], x.cu_seqlens, x.dh)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         tile_start = tile * spec.tile_v
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
-        sources = ((kg, "kg"), (qg, "qg"), (w, "w"), (do, "do"), (dv, "dv"))
+        sources = ((x.kg, "kg"), (x.qg, "qg"), (x.w, "w"), (x.do, "do"), (x.dv, "dv"))
         last = num_chunks - 1
         for i in cutlass.range_constexpr(spec.num_stages - 1):
             self.load(last - i, base + i * self.stage_bytes, sources, place, head, tile_start)
         logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
         logs.fill(0.0)
-        self.load_decay(logs, cutlass.max(last, Int32(0)), num_chunks, g, place, head)
+        self.load_decay(logs, cutlass.max(last, Int32(0)), num_chunks, x.g, place, head)
         state = self.state.empty()
-        self.state.load(state, dfinal_state, spec.state_v_first, sequence, head, first_v)
+        self.state.load(state, x.dfinal_state, spec.state_v_first, sequence, head, first_v)
         self.keep_decay(logs, 0, base)
 
         stage = Int32(0)
@@ -173,14 +140,14 @@ class KdaDeltaHBackward(ChunkStates):
             # All threads' copies of this chunk are done, and all warps have read the previous one.
             cute.arch.sync_threads()
             before = c - 1 if c > 0 else num_chunks  # there is no chunk num_chunks to load
-            self.load_decay(logs, before, num_chunks, g, place, head)
+            self.load_decay(logs, before, num_chunks, x.g, place, head)
             self.chunk(
                 state,
                 base + stage * self.stage_bytes,
                 base + self.memory["decay"] + (i & 1) * self.decay_bytes,
-                dh,
-                du,
-                scale,
+                x.dh,
+                x.du,
+                x.scale,
                 place,
                 head,
                 tile_start,
@@ -194,7 +161,7 @@ class KdaDeltaHBackward(ChunkStates):
             stage = Int32(0) if stage == spec.num_stages else stage
 
         cute.arch.cp_async_wait_group(0)
-        self.state.store(state, dinitial_state, spec.state_v_first, sequence, head, first_v)
+        self.state.store(state, x.dinitial_state, spec.state_v_first, sequence, head, first_v)
 
     def load(
         self, c: Any, stage: Any, sources: tuple[Any, ...], place: Any, head: Any, tile_start: Any
@@ -229,7 +196,7 @@ class KdaDeltaHBackward(ChunkStates):
         warp_index: Any,
         c: Any,
         index: Any,
-        copies: tuple[Any, ...],
+        copies: tuple[Any, Any, tuple[Any, ...]],
     ) -> None:
         """Update dS, and start the loads given by `copies`, whose loop must not stand between the
         start and the wait of a `wgmma`."""

@@ -14,15 +14,15 @@ sums are as large as G, and a rounding error would stay in all later tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_contiguous, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.numbers import LOG2_E
 from ....common.ptx.memory import (
     load_global,
@@ -42,6 +42,17 @@ from ..tiles import (
 CHANNELS = 4  # of a thread
 ROWS = 8  # of a thread
 GROUPS = CHUNK // ROWS
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    g: cute.Tensor
+    A_log: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    out: cute.Tensor
+    lower_bound: Float32
 
 
 class KdaGateCumsum:
@@ -64,50 +75,36 @@ class KdaGateCumsum:
             A_log = fake_contiguous(Float32, (heads,))
         if spec.has_dt_bias:
             dt_bias = fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
-        return (
-            fake_rows(self.gate_dtype, shape),
-            A_log,
-            dt_bias,
-            fake_offsets(spec.index_dtype),
-            fake_rows(Float32, shape),
-            Float32(0.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                g=fake_rows(self.gate_dtype, shape),
+                A_log=A_log,
+                dt_bias=dt_bias,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                out=fake_rows(Float32, shape),
+                lower_bound=Float32(0.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        g: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        out: cute.Tensor,
-        lower_bound: Float32,
-        stream: Any,
-    ) -> None:
-        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
-        self.kernel(g, A_log, dt_bias, cu_seqlens, out, lower_bound).launch(
-            grid=[slots * g.shape[2], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.g.shape[2], 1, 1],
             block=[self.num_threads, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        g: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        out: cute.Tensor,
-        lower_bound: Float32,
-    ) -> None:
-        slot, head = slot_and_head(g.shape[2])
-        place = chunk_place(slot, g.shape[1], cu_seqlens)
+    def kernel(self, x: Arguments) -> None:
+        slot, head = slot_and_head(x.g.shape[2])
+        place = chunk_place(slot, x.g.shape[1], x.cu_seqlens)
         sums = shared_address(self.memory.allocate().sums)
         if place.valid:
-            self.chunk(g, A_log, dt_bias, out, lower_bound, place, head, sums)
+            self.chunk(x.g, x.A_log, x.dt_bias, x.out, x.lower_bound, place, head, sums)
 
     @cute.jit
     def chunk(
@@ -138,7 +135,7 @@ class KdaGateCumsum:
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
-            bias = load_global(Float32, at, CHANNELS)
+            bias = list(load_global(Float32, at, CHANNELS))
 
         total = [Float32(0.0)] * CHANNELS
         for i in cutlass.range_constexpr(ROWS):

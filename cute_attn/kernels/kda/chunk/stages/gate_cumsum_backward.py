@@ -14,15 +14,15 @@ and head stores its parts of the gradients of A_log and dt_bias, which `sum_part
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_contiguous, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack_all
 from ....common.ptx.memory import (
     load_global,
@@ -38,6 +38,25 @@ from ..chunks import chunk_place, num_slots, row_address, row_bytes, slot_and_he
 from ..spec import GateSpec
 from ..tiles import load_floats
 from .gate_cumsum import CHANNELS, GROUPS, ROWS
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        dA_log: the chunks' parts, `[slots, 1, HV]`; 0 for a slot without a chunk.
+        ddt_bias: the chunks' parts, `[slots, HV, K]`, likewise.
+    """
+
+    dG: cute.Tensor
+    g: cute.Tensor
+    A_log: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    dg: cute.Tensor
+    dA_log: cute.Tensor | None
+    ddt_bias: cute.Tensor | None
+    lower_bound: Float32
 
 
 class KdaGateCumsumBackward:
@@ -68,75 +87,50 @@ class KdaGateCumsumBackward:
             dt_bias = fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
             of_bias = (slots, heads, spec.head_dim_k)
             ddt_bias = fake_contiguous(Float32, of_bias, 16, small=True)
-        return (
-            fake_rows(Float32, shape),
-            fake_rows(self.gate_dtype, shape),
-            A_log,
-            dt_bias,
-            fake_offsets(spec.index_dtype),
-            fake_rows(self.gate_dtype, shape),
-            dA_log,
-            ddt_bias,
-            Float32(0.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                dG=fake_rows(Float32, shape),
+                g=fake_rows(self.gate_dtype, shape),
+                A_log=A_log,
+                dt_bias=dt_bias,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                dg=fake_rows(self.gate_dtype, shape),
+                dA_log=dA_log,
+                ddt_bias=ddt_bias,
+                lower_bound=Float32(0.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        dG: cute.Tensor,
-        g: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        dg: cute.Tensor,
-        dA_log: cute.Tensor | None,
-        ddt_bias: cute.Tensor | None,
-        lower_bound: Float32,
-        stream: Any,
-    ) -> None:
-        """Launch the kernel.
-
-        Args:
-            dA_log: the chunks' parts, `[slots, 1, HV]`; 0 for a slot without a chunk.
-            ddt_bias: the chunks' parts, `[slots, HV, K]`, likewise.
-        """
-        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
-        self.kernel(dG, g, A_log, dt_bias, cu_seqlens, dg, dA_log, ddt_bias, lower_bound).launch(
-            grid=[slots * g.shape[2], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.g.shape[2], 1, 1],
             block=[self.num_threads, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        dG: cute.Tensor,
-        g: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        dg: cute.Tensor,
-        dA_log: cute.Tensor | None,
-        ddt_bias: cute.Tensor | None,
-        lower_bound: Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        slot, head = slot_and_head(g.shape[2])
-        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        slot, head = slot_and_head(x.g.shape[2])
+        place = chunk_place(slot, x.g.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
-            self.chunk(dG, g, A_log, dt_bias, dg, lower_bound, place, head, base)
-            self.store_parts(dA_log, ddt_bias, slot, head, base)
+            self.chunk(x.dG, x.g, x.A_log, x.dt_bias, x.dg, x.lower_bound, place, head, base)
+            self.store_parts(x.dA_log, x.ddt_bias, slot, head, base)
         else:
-            if cutlass.const_expr(ddt_bias is not None):
+            if cutlass.const_expr(x.ddt_bias is not None):
                 if thread < self.spec.head_dim_k:
-                    ddt_bias[slot, head, thread] = Float32(0.0)
-            if cutlass.const_expr(dA_log is not None):
+                    x.ddt_bias[slot, head, thread] = Float32(0.0)
+            if cutlass.const_expr(x.dA_log is not None):
                 if thread == 0:
-                    dA_log[slot, 0, head] = Float32(0.0)
+                    x.dA_log[slot, 0, head] = Float32(0.0)
 
     @cute.jit
     def chunk(
@@ -170,7 +164,7 @@ class KdaGateCumsumBackward:
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
-            bias = load_global(Float32, at, CHANNELS)
+            bias = list(load_global(Float32, at, CHANNELS))
 
         total = [Float32(0.0)] * CHANNELS
         for n in cutlass.range_constexpr(ROWS):

@@ -30,15 +30,16 @@ one after the earlier for columns. Within a block it is computed for every pair.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import unpack
 from ....common.ptx.math import exp2
@@ -62,6 +63,26 @@ PART = CHANNELS * WARP_SIZE  # channels at once
 NUM_THREADS = WARP_SIZE * BLOCKS
 VECTOR = 4  # elements of dA of a load
 ROW_BYTES = CHUNK * 4  # of dA
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    dAqk: cute.Tensor
+    dAkk: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dbeta: cute.Tensor
+    dg: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    dq_out: cute.Tensor
+    dk_out: cute.Tensor
+    dbeta_out: cute.Tensor
+    dg_out: cute.Tensor
 
 
 class KdaIntraBackward:
@@ -93,52 +114,34 @@ class KdaIntraBackward:
             return fake_strided(element, (batch, tokens, heads))
 
         K = spec.head_dim_k
-        return (
-            rows(heads_qk, K, dtype),
-            rows(heads_qk, K, dtype),
-            rows(heads, K),
-            numbers(self.beta_dtype),
-            rows(heads, CHUNK),
-            rows(heads, CHUNK),
-            rows(heads, K),
-            rows(heads, K),
-            numbers(Float32),
-            rows(heads, K),
-            fake_offsets(spec.index_dtype),
-            rows(heads_qk, K),
-            rows(heads_qk, K),
-            numbers(Float32),
-            rows(heads, K),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(heads_qk, K, dtype),
+                k=rows(heads_qk, K, dtype),
+                g=rows(heads, K),
+                beta=numbers(self.beta_dtype),
+                dAqk=rows(heads, CHUNK),
+                dAkk=rows(heads, CHUNK),
+                dq=rows(heads, K),
+                dk=rows(heads, K),
+                dbeta=numbers(Float32),
+                dg=rows(heads, K),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                dq_out=rows(heads_qk, K),
+                dk_out=rows(heads_qk, K),
+                dbeta_out=numbers(Float32),
+                dg_out=rows(heads, K),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        dAqk: cute.Tensor,
-        dAkk: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dbeta: cute.Tensor,
-        dg: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dq_out: cute.Tensor,
-        dk_out: cute.Tensor,
-        dbeta_out: cute.Tensor,
-        dg_out: cute.Tensor,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
         """Launch the kernel; dq and dk are float32 `[B, T, HV, K]`, dq_out and dk_out with HQK."""
-        slots = num_slots(q.shape[0], q.shape[1], cu_seqlens)
-        self.kernel(
-            q, k, g, beta, dAqk, dAkk, dq, dk, dbeta, dg, cu_seqlens, dq_out, dk_out, dbeta_out,
-            dg_out,
-        ).launch(
-            grid=[slots * q.shape[2], 1, 1],
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.q.shape[0], a.q.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.q.shape[2], 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=2,
@@ -147,44 +150,27 @@ class KdaIntraBackward:
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        dAqk: cute.Tensor,
-        dAkk: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dbeta: cute.Tensor,
-        dg: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dq_out: cute.Tensor,
-        dk_out: cute.Tensor,
-        dbeta_out: cute.Tensor,
-        dg_out: cute.Tensor,
-    ) -> None:
-        slot, head_qk = slot_and_head(q.shape[2])
-        place = chunk_place(slot, q.shape[1], cu_seqlens)
+    def kernel(self, x: Arguments) -> None:
+        slot, head_qk = slot_and_head(x.q.shape[2])
+        place = chunk_place(slot, x.q.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
             if cutlass.const_expr(self.spec.grouped):
                 self.clear_sums(base)
-            group = Int32(Uint32(g.shape[2]) // Uint32(q.shape[2]))
+            group = Int32(Uint32(x.g.shape[2]) // Uint32(x.q.shape[2]))
             for n in cutlass.range(group, unroll=1):
                 head = head_qk * group + n
                 cute.arch.sync_threads()  # all warps have read those of the previous head
-                self.load(dAqk, dAkk, beta, place, head, base)
+                self.load(x.dAqk, x.dAkk, x.beta, place, head, base)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()
                 of_beta = cute.make_rmem_tensor((1,), Float32)  # of the warp's token `lane`
                 of_beta.fill(0.0)
                 for part in cutlass.range(self.spec.head_dim_k // PART, unroll=1):
                     self.channels(
-                        (q, k, g, dq, dk, dg),
-                        (dq_out, dk_out, dg_out),
+                        (x.q, x.k, x.g, x.dq, x.dk, x.dg),
+                        (x.dq_out, x.dk_out, x.dg_out),
                         of_beta,
                         place,
                         head_qk,
@@ -192,9 +178,9 @@ class KdaIntraBackward:
                         part,
                         base,
                     )
-                self.store_dbeta(of_beta, dbeta, dbeta_out, place, head)
+                self.store_dbeta(of_beta, x.dbeta, x.dbeta_out, place, head)
             if cutlass.const_expr(self.spec.grouped):
-                self.store_sums(dq_out, dk_out, place, head_qk, base)
+                self.store_sums(x.dq_out, x.dk_out, place, head_qk, base)
 
     @cute.jit
     def load(
@@ -242,7 +228,7 @@ class KdaIntraBackward:
     def load_floats(self, rows: Rows, row: Any) -> Any:
         return load_global(Float32, rows.start + row_offset(row, rows.pitch), CHANNELS)
 
-    def store_floats(self, rows: Rows, row: Any, values: list[Any]) -> None:
+    def store_floats(self, rows: Rows, row: Any, values: Sequence[Any]) -> None:
         store_global(Float32, rows.start + row_offset(row, rows.pitch), values)
 
     @cute.jit

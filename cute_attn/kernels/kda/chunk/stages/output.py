@@ -19,15 +19,15 @@ sectors. This permutes the channels, and the rows of h are read in the same orde
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import pack, unpack_all
 from ....common.ptx.math import exp2, reciprocal_sqrt
@@ -66,6 +66,19 @@ STEP = 16  # channels of a product
 STEPS_AT_ONCE = 4  # products whose q and G are in registers at once
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    q: cute.Tensor
+    v_new: cute.Tensor
+    g: cute.Tensor
+    Aqk: cute.Tensor
+    h: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    o: cute.Tensor
+    scale: Float32
+
+
 class KdaOutput:
     """The kernel for one OutputSpec; see the module's docstring."""
 
@@ -99,64 +112,46 @@ class KdaOutput:
 
         K, V = spec.head_dim_k, spec.head_dim_v
         matrix = (V, K) if spec.state_v_first else (K, V)
-        return (
-            rows(heads_qk, K),
-            rows(heads, V),
-            rows(heads, K, Float32),
-            rows(heads, CHUNK),
-            fake_matrices((batch, cute.sym_int(), heads), matrix, dtype),
-            fake_offsets(spec.index_dtype),
-            rows(heads, V),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(heads_qk, K),
+                v_new=rows(heads, V),
+                g=rows(heads, K, Float32),
+                Aqk=rows(heads, CHUNK),
+                h=fake_matrices((batch, cute.sym_int(), heads), matrix, dtype),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                o=rows(heads, V),
+                scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        v_new: cute.Tensor,
-        g: cute.Tensor,
-        Aqk: cute.Tensor,
-        h: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        o: cute.Tensor,
-        scale: Float32,
-        stream: Any,
-    ) -> None:
-        slots = num_slots(q.shape[0], q.shape[1], cu_seqlens)
-        self.kernel(q, v_new, g, Aqk, h, cu_seqlens, o, scale).launch(
-            grid=[slots * v_new.shape[2] * self.tiles, 1, 1],
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.q.shape[0], a.q.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.v_new.shape[2] * self.tiles, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        v_new: cute.Tensor,
-        g: cute.Tensor,
-        Aqk: cute.Tensor,
-        h: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        o: cute.Tensor,
-        scale: Float32,
-    ) -> None:
-        slot, head = slot_and_head(v_new.shape[2] * self.tiles)
+    def kernel(self, x: Arguments) -> None:
+        slot, head = slot_and_head(x.v_new.shape[2] * self.tiles)
         tile = head & (self.tiles - 1)
         head = head >> (self.tiles.bit_length() - 1)
-        place = chunk_place(slot, q.shape[1], cu_seqlens)
+        place = chunk_place(slot, x.q.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
-            state = place.index + chunks_before(place.sequence, q.shape[1], cu_seqlens)
-            self.load(v_new, Aqk, h, place, state, head, tile, base)
-            fragments, factors = self.queries(q, g, place, head, scale)
+            state = place.index + chunks_before(place.sequence, x.q.shape[1], x.cu_seqlens)
+            self.load(x.v_new, x.Aqk, x.h, place, state, head, tile, base)
+            fragments, factors = self.queries(x.q, x.g, place, head, x.scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self.products(fragments, factors, o, place, head, tile, base)
+            self.products(fragments, factors, x.o, place, head, tile, base)
 
     # -- loads --------------------------------------------------------------------------------
 

@@ -14,15 +14,15 @@ memory bandwidth.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.memory import shared_address, store_global
 from ....common.ptx.mma import mma
 from ....common.smem import Buffer, SharedMemory
@@ -49,6 +49,18 @@ COLUMNS = 64  # of dv_new, accumulated at once
 STEP = 16  # columns of V of a product
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    v_new: cute.Tensor
+    Aqk: cute.Tensor
+    do: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    dAqk: cute.Tensor
+    dv: cute.Tensor
+    scale: Float32
+
+
 class KdaOutputBackward:
     """The kernel for one OutputBackwardSpec; see the module's docstring."""
 
@@ -70,57 +82,41 @@ class KdaOutputBackward:
         def rows(columns: int, element: Any = dtype) -> Any:
             return fake_rows(element, (batch, tokens, heads, columns))
 
-        return (
-            rows(spec.head_dim_v),
-            rows(CHUNK),
-            rows(spec.head_dim_v),
-            fake_offsets(spec.index_dtype),
-            rows(CHUNK, Float32),
-            rows(spec.head_dim_v),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                v_new=rows(spec.head_dim_v),
+                Aqk=rows(CHUNK),
+                do=rows(spec.head_dim_v),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                dAqk=rows(CHUNK, Float32),
+                dv=rows(spec.head_dim_v),
+                scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        v_new: cute.Tensor,
-        Aqk: cute.Tensor,
-        do: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dAqk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        stream: Any,
-    ) -> None:
-        slots = num_slots(do.shape[0], do.shape[1], cu_seqlens)
-        self.kernel(v_new, Aqk, do, cu_seqlens, dAqk, dv, scale).launch(
-            grid=[slots * do.shape[2], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.do.shape[0], a.do.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.do.shape[2], 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        v_new: cute.Tensor,
-        Aqk: cute.Tensor,
-        do: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dAqk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-    ) -> None:
-        slot, head = slot_and_head(do.shape[2])
-        place = chunk_place(slot, do.shape[1], cu_seqlens)
+    def kernel(self, a: Arguments) -> None:
+        slot, head = slot_and_head(a.do.shape[2])
+        place = chunk_place(slot, a.do.shape[1], a.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
             for x, offset, columns in (
-                (do, self.memory["do"], self.spec.head_dim_v),
-                (v_new, self.memory["v_new"], self.spec.head_dim_v),
-                (Aqk, self.memory["aqk"], CHUNK),
+                (a.do, self.memory["do"], self.spec.head_dim_v),
+                (a.v_new, self.memory["v_new"], self.spec.head_dim_v),
+                (a.Aqk, self.memory["aqk"], CHUNK),
             ):
                 copy_rows(
                     base + offset,
@@ -133,8 +129,8 @@ class KdaOutputBackward:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self.scores(dAqk, scale, place, head, base)
-            self.values(dv, place, head, base)
+            self.scores(a.dAqk, a.scale, place, head, base)
+            self.values(a.dv, place, head, base)
 
     @cute.jit
     def scores(

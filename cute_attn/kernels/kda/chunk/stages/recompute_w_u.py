@@ -15,15 +15,15 @@ The kernel is bound by memory bandwidth: arithmetic overlaps the loads of the ot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
@@ -52,6 +52,22 @@ ROWS = 4  # of a thread, loaded at once
 COLUMNS = 64  # of w or u, accumulated at once
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    q: cute.Tensor | None
+    k: cute.Tensor
+    v: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    Akk: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    w: cute.Tensor
+    u: cute.Tensor
+    qg: cute.Tensor | None
+    kg: cute.Tensor | None
+
+
 class KdaRecomputeWU:
     """The kernel for one RecomputeSpec; see the module's docstring."""
 
@@ -76,70 +92,46 @@ class KdaRecomputeWU:
             return fake_rows(element, (batch, tokens, heads, columns)) if present else None
 
         K, V = spec.head_dim_k, spec.head_dim_v
-        return (
-            rows(heads_qk, K, spec.store_qg),
-            rows(heads_qk, K),
-            rows(heads, V),
-            rows(heads, K, element=Float32),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            rows(heads, CHUNK),
-            fake_offsets(spec.index_dtype),
-            rows(heads, K),
-            rows(heads, V),
-            rows(heads, K, spec.store_qg),
-            rows(heads, K, spec.store_kg),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(heads_qk, K, spec.store_qg),
+                k=rows(heads_qk, K),
+                v=rows(heads, V),
+                g=rows(heads, K, element=Float32),
+                beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                Akk=rows(heads, CHUNK),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                w=rows(heads, K),
+                u=rows(heads, V),
+                qg=rows(heads, K, spec.store_qg),
+                kg=rows(heads, K, spec.store_kg),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor | None,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        Akk: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        qg: cute.Tensor | None,
-        kg: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        slots = num_slots(v.shape[0], v.shape[1], cu_seqlens)
-        self.kernel(q, k, v, g, beta, Akk, cu_seqlens, w, u, qg, kg).launch(
-            grid=[slots * v.shape[2], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.v.shape[0], a.v.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.v.shape[2], 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor | None,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        Akk: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        w: cute.Tensor,
-        u: cute.Tensor,
-        qg: cute.Tensor | None,
-        kg: cute.Tensor | None,
-    ) -> None:
-        slot, head = slot_and_head(v.shape[2])
-        place = chunk_place(slot, v.shape[1], cu_seqlens)
+    def kernel(self, x: Arguments) -> None:
+        slot, head = slot_and_head(x.v.shape[2])
+        place = chunk_place(slot, x.v.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
-            self.load(v, beta, Akk, place, head, base)
-            self.scale(q, k, g, beta, qg, kg, place, head, base)
+            self.load(x.v, x.beta, x.Akk, place, head, base)
+            self.scale(x.q, x.k, x.g, x.beta, x.qg, x.kg, place, head, base)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self.products(w, u, place, head, base)
+            self.products(x.w, x.u, place, head, base)
 
     @cute.jit
     def load(

@@ -25,15 +25,15 @@ dL needs no product of 64 by 64 matrices: it is -Akk^T dAkk Akk^T, and dAkk Akk^
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows, fake_strided
 from ....common.dtypes import DTYPE
+from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack, unpack, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import (
@@ -82,6 +82,30 @@ STEP = 16  # columns of V of a product
 ROWS_AND_COLUMNS = ("do", "du", "v", "v_new")
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    v_new: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    Akk: cute.Tensor
+    h: cute.Tensor
+    do: cute.Tensor
+    dh: cute.Tensor
+    du: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    dbeta: cute.Tensor
+    dg: cute.Tensor
+    dAkk: cute.Tensor
+    scale: Float32
+
+
 class KdaRecomputeWUBackward:
     """The kernel for one RecomputeBackwardSpec; see the module's docstring."""
 
@@ -115,101 +139,58 @@ class KdaRecomputeWUBackward:
 
         K, V = spec.head_dim_k, spec.head_dim_v
         states = ((batch, chunks, heads), (V, K) if spec.state_v_first else (K, V), dtype)
-        return (
-            rows(heads_qk, K),
-            rows(heads_qk, K),
-            rows(heads, V),
-            rows(heads, V),
-            rows(heads, K, Float32),
-            fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            rows(heads, CHUNK),
-            fake_matrices(*states),
-            rows(heads, V),
-            fake_matrices(*states),
-            rows(heads, V),
-            fake_offsets(spec.index_dtype),
-            rows(heads, K, Float32),
-            rows(heads, K, Float32),
-            rows(heads, V),
-            fake_strided(Float32, (batch, tokens, heads)),
-            rows(heads, K, Float32),
-            rows(heads, CHUNK, Float32),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=rows(heads_qk, K),
+                k=rows(heads_qk, K),
+                v=rows(heads, V),
+                v_new=rows(heads, V),
+                g=rows(heads, K, Float32),
+                beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
+                Akk=rows(heads, CHUNK),
+                h=fake_matrices(*states),
+                do=rows(heads, V),
+                dh=fake_matrices(*states),
+                du=rows(heads, V),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                dq=rows(heads, K, Float32),
+                dk=rows(heads, K, Float32),
+                dv=rows(heads, V),
+                dbeta=fake_strided(Float32, (batch, tokens, heads)),
+                dg=rows(heads, K, Float32),
+                dAkk=rows(heads, CHUNK, Float32),
+                scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        v_new: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        Akk: cute.Tensor,
-        h: cute.Tensor,
-        do: cute.Tensor,
-        dh: cute.Tensor,
-        du: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dbeta: cute.Tensor,
-        dg: cute.Tensor,
-        dAkk: cute.Tensor,
-        scale: Float32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
         """Launch the kernel; dq and dk are float32 `[B, T, HV, K]`, dAkk is that of L."""
-        slots = num_slots(v.shape[0], v.shape[1], cu_seqlens)
-        self.kernel(
-            q, k, v, v_new, g, beta, Akk, h, do, dh, du, cu_seqlens, dq, dk, dv, dbeta, dg, dAkk,
-            scale,
-        ).launch(
-            grid=[slots * v.shape[2], 1, 1],
+        a, stream = gathered(Arguments, args)
+        slots = num_slots(a.v.shape[0], a.v.shape[1], a.cu_seqlens)
+        self.kernel(a).launch(
+            grid=[slots * a.v.shape[2], 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             stream=stream,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        v_new: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        Akk: cute.Tensor,
-        h: cute.Tensor,
-        do: cute.Tensor,
-        dh: cute.Tensor,
-        du: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dbeta: cute.Tensor,
-        dg: cute.Tensor,
-        dAkk: cute.Tensor,
-        scale: Float32,
-    ) -> None:
-        slot, head = slot_and_head(v.shape[2])
-        place = chunk_place(slot, v.shape[1], cu_seqlens)
+    def kernel(self, x: Arguments) -> None:
+        slot, head = slot_and_head(x.v.shape[2])
+        place = chunk_place(slot, x.v.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
-            state = place.index + chunks_before(place.sequence, v.shape[1], cu_seqlens)
+            state = place.index + chunks_before(place.sequence, x.v.shape[1], x.cu_seqlens)
             # Stay in bounds for any cu_seqlens.
-            state = cutlass.min(state, h.shape[1] - 1)
+            state = cutlass.min(state, x.h.shape[1] - 1)
             self.chunk(
-                (q, k, g, beta, Akk),
-                (do, du, v, v_new, h, dh),
-                (dq, dk, dv, dbeta, dg, dAkk),
-                scale,
+                (x.q, x.k, x.g, x.beta, x.Akk),
+                (x.do, x.du, x.v, x.v_new, x.h, x.dh),
+                (x.dq, x.dk, x.dv, x.dbeta, x.dg, x.dAkk),
+                x.scale,
                 place,
                 state,
                 head,
@@ -428,12 +409,12 @@ class KdaRecomputeWUBackward:
             for i in cutlass.range_constexpr(units):
                 unit = (sharer * units + i) ^ (channel & 7)
                 at = base + channel * LINE_BYTES + (unit << 4)
-                x, y = (
+                h, dh = (
                     unpack_all(self.dtype, load_shared(Int32, at + self.memory[name], 4))
                     for name in ("h", "dh")
                 )
                 for n in cutlass.range_constexpr(8):
-                    total[0] = total[0] + x[n] * y[n]
+                    total[0] = total[0] + h[n] * dh[n]
 
     @cute.jit
     def store_state_sums(self, total: cute.Tensor, base: Int32) -> None:
@@ -515,7 +496,7 @@ class KdaRecomputeWUBackward:
                     unpack(self.dtype, load_global(Int32, at + 16 * j)[0]) for at in sources[i][:2]
                 )
                 total = load_global(Float32, sources[i][2] + 32 * j, 2)
-                results = [[], [], []]
+                results: list[list[Any]] = [[], [], []]
                 for n in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * i + n
                     from_start = exp2(total[n])

@@ -1,6 +1,6 @@
 """Cubins in an object file."""
 
-from cute_attn.machine_code import cubin
+from cute_attn.emulator import cubin
 
 
 def elf(machine, size):
