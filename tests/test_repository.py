@@ -252,7 +252,7 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
-    "cute_attn/compat.py": {
+    "cute_attn/compat": {
         "cutlass",
         "cute_attn.bench",
         "cute_attn.cache",

@@ -14,14 +14,14 @@ dimension is not contiguous is copied. The lse of a query that sees no key is -i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from .ops.attention import flash_attn_func as _dense
-from .ops.attention import flash_attn_varlen_func as _varlen
-from .ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
+from ..ops.attention import flash_attn_func as _dense
+from ..ops.attention import flash_attn_varlen_func as _varlen
+from . import kv_cache
+from .arguments import Window, unpacked, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -33,10 +33,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor | None, None]
-
-ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
 
 
 def flash_attn_func(
@@ -83,9 +80,9 @@ def flash_attn_func(
     """
     _refuse(dropout_p, alibi_slopes)
     o, lse = _dense(
-        _rows(q),
-        _rows(k),
-        _rows(v),
+        with_contiguous_rows(q),
+        with_contiguous_rows(k),
+        with_contiguous_rows(v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -128,7 +125,7 @@ def flash_attn_qkvpacked_func(
         ValueError: as `flash_attn_func`.
         NotImplementedError: as `flash_attn_func`.
     """
-    q, k, v = _unpacked("qkv", qkv, "[batch, seqlen, 3, heads, head_dim]", 5)
+    q, k, v = unpacked("qkv", qkv, "[batch, seqlen, 3, heads, head_dim]", 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -169,7 +166,7 @@ def flash_attn_kvpacked_func(
         ValueError: as `flash_attn_func`.
         NotImplementedError: as `flash_attn_func`.
     """
-    k, v = _unpacked("kv", kv, "[batch, seqlen_k, 2, heads_k, head_dim]", 5)
+    k, v = unpacked("kv", kv, "[batch, seqlen_k, 2, heads_k, head_dim]", 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -231,13 +228,13 @@ def flash_attn_varlen_func(
     if block_table is not None:
         lengths = {
             "seqused_k": cu_seqlens_k[1:] - cu_seqlens_k[:-1],
-            "page_table": _rows(block_table),
+            "page_table": with_contiguous_rows(block_table),
             "num_splits": 0,
         }
     o, lse = _varlen(
-        _rows(q),
-        _rows(k),
-        _rows(v),
+        with_contiguous_rows(q),
+        with_contiguous_rows(k),
+        with_contiguous_rows(v),
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -288,7 +285,7 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: as `flash_attn_varlen_func`.
         NotImplementedError: as `flash_attn_varlen_func`.
     """
-    q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 4)
+    q, k, v = unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -337,7 +334,7 @@ def flash_attn_varlen_kvpacked_func(
         ValueError: as `flash_attn_varlen_func`.
         NotImplementedError: as `flash_attn_varlen_func`.
     """
-    k, v = _unpacked("kv", kv, "[total_k, 2, heads_k, head_dim]", 4)
+    k, v = unpacked("kv", kv, "[total_k, 2, heads_k, head_dim]", 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -416,196 +413,27 @@ def flash_attn_with_kvcache(
             no kernel has the head dimension on this GPU.
     """
     _refuse(0.0, alibi_slopes)
-    cache = _Cache.of(
-        q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, k, v
+    o, lse = kv_cache.attend(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        ("block_table", block_table),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        return_lse=return_softmax_lse,
     )
-    with torch.no_grad():
-        if k is not None and v is not None:
-            at = cache.appended(k.shape[1])
-            if rotary_cos is not None or rotary_sin is not None:
-                rotary = _Rotary.of(q, rotary_cos, rotary_sin, rotary_interleaved)
-                local = any(b is not None and 0 <= b < cache.capacity for b in window_size)
-                first = cache.lengths[:, None].long()
-                steps = torch.arange(q.shape[1] if causal or local else 1, device=q.device)
-                q, k = rotary(q, first + steps), rotary(k, at)
-            cache.write(k, v, at)
-        elif rotary_cos is not None or rotary_sin is not None:
-            raise ValueError("rotary_cos or rotary_sin is given, it needs k and v to be appended")
-        o, lse = _varlen(
-            _rows(q),
-            **cache.seen(0 if k is None else k.shape[1]),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            num_splits=num_splits,
-            return_lse=bool(return_softmax_lse),
-        )
     return (o, lse) if return_softmax_lse else o
-
-
-class _Cache(NamedTuple):
-    """A KV cache of `flash_attn_with_kvcache`, its arguments checked."""
-
-    k: Tensor
-    v: Tensor
-    lengths: Tensor  # `[batch]` int32, before the call
-    batch_idx: Tensor | None
-    leftpad: Tensor | None
-    block_table: Tensor | None
-    capacity: int  # rows of a sequence
-
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        lengths: Any,
-        batch_idx: Tensor | None,
-        leftpad: Tensor | None,
-        block_table: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-    ) -> _Cache:
-        number = lengths if is_int(lengths) else None
-        if not (lengths is None or is_int(lengths) or isinstance(lengths, Tensor)):
-            raise TypeError(f"cache_seqlens must be an int or a tensor, got {type(lengths)}")
-        given = _given(
-            {"q": q, "k_cache": k_cache, "v_cache": v_cache},
-            k=k,
-            v=v,
-            cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
-            cache_batch_idx=batch_idx,
-            cache_leftpad=leftpad,
-            block_table=block_table,
-        )
-        for name in ("q", "k_cache", "v_cache"):
-            if given[name].dim() != 4:
-                raise ValueError(f"{name} has shape {list(given[name].shape)}, must have four axes")
-        check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), q.dtype)
-        _refuse_together(given, "cache_batch_idx", "block_table")
-        _refuse_together(given, "cache_leftpad", "block_table")
-        _refuse_together(given, "cache_batch_idx", "cache_leftpad")
-        batch, rows = q.shape[0], k_cache.shape[1]
-        for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"):
-            if name in given:
-                check_dtype(name, given[name], ("int32",))
-        of_sequences = ("cache_seqlens", "cache_batch_idx", "cache_leftpad")
-        check_shapes(given, dict.fromkeys(of_sequences, (batch,)))
-        capacity = rows
-        if block_table is not None:
-            if block_table.dim() != 2 or block_table.shape[0] != batch:
-                shape = list(block_table.shape)
-                raise ValueError(f"block_table has shape {shape}, must be [{batch}, max_pages]")
-            capacity *= block_table.shape[1]
-        new = 0
-        if k is not None or v is not None:
-            if k is None or v is None:
-                raise ValueError("one of k and v is given, must be both or none")
-            if lengths is None:
-                raise ValueError("k and v are given, they need cache_seqlens: where to append them")
-            new = k.shape[1] if k.dim() == 4 else 0
-            heads_k = k_cache.shape[2]
-            check_shapes(
-                given,
-                {
-                    "k": (batch, new, heads_k, k_cache.shape[3]),
-                    "v": (batch, new, heads_k, v_cache.shape[3]),
-                },
-            )
-        if number is not None and not 0 <= number <= capacity - new:
-            raise ValueError(
-                f"cache_seqlens is {number}, must be from 0 to {capacity - new}: a sequence of the "
-                f"cache has {capacity} rows, and {new} are appended"
-            )
-        if not isinstance(lengths, Tensor):
-            length = capacity if number is None else number
-            lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
-        if block_table is not None:
-            block_table = _rows(block_table)
-        elif batch_idx is None:  # the first sequences of the cache
-            k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-        return cls(k_cache, v_cache, lengths, batch_idx, leftpad, block_table, capacity)
-
-    def appended(self, new: int) -> Tensor:
-        """The rows of each sequence where so many new ones go, `[batch, new]`."""
-        steps = torch.arange(new, device=self.lengths.device)
-        return self.lengths[:, None].long() + steps
-
-    def write(self, k: Tensor, v: Tensor, at: Tensor) -> None:
-        first, rows = torch.arange(len(at), device=at.device)[:, None], at
-        if self.block_table is not None:
-            page_size = self.k.shape[1]
-            first = self.block_table.gather(1, at // page_size).long()
-            rows = at % page_size
-        elif self.batch_idx is not None:
-            first = self.batch_idx[:, None].long()
-        self.k.index_put_((first, rows), k)
-        self.v.index_put_((first, rows), v)
-
-    def seen(self, new: int) -> dict[str, Any]:
-        """k, v and lengths for the kernel, after so many rows were appended."""
-        used = self.lengths + new
-        if self.block_table is not None:
-            return {
-                "k": self.k,
-                "v": self.v,
-                "seqused_k": used,
-                "page_table": self.block_table,
-            }
-        if self.batch_idx is not None:  # a page for each sequence of the cache
-            if self.capacity % 16:
-                raise NotImplementedError(
-                    f"cache_batch_idx needs a seqlen_cache that is a multiple of 16, k_cache has "
-                    f"{self.capacity} rows in a sequence"
-                )
-            table = self.batch_idx[:, None].contiguous()
-            return {"k": self.k, "v": self.v, "seqused_k": used, "page_table": table}
-        if self.leftpad is None:
-            return {"k": self.k, "v": self.v, "seqused_k": used}
-        # All rows of the cache one after another, of which a sequence begins at its first used one.
-        k, v = (_joined(name, x) for name, x in (("k_cache", self.k), ("v_cache", self.v)))
-        batch = len(self.leftpad)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * self.capacity
-        starts[:-1] += self.leftpad
-        return {"k": k, "v": v, "cu_seqlens_k": starts, "seqused_k": used - self.leftpad}
-
-
-class _Rotary(NamedTuple):
-    """The rotary embedding of `flash_attn_with_kvcache`."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-    @classmethod
-    def of(cls, q: Tensor, cos: Any, sin: Any, interleaved: bool) -> _Rotary:
-        if cos is None or sin is None:
-            raise ValueError("one of rotary_cos and rotary_sin is given, must be both or none")
-        given = _given({"q": q, "rotary_cos": cos, "rotary_sin": sin})
-        check_dtypes_are(given, ("rotary_cos", "rotary_sin"), q.dtype)
-        rotary_dim = 2 * cos.shape[-1] if cos.dim() == 2 else 0
-        if not rotary_dim or rotary_dim % ROTARY_STEP or rotary_dim > q.shape[-1]:
-            raise ValueError(
-                f"rotary_cos has shape {list(cos.shape)}, must be [positions, rotary_dim / 2], "
-                f"rotary_dim a positive multiple of {ROTARY_STEP}, at most {q.shape[-1]}"
-            )
-        check_shapes(given, {"rotary_sin": tuple(cos.shape)})
-        return cls(cos, sin, interleaved)
-
-    def __call__(self, x: Tensor, at: Tensor) -> Tensor:
-        """x, `[batch, tokens, heads, head_dim]`, rotated at positions `[batch, tokens or 1]`."""
-        cos, sin = (table[at].float()[:, :, None] for table in (self.cos, self.sin))
-        columns = 2 * cos.shape[-1]
-        turned, rest = x[..., :columns].float(), x[..., columns:]
-        if self.interleaved:
-            one, other = turned[..., ::2], turned[..., 1::2]
-        else:
-            one, other = turned.chunk(2, dim=-1)
-        pairs = one * cos - other * sin, one * sin + other * cos
-        joined = torch.stack(pairs, -1).flatten(-2) if self.interleaved else torch.cat(pairs, -1)
-        return torch.cat((joined.to(x.dtype), rest), dim=-1)
 
 
 def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
@@ -615,49 +443,3 @@ def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
         )
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes is given, must be None: there is no kernel for it")
-
-
-def _refuse_together(given: dict[str, Tensor], one: str, other: str) -> None:
-    if one in given and other in given:
-        raise NotImplementedError(f"{one} is given with {other}: there is no kernel for both")
-
-
-def _given(required: dict[str, Any], **optional: Any) -> dict[str, Tensor]:
-    """The tensors that are not None, q first. The kernel's operator checks more, but not before it
-    is called."""
-    given = required | {name: x for name, x in optional.items() if x is not None}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != given["q"].device:
-            raise ValueError(
-                f"{name} is on {x.device}, must be on the device of q, {given['q'].device}"
-            )
-    return given
-
-
-def _rows(x: Any) -> Any:
-    """x, copied if its last dimension is not contiguous. What is no tensor is refused later."""
-    if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1:
-        return x.contiguous()
-    return x
-
-
-def _unpacked(name: str, x: Any, shape: str, dims: int) -> tuple[Tensor, ...]:
-    """The tensors that are packed along the third dimension from the end."""
-    parts = 3 if name == "qkv" else 2
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != dims or x.shape[-3] != parts:
-        raise ValueError(f"{name} has shape {list(x.shape)}, must be {shape}")
-    return x.unbind(-3)
-
-
-def _joined(name: str, x: Tensor) -> Tensor:
-    """x, `[batch, rows, heads, head_dim]`, as `[batch * rows, heads, head_dim]`, never a copy."""
-    if x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
-        raise ValueError(
-            f"{name} has strides {x.stride()}: with cache_leftpad, each sequence must follow the "
-            "one before"
-        )
-    return x.flatten(0, 1)
