@@ -241,8 +241,27 @@ TABLES = {family.table for family in FAMILIES} | {
     f"cute_attn.kernels.{folder}.table" for folder in ("async_copy", "common", "ladder")
 }
 
+ATTENTION = "cute_attn/kernels/attention"
+ATTENTION_ROOMS = ("any", "parts", "sm90", "sm100")
+
 FORBIDDEN = {
     "cache": {"cute_attn", "torch"},
+    # Kernels of a room import its own parts and those of all; the folder itself knows no room.
+    **{
+        f"{ATTENTION}/{room}": {
+            f"{ATTENTION.replace('/', '.')}.{other}"
+            for other in ATTENTION_ROOMS
+            if other not in (room, "parts")
+        }
+        for room in ATTENTION_ROOMS
+    },
+    **{
+        f"{ATTENTION}/{path.name}": {
+            "cutlass",
+            *(f"{ATTENTION.replace('/', '.')}.{room}" for room in ATTENTION_ROOMS),
+        }
+        for path in sorted((ROOT / ATTENTION).glob("*.py"))
+    },
     "cute_attn/emulator": {
         "cutlass",
         "cute_attn.bench",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cute_attn.kernels.attention.sm100_bwd_hd256_dkdv as dkdv
-import cute_attn.kernels.attention.sm100_bwd_hd256_dq as dq
+import cute_attn.kernels.attention.sm100.backward_hd256_dkdv as dkdv
+import cute_attn.kernels.attention.sm100.backward_hd256_dq as dq
 from cute_attn.kernels.attention.spec import Hd256BackwardSpec
 
 from .page_tables import budgets, filled

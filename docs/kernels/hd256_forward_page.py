@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import cute_attn.kernels.attention.sm100_fwd_hd256 as kernel
+import cute_attn.kernels.attention.sm100.forward_hd256 as kernel
 from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
 from cute_attn.ops.attention import plan_attention

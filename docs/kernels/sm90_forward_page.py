@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import cute_attn.kernels.attention.sm90_fwd as kernel
+import cute_attn.kernels.attention.sm90.forward as kernel
 from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
 from cute_attn.kernels.attention.spec import SM90_HEAD_DIMS

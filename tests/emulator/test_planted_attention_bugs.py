@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.attention.sm90_fwd import Sm90Forward
+from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 

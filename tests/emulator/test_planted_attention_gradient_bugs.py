@@ -117,16 +117,17 @@ def kernel(name: str, num_sms: int | None = None) -> tuple[Edged, Prepared]:
     stats[DELTA, :, :queries] = (o.float() * do.float()).sum(-1)[0].T
     written = {"dq": q} if name == "dq" else {"dk": k, "dv": v}
     tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
-    if name in ADD_UP_DQ:
-        tensors["sums"] = torch.full((heads, rows, head_dim), torch.nan)
-        tensors["zeroed"] = torch.zeros(num_query_zeros(heads, rows), dtype=torch.int32)
     tensors |= {at: torch.full_like(x, torch.nan) for at, x in written.items()}
-    counter = torch.zeros(1, dtype=torch.int32)
+    last = {"counter": torch.zeros(1, dtype=torch.int32)}
+    if name in ADD_UP_DQ:
+        last["sums"] = torch.full((heads, rows, head_dim), torch.nan)
+        last["zeroed"] = torch.zeros(num_query_zeros(heads, rows), dtype=torch.int32)
     splits = [] if name == "dq" else [1]
     arguments = [
-        *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS[name], counter,
+        *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS[name],
+        *last.values(),
     ]  # fmt: skip
-    tensors["counter"] = counter
+    tensors |= last
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.attention.sm100_fwd_hd256 import Sm100Hd256Forward
+from cute_attn.kernels.attention.sm100.forward_hd256 import Sm100Hd256Forward
 from cute_attn.kernels.attention.spec import Hd256ForwardSpec
 from cute_attn.kernels.attention.table import HD256_FORWARD
 

@@ -1,4 +1,4 @@
-"""A kernel that does nothing but `attention.mask.mask_words`, with bounds of each thread's own."""
+"""A kernel that does nothing but `parts.mask.mask_words`, with bounds of each thread's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_attn.kernels.attention.mask import mask_words
+from cute_attn.kernels.attention.parts.mask import mask_words
 from cute_attn.kernels.common.spec import Spec
 
 WORDS = 32  # of a thread

@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.kernels.attention import ds_tiles
 from cute_attn.kernels.attention.heuristics import parts_with_ds
-from cute_attn.kernels.attention.sm90_gradients import word
+from cute_attn.kernels.attention.sm90.score_tile import word
 
 GIB = 2**30
 

@@ -105,7 +105,7 @@ def test_seqused_q_needs_packed_sequences() -> None:
 
 
 def test_dq_has_no_partial_sums() -> None:
-    from cute_attn.kernels.attention.sm100_bwd_hd256_dq import Sm100Hd256Dq
+    from cute_attn.kernels.attention.sm100.backward_hd256_dq import Sm100Hd256Dq
 
     with pytest.raises(ValueError, match="partial"):
         Sm100Hd256Dq(Hd256BackwardSpec(**{**PLAIN, "partial": True}))

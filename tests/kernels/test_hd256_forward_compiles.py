@@ -85,7 +85,7 @@ def test_the_machine_code_is_sound(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
 def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any]) -> None:
-    from cute_attn.kernels.attention.sm100_fwd_hd256 import Sm100Hd256Forward
+    from cute_attn.kernels.attention.sm100.forward_hd256 import Sm100Hd256Forward
 
     spec = Hd256ForwardSpec(**fields)
     (use,) = cache.compile(HD256_FORWARD, spec, arch=ARCH).kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cute_attn.kernels.attention.sm100_fwd_hd256 import EDGES
+from cute_attn.kernels.attention.sm100.forward_hd256 import EDGES
 from docs.kernels import hd256_forward_page as page
 from docs.kernels.page_tables import filled
 

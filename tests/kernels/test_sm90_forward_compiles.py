@@ -12,7 +12,7 @@ from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
 from cute_attn.kernels.attention.configs import SM90, shapes
 from cute_attn.kernels.attention.heuristics import forward_spec
-from cute_attn.kernels.attention.sm90_fwd import Sm90Forward
+from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 from tests.kernels.machine_code import assert_sound

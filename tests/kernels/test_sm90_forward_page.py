@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cute_attn.kernels.attention import sm90_fwd
+from cute_attn.kernels.attention.sm90.forward import REGISTERS
 from docs.kernels import sm90_forward_page as page
 from docs.kernels.page_tables import filled
 
@@ -17,5 +17,5 @@ def test_the_tables_are_current() -> None:
 def test_the_text_has_the_kernels_registers() -> None:
     text = page.PAGE.read_text()
     for number in (0, 1):
-        two, three = (sm90_fwd.REGISTERS[groups][number] for groups in (2, 3))
+        two, three = (REGISTERS[groups][number] for groups in (2, 3))
         assert re.search(rf"\| {two} \({three}\) \|", text), number

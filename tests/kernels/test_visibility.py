@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_attn.kernels.attention.visibility import Visibility
+from cute_attn.kernels.attention.parts.visibility import Visibility
 
 LENGTHS = (0, 1, 2, 3, 5, 8)
 BOUNDS = (None, 0, 1, 4)

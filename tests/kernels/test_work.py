@@ -20,7 +20,7 @@ import torch
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.work import LAST_TILES, SplitTileMap, TileMap
+from cute_attn.kernels.attention.parts.work import LAST_TILES, SplitTileMap, TileMap
 from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_attn.kernels.attention.work import TileMap
+from cute_attn.kernels.attention.parts.work import TileMap
 from cute_attn.kernels.common.sequences import Sequences
 from cute_attn.kernels.common.spec import Spec
 

@@ -2,7 +2,7 @@
 
 A cluster has four CTAs. The warps of CTAs 0 and 1 each send 4 KB a tile to the same warp of CTA 2
 or 3, which reads it and grants the buffer again, with the mbarriers and the addresses of
-`kernels/attention/sm100_bwd_hd256_dkdv.py`. Every CTA takes all of an SM's shared memory.
+`kernels/attention/sm100/backward_hd256_dkdv.py`. Every CTA takes all of an SM's shared memory.
 """
 
 from __future__ import annotations

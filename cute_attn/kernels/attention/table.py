@@ -41,22 +41,24 @@ def _kernel(name: str, target: str) -> KernelDef:
     return KernelDef(name=name, target=f"cute_attn.kernels.attention.{target}")
 
 
-HD256_FORWARD = _kernel("hd256_forward", "sm100_fwd_hd256:Sm100Hd256Forward")
-SM90_FORWARD = _kernel("sm90_forward", "sm90_fwd:Sm90Forward")
-COMBINE = _kernel("combine", "combine:Combine")
+HD256_FORWARD = _kernel("hd256_forward", "sm100.forward_hd256:Sm100Hd256Forward")
+SM90_FORWARD = _kernel("sm90_forward", "sm90.forward:Sm90Forward")
+COMBINE = _kernel("combine", "any.combine:Combine")
 BACKWARD_PREPROCESS = _kernel(
-    "attention_backward_preprocess", "backward_preprocess:BackwardPreprocess"
+    "attention_backward_preprocess", "any.backward_preprocess:BackwardPreprocess"
 )
-HD256_BACKWARD_DQ = _kernel("hd256_backward_dq", "sm100_bwd_hd256_dq:Sm100Hd256Dq")
-HD256_BACKWARD_DKDV = _kernel("hd256_backward_dkdv", "sm100_bwd_hd256_dkdv:Sm100Hd256DkDv")
-SM90_BACKWARD_DQ = _kernel("sm90_backward_dq", "sm90_bwd_dq:Sm90Dq")
-SM90_BACKWARD_DKDV = _kernel("sm90_backward_dkdv", "sm90_bwd_dkdv:Sm90DkDv")
-SM90_HD256_BACKWARD_DKDV = _kernel("sm90_hd256_backward_dkdv", "sm90_bwd_hd256_dkdv:Sm90Hd256DkDv")
-SM90_BACKWARD_DS_DQ = _kernel("sm90_backward_ds_dq", "sm90_bwd_ds_dq:Sm90DsDq")
-SM90_BACKWARD = _kernel("sm90_backward", "sm90_bwd:Sm90Backward")
-SM90_HD128_BACKWARD = _kernel("sm90_hd128_backward", "sm90_bwd_hd128:Sm90Hd128Backward")
+HD256_BACKWARD_DQ = _kernel("hd256_backward_dq", "sm100.backward_hd256_dq:Sm100Hd256Dq")
+HD256_BACKWARD_DKDV = _kernel("hd256_backward_dkdv", "sm100.backward_hd256_dkdv:Sm100Hd256DkDv")
+SM90_BACKWARD_DQ = _kernel("sm90_backward_dq", "sm90.backward_dq:Sm90Dq")
+SM90_BACKWARD_DKDV = _kernel("sm90_backward_dkdv", "sm90.backward_dkdv:Sm90DkDv")
+SM90_HD256_BACKWARD_DKDV = _kernel(
+    "sm90_hd256_backward_dkdv", "sm90.backward_hd256_dkdv:Sm90Hd256DkDv"
+)
+SM90_BACKWARD_DS_DQ = _kernel("sm90_backward_ds_dq", "sm90.backward_ds_dq:Sm90DsDq")
+SM90_BACKWARD = _kernel("sm90_backward", "sm90.backward_hd64:Sm90Hd64Backward")
+SM90_HD128_BACKWARD = _kernel("sm90_hd128_backward", "sm90.backward_hd128:Sm90Hd128Backward")
 BACKWARD_POSTPROCESS = _kernel(
-    "attention_backward_postprocess", "backward_postprocess:BackwardPostprocess"
+    "attention_backward_postprocess", "any.backward_postprocess:BackwardPostprocess"
 )
 
 KERNELS = {

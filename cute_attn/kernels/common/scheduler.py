@@ -187,25 +187,43 @@ class TileQueue(Carried, Generic[Work]):
     # -- the scheduler warp
 
     @cute.jit
-    def fill(self, scheduler: SingleTileScheduler, tiles: Any) -> None:
+    def fill(self, scheduler: SingleTileScheduler, tiles: Any, load: Any = None) -> None:
         """Publish the cluster's tiles, then the end of the queue.
 
-        `tiles` is the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
-        record to publish.
+        Args:
+            tiles: the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
+                record to publish.
+            load: of a warp that loads too, called in place of `publish_work`:
+                `load(where, published, loaded)` gets what `locate` has found, the number of tiles
+                published so far, and a count of its own. It returns both counts after the tile.
         """
         published = Int32(0)
+        loaded = Int32(0)
         requests = Int32(0)
         tile = scheduler.initial_work_tile()
         while tile >= 0:
             exists, *where = tiles.locate(tile)
             if exists:
-                self.publish_work(published, tiles.work(*where))
-                published += 1
+                if cutlass.const_expr(load is not None):
+                    published, loaded = load(where, published, loaded)
+                else:
+                    self.publish_work(published, tiles.work(*where))
+                    published += 1
             scheduler.prefetch_next_work(requests)
             tile = scheduler.advance_to_next_work(tile, requests)
             requests += 1
         self.publish_end(published)
         scheduler.producer_tail(requests)
+
+    @cute.jit
+    def fill_with_one(self, tiles: Any, load: Any) -> None:
+        """Let `load(where)` publish and load the cluster's only tile, or end the queue if there is
+        none."""
+        exists, *where = tiles.locate(cute.arch.cluster_idx()[0])
+        if exists:
+            load(where)
+        else:
+            self.publish_end(0)
 
     def publish_work(self, n: Int32, work: Work) -> None:
         """Publish a tile as work n."""

@@ -15,7 +15,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ..attention.work import TileMap, Work, heads_in_l2
+from ..attention.parts.work import TileMap, Work, heads_in_l2
 from ..common.arguments import fake_contiguous
 from ..common.entry import entry, placeholders
 from ..common.pipeline import Barriers, Edge

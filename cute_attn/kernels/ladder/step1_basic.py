@@ -26,8 +26,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..attention.mask import mask_row
-from ..attention.visibility import Visibility
+from ..attention.parts.mask import mask_row
+from ..attention.parts.visibility import Visibility
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.entry import entry, gathered, placeholders

@@ -11,7 +11,7 @@ goes through shared memory.
 
 K/V tiles come from the last to the first, because only the first ones to come can need a mask. The
 pipeline's edges and the shared memory are declared in `__init__`. `fragments` has the arithmetic on
-rows in registers, and `sm90_mma` the products.
+rows in registers, and `sm90.mma` the products.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..attention import fragments
-from ..attention.sm90_mma import (
-    ROWS,
-    WARPGROUP_WARPS,
-    start_output,
-    start_scores,
-)
-from ..attention.sm90_store import group_barrier, store_staged
-from ..attention.visibility import Visibility
+from ..attention.parts import fragments
+from ..attention.parts.visibility import Visibility
+from ..attention.sm90.mma import ROWS, WARPGROUP_WARPS, start_output, start_scores
+from ..attention.sm90.store import group_barrier, store_staged
 from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE

@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..attention.sm90_mma import WARPGROUP
+from ..attention.sm90.mma import WARPGROUP
 from ..common.pipeline import Barriers
 from ..common.smem import Pointers
 from .step7_wgmma import FmhaStep7, Operands

@@ -21,8 +21,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..attention import fragments
-from ..attention.turns import Turns
+from ..attention.parts import fragments
+from ..attention.sm90.turns import Turns
 from ..common.pipeline import Barriers
 from ..common.ptx import wgmma
 from ..common.smem import Pointers

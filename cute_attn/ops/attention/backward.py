@@ -398,7 +398,8 @@ class Backward(Operator[BackwardArguments]):
                 ready.dkdv(
                     q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
                     ready.dkdv_clusters,
-                    *((*counter, dq_sums, zeroed) if ready.dkdv_counts else ()),
+                    *(counter if ready.dkdv_counts else ()),
+                    *(() if ready.postprocess is None else (dq_sums, zeroed)),
                 )  # fmt: skip
             if ready.postprocess is not None:
                 ready.postprocess(dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])

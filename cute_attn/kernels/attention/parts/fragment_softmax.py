@@ -1,0 +1,178 @@
+"""The online softmax of rows of S in fragments, with all guarantees of `softmax` but one: in the
+K/V tile with which a row's scores become large, the scaled scores are rounded to float32.
+
+The exponents of a K/V tile are computed from the reference that the row has before it, which is
+HEADROOM above the maximum at which it was set. The row has outgrown it only where an exponent is
+not negative, so the loop needs no maximum, only the signs of the exponents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ...common.carried import Carried
+from ...common.exp2 import exp2_on_fma
+from ...common.numbers import INF
+from ...common.ptx.compiler import keep_branch
+from ...common.ptx.math import exp2
+from .fragments import LANE_ROW_STEP, LANE_ROWS, across_lanes
+from .softmax import Scaling, row_maximum
+
+# log2 of how far a row's reference is above the maximum when it moves. P is at most 1; that of the
+# maximum is at least 2^-HEADROOM, which in float16 leaves 2^-22 of it for the smallest.
+HEADROOM = {"bfloat16": 8.0, "float16": 2.0}
+LARGEST_FACTOR = 2.0**10  # of log2: with a larger one, exponents of finite scores may be infinite
+
+
+class FragmentSoftmax(Carried):
+    """The online softmax of a lane's rows.
+
+    Attributes:
+        scaling: with HEADROOM as its growth.
+        maximum: the reference of each row, in units of S: P is 1 there. It is -inf until a key of
+            the row has been seen.
+        offset: of the exponents, -maximum * log2 rounded; finite.
+        total: the lane's part of the row's sum of P.
+        factor: what to multiply each row of O with after an `update` that says so.
+        exact: not 0 where the warp's next tile needs S itself: scores are large, or a row has no
+            reference.
+        sums: whether `total` is computed; with columns of ones in V it is not.
+        on_fma: the lane's columns of a row whose exponentials run on the FMA units.
+    """
+
+    def __init__(self, scaling: Scaling, sums: bool = True, on_fma: range = range(0)):
+        self.sums = sums
+        self.on_fma = on_fma
+        self.scaling = scaling
+        self.maximum = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.offset = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.total = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.factor = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.exact = cute.make_rmem_tensor((1,), Int32)
+
+    def start(self) -> None:
+        self.maximum.fill(-INF)
+        self.total.fill(0.0)
+        self.factor.fill(1.0)
+
+    @cute.jit
+    def update_used(
+        self, s: cute.Tensor, used: Int32, first: cutlass.Constexpr[bool] = False
+    ) -> Boolean:
+        """As `update`, where only the first `used` of the warp's 16 rows exist: the others keep S,
+        and take no time where no lane has one."""
+        moved = Boolean(False)
+        if used > LANE_ROW_STEP:
+            moved = self.update(s, first)
+        elif used > 0:
+            moved = self.update(s, first, 1)
+        return moved
+
+    @cute.jit
+    def update(
+        self,
+        s: cute.Tensor,
+        first: cutlass.Constexpr[bool] = False,
+        lane_rows: cutlass.Constexpr[int] = LANE_ROWS,
+    ) -> Boolean:
+        """Replace S by P, of the first `lane_rows`. Return whether rows of O are to be multiplied
+        by `factor`; the `first` tile has none before it."""
+        rows = [s[None, r, None] for r in range(lane_rows)]
+        moved = Boolean(True)
+        if cutlass.const_expr(first):
+            self.move(rows)
+        else:
+            moved = self.exact[0] != 0
+            if moved:
+                keep_branch()
+                self.move(rows)
+            else:
+                signs = Int32(-1)
+                for r in cutlass.range_constexpr(len(rows)):
+                    for j in cutlass.range_constexpr(cute.size(rows[r])):
+                        x = cute.math.fma(rows[r][j], self.scaling.log2, self.offset[r])
+                        signs = signs & x.bitcast(Int32)
+                        rows[r][j] = x
+                moved = cute.arch.vote_any_sync(signs >= 0)
+                if moved:
+                    keep_branch()
+                    self.move_exponents(rows)
+        for r in cutlass.range_constexpr(len(rows)):
+            row = rows[r]
+            sums = [self.total[r], *(Float32(0.0) for _ in range(3))]
+            for j in cutlass.range_constexpr(cute.size(row)):
+                if cutlass.const_expr(j in self.on_fma):
+                    row[j] = exp2_on_fma(row[j])
+                else:
+                    row[j] = exp2(row[j])
+                if cutlass.const_expr(self.sums):
+                    sums[j % 4] = sums[j % 4] + row[j]
+            self.total[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        return moved
+
+    @cute.jit
+    def move(self, rows: cutlass.Constexpr[Any]) -> None:
+        """Move references that rows of S have outgrown, and replace S by exponents."""
+        scaling = self.scaling
+        previous = [self.maximum[r] for r in range(len(rows))]
+        highest = highest_of(rows)
+        exact = Boolean(scaling.log2 > LARGEST_FACTOR)
+        for r in cutlass.range_constexpr(len(rows)):
+            stays = highest[r] <= previous[r]
+            maximum = cutlass.select_(stays, previous[r], self.above(highest[r]))
+            used = cute.arch.fmax(maximum, scaling.lowest, nan=True)
+            large = (abs(maximum) >= scaling.large) & (maximum != -INF)
+            used = cutlass.select_(large, maximum, used)
+            factor = exp2((previous[r] - used) * scaling.log2)
+            factor = cutlass.select_(stays, Float32(1.0), factor)
+            offset = -used * scaling.log2
+            # A large reference is subtracted before the multiplication.
+            shift = cutlass.select_(large, -used, Float32(0.0))
+            rest = cutlass.select_(large, Float32(0.0), offset)
+            for j in cutlass.range_constexpr(cute.size(rows[r])):
+                rows[r][j] = cute.math.fma(rows[r][j] + shift, scaling.log2, rest)
+            self.use(r, maximum, offset, factor)
+            exact = exact | large | (maximum == -INF)
+        self.exact[0] = Int32(cute.arch.vote_any_sync(exact))
+
+    @cute.jit
+    def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
+        """As `move`, of rows that have been replaced by exponents already."""
+        scaling = self.scaling
+        highest = highest_of(rows)
+        large = Boolean(False)
+        for r in cutlass.range_constexpr(len(rows)):
+            stays = highest[r] <= 0.0
+            found = self.above((highest[r] - self.offset[r]) / scaling.log2)
+            maximum = cutlass.select_(stays, self.maximum[r], found)
+            offset = cutlass.select_(stays, self.offset[r], -maximum * scaling.log2)
+            change = offset - self.offset[r]
+            for j in cutlass.range_constexpr(cute.size(rows[r])):
+                rows[r][j] = rows[r][j] + change
+            self.use(r, maximum, offset, exp2(change))
+            large = large | (abs(maximum) >= scaling.large)
+        self.exact[0] = Int32(cute.arch.vote_any_sync(large))
+
+    def above(self, highest: Any) -> Any:
+        """The reference for a maximum: a large one itself, so that its P is 1."""
+        reference = highest + self.scaling.growth
+        return cutlass.select_(abs(reference) < self.scaling.large, reference, highest)
+
+    def use(self, r: int, maximum: Any, offset: Any, factor: Any) -> None:
+        """Set a row's reference."""
+        self.maximum[r], self.offset[r], self.factor[r] = maximum, offset, factor
+        self.total[r] = self.total[r] * factor
+
+    def totals(self) -> list[Any]:
+        """The sum of each lane row's P."""
+        return across_lanes(lambda x, y: x + y, [self.total[r] for r in range(LANE_ROWS)])
+
+
+def highest_of(rows: list[cute.Tensor]) -> list[Any]:
+    """The maximum of each lane row; NaN if a value is."""
+    highest = [row_maximum(row, Float32(-INF)) for row in rows]
+    return across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)

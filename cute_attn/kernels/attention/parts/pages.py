@@ -1,0 +1,126 @@
+"""Keys and values in pages, `[pages, page_size, heads_k, head_dim]`, as a page table orders them.
+
+A K/V tile is loaded in boxes of `rows` keys, which divides the tile and the page: a box lies in one
+page. The lanes of the load warp look up the pages of a tile's boxes at once, before it waits for a
+stage to load them to. Entries of the table are read only for keys that exist; rows of a box behind
+the last key are loaded as 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common.carried import Carried
+from ...common.pipeline import Barriers
+from ...common.ptx.memory import LINE_WORDS, prefetch_global
+from ...common.spec import WARP_SIZE
+from ...common.tma import BOX, BoxedRows, boxes, partition
+
+PREFETCHED = 2048  # entries of a sequence
+
+
+@dataclass(frozen=True)
+class Pages(Carried):
+    """The page table.
+
+    Attributes:
+        table: `[batch, max_pages]`.
+        by_size: divides by the tokens of a page.
+        size: tokens of a page.
+        rows: keys of a box.
+        tile_n: keys of a K/V tile, or of a CTA's part of it.
+    """
+
+    table: Any
+    by_size: Any
+    size: Any
+    rows: int
+    tile_n: int
+
+    @classmethod
+    def of(cls, table: cute.Tensor, x: cute.Tensor, spec: Any, tile_n: int) -> Pages:
+        """Those of x, `[pages, page_size, heads_k, head_dim]`; for host code."""
+        size = x.shape[1]
+        by_size = cute.fast_divmod_create_divisor_v2(size)
+        return cls(table, by_size, size, spec.page_rows, tile_n)
+
+    @property
+    def most_keys(self) -> Any:
+        """The most keys of a sequence."""
+        return self.size * self.table.shape[1]
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a K/V tile."""
+        return self.tile_n // self.rows
+
+    def prefetch(self, sequence: Any) -> None:
+        """Bring a sequence's entries to L2: which are used is known only once its length has come
+        from memory."""
+        entries = self.table[sequence, None]
+        for first in range(0, PREFETCHED, WARP_SIZE * LINE_WORDS):
+            prefetch_global(entries, first + cute.arch.lane_idx() * LINE_WORDS)
+
+    @cute.jit
+    def of_tile(
+        self,
+        key_tile: Int32,
+        sequence: Int32,
+        seqlen_k: Int32,
+        boxed: cutlass.Constexpr[BoxedRows],
+    ) -> Any:
+        """(page, *place in it) of the box of the lane's number; of the only box in all lanes."""
+        # A box behind the last key is that key's box again, whose P is 0: TMA may fault on a box
+        # that is out of bounds as a whole, since its tensor starts before the pages.
+        key = key_tile * self.tile_n
+        if cutlass.const_expr(self.boxes > 1):
+            key += cute.arch.lane_idx() * self.rows
+        number, row = divmod(cutlass.min(key, seqlen_k - 1), self.by_size)
+        used = cutlass.min(seqlen_k - number * self.size, self.size)
+        return self.table[sequence, number], *boxed.place(row // self.rows, 0, used)
+
+    def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
+        """A ring of K/V tiles in shared memory: (rows, columns, boxes of rows, boxes of columns,
+        stages)."""
+        return boxes(
+            buffer, self.rows, (self.boxes, self.rows * BOX), (head_dim // BOX, self.tile_n * BOX),
+            (stages, self.tile_n * head_dim),
+        )  # fmt: skip
+
+    @cute.jit
+    def load(
+        self,
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        boxed: cutlass.Constexpr[BoxedRows],
+        found: Any,
+        head: Int32,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        edge: cutlass.Constexpr[str],
+        n: Int32,
+        column: Int32 | None = None,
+    ) -> None:
+        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`: as many
+        columns as `smem` has, from `column` on."""
+        stage = barriers.stage(edge, n)
+        for i in cutlass.range(self.boxes, unroll=1):  # registers are few
+            if cutlass.const_expr(self.boxes > 1):
+                page, *place = (cute.arch.shuffle_sync(value, i) for value in found)
+            else:
+                page, *place = found
+            rows = boxed.at(x, place, head, page)
+            if cutlass.const_expr(column is not None):
+                rows = cute.domain_offset((0, column), rows)
+            tiled = cute.local_tile(rows, (self.rows, BOX), (0, None))
+            source, to = partition(tma, tiled, smem)
+            for box in cutlass.range_constexpr(cute.size(to, mode=[2])):
+                cute.copy(
+                    tma, source[None, box], to[None, i, box, stage],
+                    tma_bar_ptr=barriers.pointer(edge, n),
+                )  # fmt: skip

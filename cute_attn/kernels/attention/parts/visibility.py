@@ -1,0 +1,136 @@
+"""Which keys a query sees, and which queries see a key, by tokens and by tiles.
+
+Query i and key j are aligned at the ends of their sequences: with d = i + seqlen_k - seqlen_q, the
+query sees the existing keys j with d - left <= j <= d + right. A row of a query tile is a token;
+with packed heads, `rows_per_token` rows share a token.
+
+All methods work on Python integers and on device integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+
+from ...common.carried import Carried
+
+
+@dataclass(frozen=True)
+class Visibility(Carried):
+    """A window, and tiles of rows and keys.
+
+    Attributes:
+        tile_m: rows of a query tile.
+        tile_n: keys of a K/V tile.
+        rows_per_token: heads packed into the rows of a tile; a power of two.
+        left, right: how far left and right of the diagonal a query sees, at least 0; None is no
+            bound. Causal is right = 0.
+    """
+
+    tile_m: int
+    tile_n: int
+    rows_per_token: int
+    left: Any = None
+    right: Any = None
+
+    @classmethod
+    def of(
+        cls, spec: Any, tile_m: int, tile_n: int, rows_per_token: int, left: Any, right: Any
+    ) -> Visibility:
+        """With those of the bounds that the kernel's spec has."""
+        return cls(
+            tile_m, tile_n, rows_per_token,
+            left if spec.window_left else None,
+            right if spec.window_right else None,
+        )  # fmt: skip
+
+    def token(self, row: Any) -> Any:
+        return row >> _log2(self.rows_per_token)
+
+    def keys(self, token: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """[low, high) of the keys that a token sees; low may be negative."""
+        diagonal = token + seqlen_k - seqlen_q
+        low, high = 0, seqlen_k
+        if self.right is not None:
+            high = cutlass.min(high, diagonal + self.right + 1)
+        if self.left is not None:
+            low = diagonal - self.left
+        return low, high
+
+    def tokens(self, key: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """[low, high) of the tokens that see a key; low may be negative."""
+        diagonal = key + seqlen_q - seqlen_k
+        low, high = 0, seqlen_q
+        if self.left is not None:
+            high = cutlass.min(high, diagonal + self.left + 1)
+        if self.right is not None:
+            low = diagonal - self.right
+        return low, high
+
+    def key_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles with a key that some row of query tile `block` sees."""
+        return self.key_tiles_of_rows(block * self.tile_m, self.tile_m, seqlen_q, seqlen_k)
+
+    def key_tiles_of_rows(
+        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
+    ) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles with a key that some of the rows sees."""
+        shift = seqlen_k - seqlen_q
+        low, high = 0, seqlen_k
+        if self.right is not None:
+            last_token = cutlass.min(self.token(first_row + (rows - 1)), seqlen_q - 1)
+            high = cutlass.min(high, last_token + shift + self.right + 1)
+        if self.left is not None:
+            low = cutlass.max(low, self.token(first_row) + shift - self.left)
+        return _tiles(low, high, self.tile_n)
+
+    def whole_key_tiles(
+        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
+    ) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles that need no mask: each of `rows` rows sees every key."""
+        low, _ = self.keys(self.token(first_row + rows - 1), seqlen_q, seqlen_k)
+        _, high = self.keys(self.token(first_row), seqlen_q, seqlen_k)
+        return _whole_tiles(low, high, self.tile_n)
+
+    def query_tiles(self, key_tile: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """[first, end) of the query tiles with a row that sees some key of a K/V tile."""
+        shift = seqlen_q - seqlen_k
+        low, high = 0, seqlen_q
+        if self.left is not None:
+            last_key = key_tile * self.tile_n + (self.tile_n - 1)
+            high = cutlass.min(high, last_key + shift + self.left + 1)
+        if self.right is not None:
+            low = cutlass.max(low, key_tile * self.tile_n + shift - self.right)
+        return _tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
+
+    def whole_query_tiles(
+        self, first_key: Any, keys: int, seqlen_q: Any, seqlen_k: Any
+    ) -> tuple[Any, Any]:
+        """[first, end) of the query tiles that need no mask: every row sees each of `keys` keys."""
+        low, _ = self.tokens(first_key + keys - 1, seqlen_q, seqlen_k)
+        _, high = self.tokens(first_key, seqlen_q, seqlen_k)
+        return _whole_tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _divided(x: Any, size: int) -> Any:
+    """x // size, of an x that is not negative where `size` is no power of two."""
+    return x // size if size & (size - 1) else x >> _log2(size)
+
+
+def _tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
+    """[first, end) of the tiles that [low, high) touches; empty if [low, high) is."""
+    first = _divided(low, size)
+    end = _divided(cutlass.max(high, 0) + (size - 1), size)
+    return first, cutlass.max(first, end)
+
+
+def _whole_tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
+    """[first, end) of the tiles that lie in [low, high); first may be past end."""
+    first = _divided(cutlass.max(low, 0) + (size - 1), size)
+    return first, _divided(cutlass.max(high, 0), size)

@@ -1,0 +1,1 @@
+"""Kernels for SM100, and the parts that only they have."""

@@ -1,0 +1,336 @@
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 128: wgmma, TMA,
+warp-specialised, five products.
+
+A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
+warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
+and over the tiles of 64 queries that see some of the keys.
+
+    S^T = K Q^T            64 x 64 a warpgroup         K and Q in shared memory
+    P^T = exp(c S^T - lse)                             in registers
+    dV += P^T dO           64 x head_dim               P^T and dV in registers
+    dP^T = V dO^T          64 x 64                     V and dO in shared memory
+    dS^T = P^T * (dP^T - delta)                        in registers, then in shared memory too
+    dK += dS^T Q           64 x head_dim               dS^T and dK in registers
+    dQ = dS K              64 x half of head_dim       dS and K in shared memory
+
+    warps    role         work on a tile of keys
+    0-7      consumers    all of the above; at the end dK and dV from registers
+    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+    9        zeros        the zeros of the sums of dQ, see `query_zeros`
+
+Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
+float32 sums in global memory, which `backward_postprocess` scales and rounds. CTAs add in any
+order: the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
+consumers; its two other warps idle.
+
+As in `backward_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
+loop turns over after dS, and dQ is one tile late:
+
+    tensor cores, in order                beside them
+                                          dS^T of tile n to shared memory
+    dQ = dS K of tile n - 1
+    dV += P^T dO of tile n                dS of tile n published; after dQ, its parts staged
+    dK += dS^T Q of tile n                one by one between the steps of dK
+    S^T of tile n + 1
+    dP^T of tile n + 1
+    the other warpgroup's turn            dQ from its staging to L2; P^T and dS^T of tile n + 1
+
+Tile n + 1 may belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside
+the products with the K before, of which the ring has two stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ...common.cluster import prepare
+from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
+from ...common.pipeline import Edge, Kind, Pipeline, Role, report_names
+from ...common.ptx import wgmma
+from ...common.ptx.memory import shared_address
+from ...common.scheduler import CounterScheduler, TileQueue
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ..parts import fragments
+from ..parts.softmax import Scaling
+from ..parts.visibility import Visibility
+from ..parts.work import TileMap, Work
+from ..query_sums import WARPS, QuerySums
+from ..spec import Sm90BackwardSpec
+from .dq_sums import StagedSums
+from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
+from .key_rows import KeyRows
+from .key_tiles import lane_anew
+from .mma import ROWS, STEP, WARPGROUP, WARPGROUP_WARPS, start_output
+from .query_zeros import QueryZeros
+from .uses import QueryOrder, Use
+
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+assert len(CONSUMERS) == WARPS
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+# dQ is one tile late, and reads the K of the work before.
+K_STAGES, DS_STAGES = 2, 2
+Q_STAGES, DO_STAGES = 2, 2
+
+# Tiles of keys begin with one of so many tiles of queries, so far apart, where all of them see the
+# same queries: fewer CTAs then add to the same sums at the same time.
+STARTS, START_STEP = 4, 2
+
+COLUMNS_AHEAD = 16  # of a tile, all of those of a lane
+
+# In the order in which a tile meets them. Uses count tiles of keys for k, v and zeros, tiles of
+# queries for the rest.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
+    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
+)
+
+
+class Sm90Hd128Backward:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_n != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
+        self.spec = spec
+        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.rows = KeyRows(spec)
+        windowed = spec.window_left or spec.window_right
+        self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
+        self.load = LoadWarp(spec, self.order, self.rows)
+        self.zeros = QueryZeros(spec.head_dim)
+        self.pipeline = Pipeline(*EDGES)
+        dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
+        q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        self.smem = SharedMemory(
+            Buffer("k", dtype, keys, K_STAGES, at, "K"),
+            Buffer("v", dtype, keys, 1, at, "V"),
+            Buffer("q", dtype, q, Q_STAGES, at, "Q"),
+            Buffer("do", dtype, q, DO_STAGES, at, "dO"),
+            Buffer("ds", dtype, spec.tile_m * spec.tile_n, DS_STAGES, at, "dS^T"),
+            Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp"),
+            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        return placeholders(fake_arguments(self.spec))
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        x, tiles, visible, scaling = parameters(a, self.spec)
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(x.num_tiles, a.num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
+        cute.arch.sync_threads()
+
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                self.load.run(x, storage, barriers, tiles, visible)
+            elif warp == ZEROS.warps[0]:
+                queue = TileQueue(Work, storage.work, barriers)
+                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            staging = shared_address(storage.dq)
+            sums = StagedSums(self.sums, x.dq_sums.iterator.toint(), staging)
+            own = Consumer.of(
+                self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
+                x.dq_sums, sums, columns_ahead=COLUMNS_AHEAD,
+            )  # fmt: skip
+            self.consumer_warps(x, own)
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer) -> None:
+        count = Int32(0)  # of works
+        queue = own.keys.queue
+        queue.wait(count)
+        if queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+        queue.release(count)
+
+    @cute.jit
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+        """Compute all works of the CTA, and return their number."""
+        n = Int32(0)
+        use = own.uses.first(own.keys, Int32(0))
+        own.barriers.wait("k_full", use.taken)
+        own.barriers.wait("q_full", n)
+        s = own.start_scores(n, use.taken)
+        own.barriers.wait("v_full", use.taken)
+        own.barriers.wait("do_full", n)
+        large = own.has_large_scores(n)
+        dp = own.start_dp(n)
+        own.compute_score_gradients(use, n, s, dp, large)
+        goes_on, after = self.finish_use(own, use, n)
+        if goes_on:
+            self.next_use(x, own, use, after, n, Int32(0), True, True)
+            before = use.sums
+            use = after
+            n += 1
+            goes_on, after = self.finish_use(own, use, n)
+            while goes_on:
+                self.next_use(x, own, use, after, n, before, False, True)
+                before = use.sums
+                use = after
+                n += 1
+                goes_on, after = self.finish_use(own, use, n)
+            self.next_use(x, own, use, after, n, before, False, False)
+        else:
+            self.next_use(x, own, use, after, n, Int32(0), True, False)
+        own.barriers.wait("ds_full", n)
+        dq = wgmma.wait(own.start_dq(n, use.taken))
+        own.barriers.warp_arrives("ds_empty", n)
+        own.barriers.warp_arrives("k_empty", use.taken)
+        own.sums.wait()
+        own.sums.stage(own.keys.warp, dq, range(own.sums.vectors))
+        own.sums.reduce(own.keys.warp, use.sums)
+        own.turns.end()
+        own.sums.wait()
+        return use.taken + 1
+
+    @cute.jit
+    def finish_use(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
+        """dS^T of use n to shared memory, and the use after it, of the next work after the last of
+        a work; False if there is none."""
+        if use.left == 0:
+            own.barriers.warp_arrives("v_empty", use.taken)
+        own.ds.store(own.scores.ds, own.keys.warp, n, lane_anew())
+        own.sums.wait()
+        return own.uses.after(own.keys, use)
+
+    @cute.jit
+    def next_use(
+        self,
+        x: Operands,
+        own: Consumer,
+        use: Use,
+        after: Use,
+        n: Int32,
+        before: Int32,
+        starts: cutlass.Constexpr[bool],
+        follows: cutlass.Constexpr[bool],
+    ) -> None:
+        """The burst of products of use n, `use`, then P^T and dS^T of the one `after`. `before` is
+        the tile of the sums of use n - 1; with `starts` there is none, and without `follows` none
+        after."""
+        barriers = own.barriers
+        switches = use.taken != after.taken
+        if cutlass.const_expr(not starts):
+            barriers.wait("ds_full", n - 1)
+        own.turns.wait()
+        if cutlass.const_expr(not starts):
+            dq = own.start_dq(n - 1, use.taken - 1 + use.adds)
+        dv = own.start_dv(n, use.adds)
+        own.ds.publish(n)
+        if cutlass.const_expr(starts):
+            dk, groups = own.start_dk(n, use.adds), 1
+        else:
+            dq = wgmma.wait(dq, pending=1)
+            barriers.warp_arrives("ds_empty", n - 1)
+            if use.adds == 0:
+                barriers.warp_arrives("k_empty", use.taken - 1)
+            dk, groups = self.start_dk_and_stage_dq(own, n, use.adds, dq)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=groups))
+        barriers.warp_arrives("do_empty", n)
+        # S^T beside dV would take more registers than there are.
+        if cutlass.const_expr(follows):
+            if switches:
+                if cutlass.const_expr(not starts):
+                    self.share_turn(own, use)
+                barriers.wait("k_full", after.taken)
+            barriers.wait("q_full", n + 1)
+            s = own.start_scores(n + 1, after.taken)
+        fragments.assign(own.dk, wgmma.wait(dk, pending=1 if follows else 0))
+        barriers.warp_arrives("q_empty", n)
+        if cutlass.const_expr(follows):
+            if switches:
+                barriers.wait("v_full", after.taken)
+            barriers.wait("do_full", n + 1)
+            large = own.has_large_scores(n + 1)
+            dp = own.start_dp(n + 1)
+        own.turns.give()
+        if cutlass.const_expr(not starts):
+            own.sums.reduce(own.keys.warp, before)
+        if cutlass.const_expr(follows):
+            own.compute_score_gradients(after, n + 1, s, dp, large)
+            if switches:
+                self.rows.store(x, own, use.taken, n + 1)
+        else:
+            self.rows.store(x, own, use.taken, n + 1)
+
+    @cute.jit
+    def share_turn(self, own: Consumer, use: Use) -> None:
+        """Where `use` is the only one of its work, let the other warpgroup start its dQ first: the
+        next K takes the stage of the K which that dQ reads."""
+        if use.adds == 0:
+            own.turns.give()
+            own.turns.wait()
+
+    def start_dk_and_stage_dq(
+        self, own: Consumer, n: Int32, adds: Int32, dq: list[Float32]
+    ) -> tuple[list[Float32], int]:
+        """`start_dk` step by step, with a part of dQ staged before each step, and the number of
+        groups. The queue of products is short: staged at once, dQ would let it run dry."""
+        spec, queries = self.spec, own.products.q_of(n)
+        dk, steps = fragments.values(own.dk), spec.tile_m // STEP
+        vectors = own.sums.vectors
+        for s in range(steps):
+            part = range(s * vectors // steps, (s + 1) * vectors // steps)
+            own.sums.stage(own.keys.warp, dq, part)
+            dk = start_output(
+                DTYPE[spec.dtype], dk, fragments.values(own.scores.ds), queries, tile_n=spec.tile_m,
+                head_dim=spec.head_dim, steps=range(s, s + 1), adds=adds if s == 0 else None,
+            )  # fmt: skip
+        return dk, steps

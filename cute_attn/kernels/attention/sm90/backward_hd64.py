@@ -1,0 +1,318 @@
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 64: wgmma, TMA,
+warp-specialised, five products.
+
+A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
+warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
+and over the tiles of queries that see some of the keys.
+
+    S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
+    P^T = exp(c S^T - lse)                             in registers
+    dV += P^T dO           64 x head_dim               P^T and dV in registers
+    dP^T = V dO^T          64 x tile_m                 V and dO in shared memory
+    dS^T = P'^T * (dP^T - delta)                       in registers, then in shared memory too
+    dK += dS^T Q           64 x head_dim               dS^T and dK in registers
+    dQ = dS K              64 of 128 queries, or of 64 queries half of head_dim
+
+P' is P, with a softcap P times the slope of the cap.
+
+    warps    role         work on a tile of keys
+    0-7      consumers    all of the above; at the end dK and dV from registers
+    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+    9        zeros        the zeros of the sums of dQ, see `query_zeros`
+
+Each thread adds its part of a tile's dQ to float32 sums in global memory, which
+`backward_postprocess` scales and rounds. CTAs add in any order: the bits of dQ differ from run to
+run. `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup
+gives its registers to the consumers; its two other warps idle.
+
+A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
+next. The two take turns, so that one's elementwise work falls into the burst of the other. A
+warpgroup needs dS of the other one too, which is half a tile behind: dQ is two tiles late. What
+else is done in a burst waits for nothing: a warp that waits there leaves the tensor cores idle.
+
+    tensor cores, in order                beside them
+    dQ = dS K of tile n - 2
+    dV += P^T dO of tile n - 1            dS of tile n - 1 published
+    dK += dS^T Q of tile n - 1            dQ of tile n - 2 to its sums, after its product, part by
+    S^T of tile n                         part between the products
+    dP^T of tile n
+    the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
+                                          memory
+
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n may belong
+to the next tile of keys, the next work. K of up to three works is in use at once: that of dQ, that
+of dV and dK, and that of S^T. V has one buffer, which is loaded when dP^T of the last tile of
+queries is done. dK and dV are stored from registers, beside S^T and dP^T of the next work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...common.cluster import prepare
+from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
+from ...common.pipeline import Edge, Kind, Pipeline, Role, report_names
+from ...common.ptx import wgmma
+from ...common.ptx.compiler import opaque
+from ...common.scheduler import CounterScheduler, TileQueue
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ..parts import fragments
+from ..parts.softmax import Scaling
+from ..parts.visibility import Visibility
+from ..parts.work import TileMap, Work
+from ..query_sums import WARPS, QuerySums
+from ..spec import Sm90BackwardSpec
+from .dq_sums import RegisterSums
+from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
+from .key_rows import KeyRows
+from .key_tiles import lane_anew
+from .mma import ROWS, WARPGROUP, WARPGROUP_WARPS
+from .query_zeros import QueryZeros
+from .uses import QueryOrder, Use
+
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+assert len(CONSUMERS) == WARPS
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+# dQ is two tiles late, and reads the K of a work up to two works back.
+K_STAGES, DS_STAGES = 3, 2
+Q_STAGES, DO_STAGES = 3, 2
+
+# In the order in which a tile meets them. Uses count tiles of keys for k, v and zeros, tiles of
+# queries for the rest.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
+    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
+)
+
+
+class Sm90Hd64Backward:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_n != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
+        self.spec = spec
+        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.rows = KeyRows(spec)
+        self.order = QueryOrder()
+        self.load = LoadWarp(spec, self.order, self.rows)
+        self.zeros = QueryZeros(spec.head_dim)
+        self.pipeline = Pipeline(*EDGES)
+        dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
+        q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        self.smem = SharedMemory(
+            Buffer("k", dtype, keys, K_STAGES, at, "K"),
+            Buffer("v", dtype, keys, 1, at, "V"),
+            Buffer("q", dtype, q, Q_STAGES, at, "Q"),
+            Buffer("do", dtype, q, DO_STAGES, at, "dO"),
+            Buffer("ds", dtype, spec.tile_m * spec.tile_n, DS_STAGES, at, "dS^T"),
+            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        return placeholders(fake_arguments(self.spec))
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        x, tiles, visible, scaling = parameters(a, self.spec)
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(x.num_tiles, a.num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
+        cute.arch.sync_threads()
+
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                self.load.run(x, storage, barriers, tiles, visible)
+            elif warp == ZEROS.warps[0]:
+                queue = TileQueue(Work, storage.work, barriers)
+                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            sums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
+            own = Consumer.of(
+                self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
+                x.dq_sums, sums,
+            )  # fmt: skip
+            self.consumer_warps(x, own)
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer) -> None:
+        count = Int32(0)  # of works
+        queue = own.keys.queue
+        queue.wait(count)
+        if queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+        queue.release(count)
+
+    @cute.jit
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+        """Compute all works of the CTA, and return their number."""
+        n = Int32(0)
+        use = own.uses.first(own.keys, Int32(0))
+        self.next_use(x, own, use, n, 0, use.taken, Int32(-1), Int32(0))
+        # The works and tiles of the sums of the last use, and of the one before.
+        before, sums = use.taken, use.sums
+        before2, sums2 = Int32(-1), sums
+        goes_on, after = own.uses.after(own.keys, use)
+        if goes_on:
+            use = after
+            n += 1
+            self.next_use(x, own, use, n, 1, before, before2, sums2)
+            before2, sums2 = before, sums
+            before, sums = use.taken, use.sums
+            goes_on, after = own.uses.after(own.keys, use)
+        while goes_on:
+            use = after
+            n += 1
+            self.next_use(x, own, use, n, 2, before, before2, sums2)
+            before2, sums2 = before, sums
+            before, sums = use.taken, use.sums
+            goes_on, after = own.uses.after(own.keys, use)
+        own.turns.end()
+        adds = Int32(before == before2)
+        dv = own.start_dv(n, adds)
+        own.ds.publish(n)
+        dk = own.start_dk(n, adds)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+        fragments.assign(own.dk, wgmma.wait(dk))
+        own.barriers.warp_arrives("do_empty", n)
+        own.barriers.warp_arrives("q_empty", n)
+        if n > 0:
+            own.barriers.wait("ds_full", n - 1)
+            dq = wgmma.wait(own.start_dq(n - 1, before2))
+            self.add_dq(own, dq, n - 1, sums2)
+            if before2 != before:
+                own.barriers.warp_arrives("k_empty", before2)
+        own.barriers.wait("ds_full", n)
+        dq = wgmma.wait(own.start_dq(n, before))
+        self.add_dq(own, dq, n, sums)
+        own.barriers.warp_arrives("k_empty", before)
+        self.rows.store(x, own, before, n + 1)
+        return before + 1
+
+    @cute.jit
+    def next_use(
+        self,
+        x: Operands,
+        own: Consumer,
+        use: Use,
+        n: Int32,
+        uses: cutlass.Constexpr[int],
+        before: Int32,
+        before2: Int32,
+        sums2: Int32,
+    ) -> None:
+        """Products up to S^T and dP^T of use n, `use`, then its P^T and dS^T. There are `uses` uses
+        before, at least, or 2; `before` and `before2` are the works of the last two, and `sums2` is
+        the tile of the sums of the earlier one."""
+        barriers = own.barriers
+        switches = True if uses == 0 else use.taken != before
+        if cutlass.const_expr(uses == 2):
+            barriers.wait("ds_full", n - 2)
+        own.turns.wait()
+        if cutlass.const_expr(uses == 2):
+            dq = own.start_dq(n - 2, before2)
+        if cutlass.const_expr(uses >= 1):
+            adds = Int32(before == before2)
+            dv = own.start_dv(n - 1, adds)
+            own.ds.publish(n - 1)
+        if cutlass.const_expr(uses == 2):
+            dq = wgmma.wait(dq, pending=1)
+            barriers.warp_arrives("ds_empty", n - 2)
+            if before2 != before:
+                barriers.warp_arrives("k_empty", before2)
+            own.sums.add_quarter(own.keys.warp, dq, sums2, 0)
+        if cutlass.const_expr(uses >= 1):
+            dk = own.start_dk(n - 1, adds)
+        if cutlass.const_expr(uses == 2):
+            own.sums.add_quarter(own.keys.warp, dq, sums2, 1)
+        # S^T beside dV and dK would take more registers than there are.
+        if cutlass.const_expr(uses >= 1):
+            fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+            barriers.warp_arrives("do_empty", n - 1)
+        if cutlass.const_expr(uses == 2):
+            own.sums.add_quarter(own.keys.warp, dq, sums2, 2)
+        if switches:
+            barriers.wait("k_full", use.taken)
+        barriers.wait("q_full", n)
+        s = own.start_scores(n, use.taken)
+        if cutlass.const_expr(uses == 2):
+            own.sums.add_quarter(own.keys.warp, dq, sums2, 3)
+        if cutlass.const_expr(uses >= 1):
+            fragments.assign(own.dk, wgmma.wait(dk, pending=1))
+            barriers.warp_arrives("q_empty", n - 1)
+        if switches:
+            barriers.wait("v_full", use.taken)
+        barriers.wait("do_full", n)
+        large = own.has_large_scores(n)
+        dp = own.start_dp(n)
+        own.turns.give()
+
+        own.compute_score_gradients(use, n, s, dp, large)
+        if use.left == 0:
+            barriers.warp_arrives("v_empty", use.taken)
+        if cutlass.const_expr(uses >= 1):
+            if switches:
+                self.rows.store(x, own, before, n)
+        # The compiler would keep the addresses of use 0 until use 1.
+        lane = opaque(lane_anew()) if uses == 1 else lane_anew()
+        own.ds.store(own.scores.ds, own.keys.warp, n, lane)
+
+    def add_dq(self, own: Consumer, dq: list[Float32], n: Int32, tile: Int32) -> None:
+        """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
+        own.barriers.warp_arrives("ds_empty", n)
+        for quarter in range(4):
+            own.sums.add_quarter(own.keys.warp, dq, tile, quarter)

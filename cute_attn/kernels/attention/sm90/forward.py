@@ -1,0 +1,762 @@
+"""Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
+
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups, over its
+visible K/V tiles, from the last to the first.
+
+    S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
+    P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
+    O = O a + P V    64 x head_dim_v            P and O in registers, V in shared memory
+
+The reference m of a row is its maximum when it last moved, and a headroom; it moves when a score is
+above it, so O is rarely rescaled (by a); see `fragment_softmax`. Where no log-sum-exp is asked for,
+the sums of P are columns of O, by ones beside V. At head_dim 256 a part of Q is in registers.
+
+Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
+this tile's P V, and computes that softmax while P V runs. And the warpgroups take turns to start
+products (named barriers), so that the softmax of one falls into the products of another.
+
+    warps             role        work on a tile
+    first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
+    the one after     load        finds the next tile; Q, then each K/V tile, by TMA
+
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q is
+free after its last product, and the next tile's is loaded beside the end of this one. O is staged
+in shared memory where there is room (not at head_dim 256), and otherwise stored from registers.
+
+With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O, from registers, and
+log-sum-exp in float32, and `combine` adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ...common.carried import Carried
+from ...common.cluster import prepare
+from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
+from ...common.overlap import overlaps
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.ptx import wgmma
+from ...common.ptx.convert import pack
+from ...common.ptx.grids import start_dependents
+from ...common.ptx.memory import LINE_WORDS, prefetch_global, shared_address, store_shared
+from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
+from ...common.sequences import Sequences
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ...common.spec import MAX_SMEM_BYTES
+from ...common.tma import BOX, BoxedRows, boxes, load_use
+from .. import configs
+from ..parts import fragments
+from ..parts.arguments import FakeArguments
+from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ..parts.pages import Pages
+from ..parts.softmax import Scaling, cap_row, finish_row
+from ..parts.visibility import Visibility
+from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
+from ..spec import Sm90ForwardSpec
+from .mma import (
+    ONES_BYTES,
+    ROWS,
+    SUMS,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+    held_rows,
+    start_output,
+    start_output_with_sums,
+    start_scores,
+    start_scores_of_held,
+)
+from .store import group_barrier, row_parts, store_parts, store_staged
+from .turns import Turns
+
+WARP_ROWS = ROWS // WARPGROUP_WARPS
+
+# Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+
+# Heads whose tiles are computed at a time. The fewer they are, the more CTAs read the same K and V
+# together; where tiles differ in length, those of several heads end with short ones.
+HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
+
+SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
+    "single": SingleTileScheduler,
+    "counter": CounterScheduler,
+}
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        num_ctas: how many CTAs are resident at once.
+        counter: the next tile of a CounterScheduler, `[1]`.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    page_table: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_ctas: Int32
+    counter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; of o only where it is staged.
+        q, k, v: coordinates for TMA.
+        o: coordinates for TMA where o is staged, otherwise the tensor.
+        num_tiles, counter: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    o_tma: cute.CopyAtom | None
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    pages: Pages | None
+    num_tiles: Int32
+    counter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        turns: the warpgroup's turns to start products.
+        q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
+        k, v: shared addresses of the rings.
+        ones: the shared address of the ones beside V.
+        held: registers of the first columns of Q.
+        s, p, acc: registers of S, of P as an operand, and of O.
+    """
+
+    warp: Int32
+    group: Int32
+    turns: Turns
+    barriers: Barriers
+    q: Int32
+    k: Int32
+    v: Int32
+    ones: Int32 | None
+    o: Int32 | None
+    held: cute.Tensor | None
+    s: cute.Tensor
+    p: cute.Tensor
+    acc: cute.Tensor
+    softmax: FragmentSoftmax
+    visible: Visibility
+
+
+class Sm90Forward:
+    """The kernel for one Sm90ForwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90ForwardSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.scheduler = SCHEDULERS[spec.scheduler]
+        self.warpgroups = spec.tile_m // ROWS
+        self.few_rows = self.warpgroups == 1  # of a K/V head
+        # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
+        # many rows, all but one where their rows do not exist.
+        self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
+        row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
+        self.held = 0 if self.few_rows else row.held
+        self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
+        step = row.fma_step or spec.tile_n
+        self.on_fma = range(step - 1, spec.tile_n // 4, step)
+        # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
+        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
+        consumer_warps = self.warpgroups * WARPGROUP_WARPS
+        self.consumers = Role("consumers", range(consumer_warps))
+        self.load = Role("load", range(consumer_warps, consumer_warps + 1))
+        self.work = SplitWork if spec.split else Work
+        self.stored = Float32 if spec.split else self.dtype
+        # The first that fits; partial results of splits are not staged.
+        choices = [(2, True), (1, True), (2, False), (1, False)]
+        if spec.split:
+            choices = [(2, False), (1, False)]
+        self.q_stages, self.o_staged = next(
+            (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
+            choices[-1],
+        )
+        self.pipeline = Pipeline(*self.edges(self.q_stages))
+        self.smem = self.buffers(self.q_stages, self.o_staged, limit=MAX_SMEM_BYTES)
+        self.q_rows, self.o_rows = (
+            BoxedRows(rows, columns, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads)
+            for rows, columns in ((spec.tile_m, spec.head_dim), (ROWS, spec.head_dim_v))
+        )
+        self.k_rows, self.v_rows = (
+            BoxedRows(spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k)
+            for columns in (spec.head_dim, spec.head_dim_v)
+        )
+
+    def edges(self, q_stages: int) -> tuple[Edge, ...]:
+        load, consumers, stages = self.load, self.consumers, self.spec.stages
+        return (
+            *TileQueue.edges(load, consumers),
+            Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
+            Edge("k_full", load, consumers, stages, Kind.BYTES, payload="K"),
+            Edge("k_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", load, consumers, stages, Kind.BYTES, payload="V"),
+            Edge("v_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
+        )
+
+    def buffers(
+        self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
+    ) -> SharedMemory:
+        spec, at = self.spec, SWIZZLE_ALIGNMENT
+        o_elements, v_elements = (n * spec.head_dim_v for n in (spec.tile_m, spec.tile_n))
+        o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
+        if self.sums:
+            o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
+        return SharedMemory(
+            Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
+            Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
+            Buffer("v", self.dtype, v_elements, spec.stages, at, "V"),
+            *o,
+            TileQueue.buffer(self.work),
+            Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
+            limit=limit,
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (self.consumers, self.load), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
+        lse = fake.lse() if spec.lse else None
+        given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
+        if spec.split:
+            given |= {"o": fake.o_splits(), "lse": fake.lse_splits()}
+        return placeholders(fake.arguments(Arguments, **given))
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        spec = self.spec
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        batch, pages = queries.batch(a.q), None
+        if cutlass.const_expr(a.page_table is not None):
+            pages = Pages.of(a.page_table, a.k, spec, spec.tile_n)
+            keys = Sequences(pages.most_keys, a.cu_seqlens_k, a.seqused_k)
+        tiles = self.tile_map(a, queries, keys, batch)
+        if cutlass.const_expr(not (spec.split or self.few_rows)):
+            tiles = tiles.balanced(spec, a.num_ctas)
+        num_tiles = tiles.count()
+        scaling = Scaling.of(
+            a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
+        )
+        visible = Visibility.of(
+            spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
+        )
+        num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
+        if cutlass.const_expr(not spec.split):  # partial results have memory of their own
+            lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
+                num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        q_tma, q = self.q_rows.atom(load, a.q)
+        k_tma, k = self.k_rows.atom(load, a.k)
+        v_tma, v = self.v_rows.atom(load, a.v)
+        o_tma, o = None, a.o
+        if cutlass.const_expr(self.o_staged):
+            o_tma, o = self.o_rows.atom(store, a.o)
+        x = Operands(
+            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter
+        )
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[num_ctas, 1, 1],
+            block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences, batch: Any) -> TileMap:
+        """The tiles, in an order in which CTAs that run at once read the same K and V."""
+        spec = self.spec
+        heads, group = a.q.shape[-2] // spec.packed_heads, a.q.shape[-2] // a.k.shape[-2]
+        windowed = spec.window_left or spec.window_right
+        at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
+        given = (
+            spec.tile_m, spec.packed_heads, spec.window_right, queries, keys, heads, group, batch,
+            cutlass.min(heads * batch, at_once),
+        )  # fmt: skip
+        return SplitTileMap(*given, splits=a.o.shape[0]) if spec.split else TileMap(*given)
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        spec, tiles = self.spec, tiles.on_device(x.o)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == self.load.warps[0]:
+            if cutlass.const_expr(spec.seqused_k and self.few_rows):
+                prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
+            prepare((x.q_tma, x.k_tma, x.v_tma, *((x.o_tma,) if self.o_staged else ())), barriers)
+        if cutlass.const_expr(self.sums > 0):
+            one = Float32(1.0)
+            at = shared_address(storage.ones)
+            for i in cutlass.range(
+                cute.arch.thread_idx()[0], ONES_BYTES // 4, (self.warpgroups + 1) * WARPGROUP
+            ):
+                store_shared(Int32, at + 4 * i, [pack(self.dtype, one, one)])
+            cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+
+        load_registers, consumer_registers = REGISTERS[self.warpgroups]
+        if warp >= self.load.warps[0]:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp == self.load.warps[0]:
+                self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            own = self.consumer(storage, barriers, warp, visible, scaling)
+            self.consumer_warps(x, own, storage)
+
+    def consumer(
+        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec = self.spec
+        group = warp // WARPGROUP_WARPS
+        o = None
+        if self.o_staged:
+            o = shared_address(storage.o) + group * (ROWS * self.v_row_bytes)
+        return Consumer(
+            warp=warp,
+            group=group,
+            turns=Turns(group, self.warpgroups),
+            barriers=barriers,
+            q=shared_address(storage.q) + group * (ROWS * BOX * 2),
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
+            ones=shared_address(storage.ones) if self.sums else None,
+            o=o,
+            held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
+            s=fragments.accumulators(spec.tile_n),
+            p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            acc=fragments.accumulators(spec.head_dim_v + self.sums),
+            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
+            visible=visible,
+        )
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish the CTA's tiles one after the other, and load what they need."""
+        spec, pages = self.spec, x.pages
+        k_smem = self.ring(storage.k, spec.head_dim, pages)
+        v_smem = self.ring(storage.v, spec.head_dim_v, pages)
+        q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
+        q_smem = boxes(
+            storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
+        )
+        counter = None
+        if cutlass.const_expr(x.counter is not None):
+            counter = x.counter.iterator
+        scheduler = self.scheduler(x.num_tiles, barriers, counter)
+        queue = TileQueue(self.work, storage.work, barriers)
+        smem = q_smem, k_smem, v_smem
+        queue.fill(
+            scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
+        )
+        if cutlass.const_expr(spec.split):
+            start_dependents()  # the combination, which waits for the end of this grid
+
+    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
+        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
+        spec = self.spec
+        if pages is not None:
+            return pages.view(buffer, columns, spec.stages)
+        across = (columns // BOX, spec.tile_n * BOX)
+        return boxes(buffer, spec.tile_n, across, (spec.stages, spec.tile_n * columns))
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
+        visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Publish a tile as work `taken`, and load its K/V tiles from use n on; return the counts
+        after it. K/V tiles come from the last to the first, in the order in which their stages
+        become free: Q after the first K, and each V after the K of the next K/V tile, whose scores
+        come before this P V."""
+        pages, barriers = x.pages, queue.barriers
+        q_smem, k_smem, v_smem = smem
+        if cutlass.const_expr(pages is not None and self.few_rows):
+            pages.prefetch(where[2])  # of the sequence
+        work = tiles.work(*where)
+        queue.publish_work(taken, work)
+        queries = self.q_rows.box(x.q, work.block, *work.queries)
+        first, end = self.key_tiles(visible, work)
+        if first >= end:
+            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+        else:
+            found = self.found(pages, end - 1, work)
+            use = (barriers, n, pages, found)
+            self.load_keys("k", x.k_tma, x.k, end - 1, work, k_smem, *use)
+            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+            for i in cutlass.range(end - 1 - first, unroll=1):
+                key_tile = end - 2 - i
+                before, found = found, self.found(pages, key_tile, work)
+                use = (barriers, n + 1, pages, found)
+                self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
+                use = (barriers, n, pages, before)
+                self.load_keys("v", x.v_tma, x.v, key_tile + 1, work, v_smem, *use)
+                n += 1
+            use = (barriers, n, pages, found)
+            self.load_keys("v", x.v_tma, x.v, first, work, v_smem, *use)
+            n += 1
+        return taken + 1, n
+
+    def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
+        """The pages of a K/V tile's boxes."""
+        if pages is None:
+            return None
+        return pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.k_rows)
+
+    @cute.jit
+    def load_keys(
+        self,
+        name: cutlass.Constexpr[str],
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        key_tile: Int32,
+        work: Any,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+        pages: Pages | None,
+        found: Any,
+    ) -> None:
+        """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes."""
+        rows = self.k_rows if name == "k" else self.v_rows
+        if cutlass.const_expr(pages is None):
+            load_use(name, tma, rows.box(x, key_tile, *work.keys), smem, barriers, n)
+        else:
+            full = f"{name}_full"
+            barriers.wait_previous(f"{name}_empty", n)
+            with cute.arch.elect_one():
+                barriers.expect(full, n, 2 * self.spec.tile_n * rows.columns)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
+
+    # -- device: products and softmax ---------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        queue = TileQueue(self.work, storage.work, own.barriers)
+        own.turns.begin()
+        taken = Int32(0)  # tiles
+        n = Int32(0)  # K/V tiles
+        work = queue.take(taken)
+        while work.exists:
+            own.softmax.start()
+            own.acc.fill(0.0)
+            own.barriers.wait("q_full", taken)
+            first, end = self.key_tiles(own.visible, work)
+            if first < end:
+                n = self.compute_tile(own, work, first, end, taken, n)
+            if first >= end or self.q_stages > 1:
+                own.barriers.warp_arrives("q_empty", taken)
+            self.finish_rows(x, own, work)
+            if cutlass.const_expr(self.o_staged):
+                self.store_tile(x, own, storage, work)
+            else:
+                self.store_rows(x, own, work)
+            taken += 1
+            work = queue.take(taken)
+        if cutlass.const_expr(self.o_staged):
+            self.stores_done(own)
+        own.turns.end()
+
+    def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles of a tile, or of a part of it."""
+        first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        return work.part(first, end) if self.spec.split else (first, end)
+
+    @cute.jit
+    def compute_tile(
+        self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
+    ) -> Int32:
+        """Compute P V of work `taken` over its K/V tiles, of which n came before; return how many
+        there are then."""
+        spec = self.spec
+        q = own.q + own.barriers.stage("q_full", taken) * (spec.tile_m * self.row_bytes)
+        row = work.block * spec.tile_m + own.group * ROWS
+        whole_first, whole_end = own.visible.whole_key_tiles(
+            row, ROWS, work.seqlen_q, work.seqlen_k
+        )
+        tile_first = first
+        if cutlass.const_expr(self.passes):
+            # Those of the warpgroup's rows, but at least one of them.
+            seen = own.visible.key_tiles_of_rows(row, ROWS, work.seqlen_q, work.seqlen_k)
+            exists = row < work.seqlen_q * spec.packed_heads
+            own_end = cutlass.select_(exists, cutlass.max(seen[1], first + 1), first + 1)
+            own_end = cutlass.min(own_end, end)
+            n = cute.arch.make_warp_uniform(self.pass_key_tiles(own, end - own_end, n))
+            first, end = cutlass.min(cutlass.max(seen[0], first), own_end - 1), own_end
+        if cutlass.const_expr(self.held):
+            held = held_rows(q, own.warp % WARPGROUP_WARPS, spec.tile_m, self.held)
+            fragments.assign(own.held, held)
+        key_tile = end - 1
+        # The last K/V tile: there is no P yet for a second product.
+        own.barriers.wait("k_full", n)
+        scores = self.start_scores(own, q, n)
+        fragments.assign(own.s, wgmma.wait(scores))
+        own.barriers.warp_arrives("k_empty", n)
+        if cutlass.const_expr(spec.softcap):
+            self.cap(own)
+        if key_tile >= whole_end or key_tile < whole_first:
+            self.mask(own, work, key_tile)
+        self.exponentiate(own, work, True)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        n += 1
+        # The K/V tiles on the right bound, those in between, and those on the left bound.
+        if cutlass.const_expr(spec.window_right):
+            while key_tile > cutlass.max(whole_end, first):
+                key_tile -= 1
+                self.next_key_tile(own, q, work, key_tile, n, True)
+                n += 1
+        while key_tile > cutlass.max(whole_first, first):
+            key_tile -= 1
+            self.next_key_tile(own, q, work, key_tile, n, False)
+            n += 1
+        if cutlass.const_expr(spec.window_left):
+            while key_tile > first:
+                key_tile -= 1
+                self.next_key_tile(own, q, work, key_tile, n, True)
+                n += 1
+        if cutlass.const_expr(self.q_stages == 1):
+            own.barriers.warp_arrives("q_empty", taken)
+        own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        if cutlass.const_expr(spec.window_left):
+            n = self.pass_key_tiles(own, first - tile_first, n)
+        return n
+
+    @cute.jit
+    def pass_key_tiles(self, own: Consumer, count: Int32, n: Int32) -> Int32:
+        """Release K/V tiles that no row of the warpgroup sees, from use n on, and take their
+        turns; return the use after them."""
+        for _ in cutlass.range(count, unroll=1):
+            own.barriers.wait("k_full", n)
+            own.barriers.warp_arrives("k_empty", n)
+            own.barriers.wait("v_full", n)
+            own.barriers.warp_arrives("v_empty", n)
+            own.turns.wait()
+            own.turns.give()
+            n += 1
+        return n
+
+    @cute.jit
+    def next_key_tile(
+        self,
+        own: Consumer,
+        q: Int32,
+        work: Work,
+        key_tile: Int32,
+        n: Int32,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """P of Q at `q` and use n of K, beside the product of the P and V before."""
+        own.barriers.wait("k_full", n)
+        own.turns.wait()
+        scores = self.start_scores(own, q, n)
+        own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        own.turns.give()
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        own.barriers.warp_arrives("k_empty", n)
+        if cutlass.const_expr(self.spec.softcap):
+            self.cap(own)
+        if cutlass.const_expr(masked):
+            self.mask(own, work, key_tile)
+        moved = self.exponentiate(own, work, False)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        if moved:
+            fragments.scale_rows(
+                own.acc, [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
+            )
+
+    def start_scores(self, own: Consumer, q: Any, n: Any) -> list[Any]:
+        """Start S = Q K^T, with Q at `q` and use n of K."""
+        spec = self.spec
+        stage = own.barriers.stage("k_full", n) * (spec.tile_n * self.row_bytes)
+        if self.held:
+            return start_scores_of_held(
+                self.dtype, fragments.values(own.held), q, own.k + stage,
+                tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+            )  # fmt: skip
+        return start_scores(
+            self.dtype, q, own.k + stage,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_output(self, own: Consumer, n: Any) -> list[Any]:
+        """Start O + P V, with use n of V."""
+        spec = self.spec
+        stage = own.barriers.stage("v_full", n) * (spec.tile_n * self.v_row_bytes)
+        o, p = fragments.values(own.acc), fragments.values(own.p)
+        if self.sums:
+            return start_output_with_sums(
+                self.dtype, o, p, own.v + stage, own.ones,
+                tile_n=spec.tile_n, head_dim=spec.head_dim_v,
+            )  # fmt: skip
+        return start_output(
+            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
+        )
+
+    def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
+        """Replace S by P, and return whether rows of O are to be rescaled."""
+        spec = self.spec
+        if not self.few_rows:
+            return own.softmax.update(own.s, first)
+        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
+        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS, first)
+
+    def cap(self, own: Consumer) -> None:
+        for lane_row in range(fragments.LANE_ROWS):
+            cap_row(own.s[None, lane_row, None], own.softmax.scaling)
+
+    def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
+        """A lane row's row of its sequence, of the pack of heads."""
+        first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, own: Consumer, work: Work, key_tile: Any) -> None:
+        """Set the columns of keys that a row does not see to -inf."""
+        lows, highs = [], []
+        for lane_row in range(fragments.LANE_ROWS):
+            token = own.visible.token(self.row(own, work, lane_row))
+            low, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
+            lows.append(low - key_tile * self.spec.tile_n)
+            highs.append(high - key_tile * self.spec.tile_n)
+        fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def finish_rows(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Divide the rows of O by their sums, and store the log-sum-exp."""
+        spec = self.spec
+        if cutlass.const_expr(self.sums > 0):
+            totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
+        else:
+            totals = own.softmax.totals()
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            row = self.row(own, work, lane_row)
+            token = own.visible.token(row)
+            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            sink = None
+            if cutlass.const_expr(x.sink is not None):
+                sink = Float32(0.0)
+                if token < work.seqlen_q:
+                    sink = Float32(x.sink[head])
+            inverse, log_sum = finish_row(
+                totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
+            )
+            values = own.acc[None, lane_row, None]
+            for j in cutlass.range_constexpr(spec.head_dim_v // 4):
+                # A row without a visible key is 0, whatever P V holds.
+                scaled = values[j] * inverse
+                values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
+            if cutlass.const_expr(x.lse is not None):
+                if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                    split = (work.split,) if spec.split else ()
+                    if cutlass.const_expr(spec.varlen_q):
+                        x.lse[(*split, head, work.q_start + token)] = log_sum
+                    else:
+                        x.lse[(*split, work.sequence, head, token)] = log_sum
+
+    @cute.jit
+    def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
+        """Store the warpgroup's rows through shared memory, by TMA."""
+        self.stores_done(own)  # of the tile before, out of the same buffer
+        group_barrier(own.group)
+        words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim_v // 4]
+        fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
+        cute.arch.fence_view_async_shared()
+        group_barrier(own.group)
+        if own.warp % WARPGROUP_WARPS == 0:
+            block = work.block * self.warpgroups + own.group
+            rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
+            with cute.arch.elect_one():
+                store_staged(
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim_v
+                )
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Store the warpgroup's rows from registers."""
+        spec = self.spec
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            row = self.row(own, work, lane_row)
+            token = own.visible.token(row)
+            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            split = (work.split,) if spec.split else ()
+            o = own.acc[None, lane_row, None]
+            pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
+            parts = row_parts(pairs, self.stored)
+            if token < work.seqlen_q:
+                if cutlass.const_expr(spec.varlen_q):
+                    to = x.o[(*split, work.q_start + token, head, None)]
+                else:
+                    to = x.o[(*split, work.sequence, token, head, None)]
+                store_parts(to, parts, self.stored)
+
+    @cute.jit
+    def stores_done(self, own: Consumer) -> None:
+        """Wait, in the thread that starts the stores, until they have read shared memory."""
+        if own.warp % WARPGROUP_WARPS == 0:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)

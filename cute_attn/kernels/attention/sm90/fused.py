@@ -1,0 +1,319 @@
+"""What the two SM90 kernels of all gradients of q, k and v have in common: their arguments, the
+load warp, and what a consumer warp keeps. Each has a loop of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...common.carried import Carried
+from ...common.pipeline import Barriers
+from ...common.ptx import wgmma
+from ...common.ptx.memory import load_shared, shared_address
+from ...common.scheduler import CounterScheduler, TileQueue
+from ...common.smem import Pointers
+from ...common.tma import BOX
+from ..parts import fragments
+from ..parts.arguments import FakeArguments
+from ..parts.softmax import Scaling
+from ..parts.visibility import Visibility
+from ..parts.work import TileMap, Work, following, tiles_of_keys
+from ..spec import Sm90BackwardSpec
+from ..statistics import FLAG_ROWS, padded_start
+from .dq_sums import RegisterSums, StagedSums
+from .ds_ring import DsRing
+from .key_loads import KeyLoads, QueryLoads, key_rows, query_rows
+from .key_rows import KeyRows
+from .key_tiles import KeyProducts, KeyTiles, group_anew, lane_anew
+from .mma import ROWS, WARPGROUP_WARPS
+from .score_tile import ScoreTile, Statistics
+from .turns import Turns
+from .uses import QueryOrder, Use, Uses
+
+# What tiles of keys reread of a query: Q, dO and the sums of dQ. With all of L2 for it, kernels are
+# up to 8 % slower than with a half.
+ELEMENT_BYTES, L2_PARTS = 2 + 2 + 4, 2
+
+
+class Arguments(NamedTuple):
+    """What the kernels are called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        dk, dv: gradients, or float32 sums of the splits.
+        num_ctas: how many CTAs are resident at once.
+        counter: the next tile of a CounterScheduler, `[1]`.
+        dq_sums, zeroed: see `query_sums` and `query_zeros`.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_splits: Int32
+    num_ctas: Int32
+    counter: cute.Tensor
+    dq_sums: cute.Tensor
+    zeroed: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, do_tma: TMA's loads.
+        q, k, v, do: coordinates for TMA.
+        num_tiles, counter: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    do_tma: cute.CopyAtom
+    do: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    stats: cute.Tensor
+    dq_sums: cute.Tensor
+    zeroed: cute.Tensor
+    softmax_scale: Float32
+    num_splits: Int32
+    num_tiles: Int32
+    counter: cute.Tensor
+
+
+def fake_arguments(spec: Sm90BackwardSpec) -> Arguments:
+    """Placeholders for the arguments."""
+    fake = FakeArguments(spec, spec.head_dim)
+    out = fake.k_partial if spec.partial else fake.k
+    return fake.arguments(
+        Arguments, dk=out(), dv=out(), dq_sums=fake.query_sums(), zeroed=fake.zeroed()
+    )
+
+
+def parameters(
+    a: Arguments, spec: Sm90BackwardSpec
+) -> tuple[Operands, TileMap, Visibility, Scaling]:
+    """What the host gives the device code. Each split of a group counts as a K/V head."""
+    row_bytes = L2_PARTS * ELEMENT_BYTES * spec.head_dim
+    tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
+    visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
+    scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    q_rows, k_rows = query_rows(spec), key_rows(spec, spec.tile_n)
+    x = Operands(
+        *q_rows.atom(load, a.q), *k_rows.atom(load, a.k), *k_rows.atom(load, a.v),
+        *q_rows.atom(load, a.do), a.dk, a.dv, a.stats, a.dq_sums, a.zeroed, a.softmax_scale,
+        a.num_splits, tiles.count(), a.counter,
+    )  # fmt: skip
+    return x, tiles, visible, scaling
+
+
+class LoadWarp:
+    """The load warp of a kernel. V is loaded late, behind the first Q: the work before uses its
+    buffer for longer than its own last Q. All methods run on the device."""
+
+    def __init__(self, spec: Sm90BackwardSpec, order: QueryOrder, rows: KeyRows):
+        self.spec, self.order, self.rows = spec, order, rows
+
+    @cute.jit
+    def run(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish the CTA's tiles one after the other, and load what they need."""
+        keys = KeyLoads.of(self.spec, storage, barriers)
+        queries = QueryLoads.of(self.spec, storage, barriers)
+        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        queue = TileQueue(Work, storage.work, barriers)
+        queue.fill(
+            scheduler,
+            tiles,
+            lambda *tile: self.load_tile(x, keys, queries, queue, tiles, visible, *tile),
+        )
+
+    @cute.jit
+    def load_tile(
+        self, x: Operands, keys: KeyLoads, queries: QueryLoads, queue: TileQueue, tiles: TileMap,
+        visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Publish a tile of keys as work `taken`, and load what it needs, its queries from use n
+        on; return the counts after it. A tile that no query sees is not published: its zeros are
+        stored here."""
+        work = tiles.work(*where)
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        if first < end:
+            queue.publish_work(taken, work)
+            keys.load("k", x, work, taken)
+            stats_start = padded_start(tiles.queries, work.sequence)
+            start = self.order.start(work, first, end)
+            tile, head = start, work.head
+            for i in cutlass.range((end - first) * tiles.group, unroll=1):
+                row = stats_start + tile * self.spec.tile_m
+                queries.load("q", x, work, tile, head, row, n)
+                if i == 0:
+                    keys.load("v", x, work, taken)
+                queries.load("do", x, work, tile, head, row, n)
+                # Nothing is added before the consumers have the use, or work, after this one.
+                if i == 0:
+                    queue.barriers.wait("zeros_full", taken)
+                n += 1
+                tile, head = following(tile, head, start, end, lowest=self.order.lowest)
+            taken += 1
+        else:
+            self.rows.store_zeros(x, work)
+        return taken, n
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        k, v: shared addresses of the buffers of K and V.
+        sums: adds dQ up.
+        turns: the warpgroup's turns to start products.
+        dk, dv: accumulators.
+        columns_ahead: columns whose statistics are loaded before a product is waited for.
+    """
+
+    barriers: Barriers
+    keys: KeyTiles
+    uses: Uses
+    products: KeyProducts
+    k: Int32
+    v: Int32
+    scores: ScoreTile
+    ds: DsRing
+    sums: RegisterSums | StagedSums
+    turns: Turns
+    dk: cute.Tensor
+    dv: cute.Tensor
+    columns_ahead: int
+
+    @classmethod
+    def of(
+        cls, spec: Sm90BackwardSpec, order: QueryOrder, storage: Pointers, barriers: Barriers,
+        tiles: TileMap, warp: Int32, visible: Visibility, scaling: Scaling, dq_sums: cute.Tensor,
+        sums: RegisterSums | StagedSums, *, columns_ahead: int = 0,
+    ) -> Consumer:  # fmt: skip
+        group = warp // WARPGROUP_WARPS
+        queue = TileQueue(Work, storage.work, barriers)
+        return cls(
+            barriers=barriers,
+            keys=KeyTiles(warp, group, queue, tiles, visible, bounded=True),
+            uses=Uses(order, dq_sums.shape[1] // spec.tile_m),
+            products=KeyProducts.of(spec, storage, barriers),
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
+            scores=ScoreTile.of(spec, spec.tile_m, scaling, float32=True),
+            ds=DsRing(spec, sums.sums, barriers, shared_address(storage.ds)),
+            sums=sums,
+            turns=Turns(group, spec.tile_n // ROWS),
+            dk=fragments.accumulators(spec.head_dim),
+            dv=fragments.accumulators(spec.head_dim),
+            columns_ahead=columns_ahead,
+        )
+
+    # -- products -----------------------------------------------------------------------------
+
+    def start_scores(self, n: Int32, taken: Int32) -> list[Float32]:
+        """Start S^T = K Q^T, with use n of Q, and K of work `taken`."""
+        offset, queries = self.k_offset(taken), self.products.q_of(n)
+        return self.products.start_scores(self.own_rows(self.k + offset), queries)
+
+    def start_dp(self, n: Int32) -> list[Float32]:
+        """Start dP^T = V dO^T, with use n of dO."""
+        stage = self.products.offset("do", n)
+        return self.products.start_scores(self.own_rows(self.v), self.products.do + stage)
+
+    def start_dv(self, n: Int32, adds: Int32) -> list[Float32]:
+        """Start dV + P^T dO, with use n of dO; where `adds` is 0, P^T dO alone."""
+        return self.products.start_sum(self.dv, self.scores.p, self.products.do_of(n), adds)
+
+    def start_dk(self, n: Int32, adds: Int32) -> list[Float32]:
+        """Start dK + dS^T Q, with use n of Q; where `adds` is 0, dS^T Q alone."""
+        return self.products.start_sum(self.dk, self.scores.ds, self.products.q_of(n), adds)
+
+    def start_dq(self, n: Int32, taken: Int32) -> list[Float32]:
+        """Start the warpgroup's part of dQ = dS K, with use n of dS, and K of work `taken`."""
+        offset = self.k_offset(taken)
+        return self.ds.start_dq(group_anew(self.keys.warp), n, self.k, offset)
+
+    def k_offset(self, taken: Int32) -> Int32:
+        """Where K of a work lies in its ring, in bytes."""
+        spec = self.products.spec
+        return self.barriers.stage("k_full", taken) * (2 * spec.tile_n * spec.head_dim)
+
+    def own_rows(self, rows: Int32) -> Int32:
+        """The shared address of the warpgroup's rows of K or V."""
+        return rows + group_anew(self.keys.warp) * (ROWS * BOX * 2)
+
+    # -- P and dS -----------------------------------------------------------------------------
+
+    def has_large_scores(self, n: Int32) -> Boolean:
+        """Whether an lse of the queries of use n is large; see `statistics`."""
+        tile_m = self.products.spec.tile_m
+        groups = tile_m // FLAG_ROWS
+        delta = self.products.delta + self.barriers.stage("do_full", n) * (4 * tile_m)
+        (word,) = load_shared(Int32, delta + (lane_anew() & (groups - 1)) * (4 * FLAG_ROWS), 1)
+        return cute.arch.vote_any_sync((word & 1) != 0)
+
+    @cute.jit
+    def compute_score_gradients(
+        self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], large: Boolean
+    ) -> None:
+        """P^T and dS^T of use n, once its products are done. What most tiles need is one block of
+        code, so that the last exponentials run beside the first dS^T."""
+        if use.masked | large:
+            self.compute_block(use, n, s, dp, plain=False)
+        else:
+            self.compute_block(use, n, s, dp, plain=True)
+
+    def compute_block(
+        self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], *, plain: bool
+    ) -> None:
+        """P^T and dS^T of use n, where `plain` tells that the tile needs no mask and has no large
+        lse."""
+        scores = self.scores
+        lse = self.first_loaded(self.products.lse_of(n))
+        fragments.assign(scores.s, wgmma.wait(s, pending=1))
+        scores.exponentiate(lse, small_lse=plain)
+        if not plain:
+            self.keys.mask(scores.p, use.taken, use.tile)
+        delta = self.first_loaded(self.products.delta_of(n))
+        fragments.assign(scores.dp, wgmma.wait(dp))
+        scores.differentiate(delta)
+        if not plain:
+            self.keys.mask(scores.ds, use.taken, use.tile)
+
+    def first_loaded(self, statistics: Statistics) -> Statistics:
+        """Load the statistics of the first columns, before a wait which the compiler does not move
+        loads across."""
+        ahead = self.columns_ahead
+        loaded = statistics(range(ahead))
+        return lambda columns: loaded if columns.stop <= ahead else statistics(columns)

@@ -1,0 +1,51 @@
+"""Turns of consumer warpgroups to start products, so that one's softmax falls into the products of
+another, and not into its softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common.carried import Carried
+from .mma import WARPGROUP
+
+FIRST_BARRIER = 8  # a named barrier for each warpgroup, from this on
+
+
+class Turns(Carried):
+    """The turns of warpgroup `group` of `groups`. Every warpgroup takes as many; a single one needs
+    none."""
+
+    def __init__(self, group: Any, groups: int):
+        self.group = group
+        self.groups = groups
+
+    @cute.jit
+    def begin(self) -> None:
+        """Give warpgroup 0 its first turn."""
+        if self.group == self.groups - 1:
+            self.give()
+
+    def wait(self) -> None:
+        if self.groups == 1:
+            return
+        barrier = FIRST_BARRIER + self.group
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+    def give(self) -> None:
+        """Pass the turn to the next warpgroup."""
+        if self.groups == 1:
+            return
+        last = self.group == self.groups - 1
+        following = cutlass.select_(last, Int32(0), self.group + 1)
+        barrier = FIRST_BARRIER + following
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def end(self) -> None:
+        """Take the turn that is left over, so that no barrier has an arrival at the end."""
+        if self.group == 0:
+            self.wait()
