@@ -22,6 +22,7 @@ Runs on sm_80 and newer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -237,7 +238,7 @@ class BackwardPreprocess:
             if thread % THREADS_A_ROW == 0:
                 sums[row] = total
 
-    def copy_row(self, row: list[list[Int32]], to: cute.Pointer, seen: Boolean) -> None:
+    def copy_row(self, row: Sequence[Sequence[Int32]], to: cute.Pointer, seen: Boolean) -> None:
         """Store the vectors of a row of do, or zeros for a row that sees no key."""
         for i, words in enumerate(row):
             kept = [Int32(cutlass.select_(seen, word, Int32(0))) for word in words]
@@ -258,7 +259,7 @@ class BackwardPreprocess:
         log_sum, dsink = Float32(INF), Float32(0.0)
         if token < length:
             if cutlass.const_expr(self.spec.varlen_q):
-                place = (head, queries.start(sequence) + token)
+                place: tuple[Int32, ...] = (head, queries.start(sequence) + token)
             else:
                 place = (sequence, head, token)
             log_sum = x.lse[place]

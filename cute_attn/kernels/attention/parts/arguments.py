@@ -81,23 +81,16 @@ class FakeArguments:
 
     def lse(self) -> Any:
         """`[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""
-        shape = (self.heads, self.seqlen_q)
-        if not self.spec.varlen_q:
-            shape = (self.batch, *shape)
-        return fake_strided(Float32, shape)
+        return fake_strided(Float32, self._shape(self.spec.varlen_q, self.heads, self.seqlen_q))
 
     def o_splits(self) -> Any:
         """o of splits: float32 `[splits, ...]`, contiguous."""
-        shape = (self.seqlen_q, self.heads, self.head_dim_v)
-        if not self.spec.varlen_q:
-            shape = (self.batch, *shape)
+        shape = self._shape(self.spec.varlen_q, self.seqlen_q, self.heads, self.head_dim_v)
         return fake_contiguous(Float32, (self.splits, *shape), VECTOR_BYTES)
 
     def lse_splits(self) -> Any:
         """lse of splits: `[splits, ...]`."""
-        shape = (self.heads, self.seqlen_q)
-        if not self.spec.varlen_q:
-            shape = (self.batch, *shape)
+        shape = self._shape(self.spec.varlen_q, self.heads, self.seqlen_q)
         return fake_strided(Float32, (self.splits, *shape))
 
     def stats(self) -> Any:
@@ -148,13 +141,12 @@ class FakeArguments:
         return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)
 
     def _partial(self, columns: int) -> Any:
-        shape = (self.seqlen_k, self.kv_heads, columns)
-        if not self.spec.varlen_k:
-            shape = (self.batch, *shape)
+        shape = self._shape(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)
         return fake_contiguous(Float32, (cute.sym_int(), *shape), VECTOR_BYTES)
 
     def _rows(self, packed: bool, seqlen: Any, heads: Any, columns: int) -> Any:
-        shape = (seqlen, heads, columns)
-        if not packed:
-            shape = (self.batch, *shape)
+        shape = self._shape(packed, seqlen, heads, columns)
         return fake_rows(DTYPE[self.spec.dtype], shape)
+
+    def _shape(self, packed: bool, *of_a_sequence: Any) -> tuple[Any, ...]:
+        return of_a_sequence if packed else (self.batch, *of_a_sequence)

@@ -49,6 +49,15 @@ class Work(Carried):
         """(head, sequence, start, length) of q, as `BoxedRows.box` takes them."""
         return self.head, self.sequence, self.q_start, self.seqlen_q
 
+    def lse_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+        """The index of a query's log-sum-exp."""
+        return (head, self.q_start + token) if packed else (self.sequence, head, token)
+
+    def o_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+        """The index of a query's row of o."""
+        row = (self.q_start + token,) if packed else (self.sequence, token)
+        return (*row, head, None)
+
     @property
     def keys(self) -> tuple[Int32, Int32, Int32, Int32]:
         """(head, sequence, start, length) of k and v."""
@@ -65,6 +74,12 @@ class SplitWork(Work):
 
     split: Int32
     splits: Int32
+
+    def lse_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+        return (self.split, *super().lse_at(head, token, packed))
+
+    def o_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+        return (self.split, *super().o_at(head, token, packed))
 
     def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The part's K/V tiles, of first to end - 1. All parts but the last ones are as long."""
@@ -275,14 +290,18 @@ class SplitTileMap(TileMap):
     def count(self) -> Int32:
         return super().count() * self.splits
 
-    def locate(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32, Int32]:
+    def locate(  # type: ignore[override]
+        self, number: Int32
+    ) -> tuple[Boolean, Int32, Int32, Int32, Int32]:
         """(whether the tile exists, its block, head and sequence, the split)."""
         tile = number // self.splits
         return *super().locate(tile), number - tile * self.splits
 
-    def work(self, block: Int32, head: Int32, sequence: Int32, split: Int32) -> SplitWork:
+    def work(  # type: ignore[override]
+        self, block: Int32, head: Int32, sequence: Int32, split: Int32
+    ) -> SplitWork:
         own = super().work(block, head, sequence)
-        return SplitWork(*(vars(own).values()), split, self.splits)
+        return SplitWork(**vars(own), split=split, splits=self.splits)
 
 
 def tiles_of_keys(

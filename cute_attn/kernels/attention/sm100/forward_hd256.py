@@ -367,7 +367,7 @@ class Sm100Hd256Forward:
         k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
         v_smem = boxes(storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2))
         if cutlass.const_expr(pages is not None):
-            k_pages = replace(pages, tile_n=KEYS)
+            k_pages = replace(pages, tile_n=KEYS)  # type: ignore[type-var]
             k_smem = k_pages.view(storage.kv, HEAD_DIM, KV_STAGES)
             v_smem = pages.view(storage.kv, DIMS, KV_STAGES)
         taken = Int32(0)  # tiles, from the queue
@@ -545,11 +545,7 @@ class Sm100Hd256Forward:
             barriers.warp_arrives("sum_full", taken)
             if cutlass.const_expr(x.lse is not None):
                 if token < ended.seqlen_q:
-                    split = (ended.split,) if self.spec.split else ()
-                    if cutlass.const_expr(self.spec.varlen_q):
-                        x.lse[(*split, head, ended.q_start + token)] = log_sum
-                    else:
-                        x.lse[(*split, ended.sequence, head, token)] = log_sum
+                    x.lse[ended.lse_at(head, token, self.spec.varlen_q)] = log_sum
             taken += 1
             queue.wait(taken)
             work = queue.read(taken)

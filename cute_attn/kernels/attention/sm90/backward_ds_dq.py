@@ -390,7 +390,7 @@ class Sm90DsDq:
         first, _ = self.seen_key_tiles(x, work, self.tile_of_queries(work, own.group))
         if first < x.first_tile:
             at = self.sums_of_lane(x, own, work)
-            loaded = []
+            loaded: list[Any] = []
             for i in cutlass.range_constexpr(cute.size(own.acc) // VECTOR):
                 loaded += load_global(Float32, at + i * (VECTORS * 4 * VECTOR), VECTOR)
             fragments.assign(own.acc, loaded)

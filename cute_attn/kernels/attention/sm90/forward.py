@@ -711,11 +711,7 @@ class Sm90Forward:
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
             if cutlass.const_expr(x.lse is not None):
                 if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
-                    split = (work.split,) if spec.split else ()
-                    if cutlass.const_expr(spec.varlen_q):
-                        x.lse[(*split, head, work.q_start + token)] = log_sum
-                    else:
-                        x.lse[(*split, work.sequence, head, token)] = log_sum
+                    x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
 
     @cute.jit
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
@@ -743,16 +739,11 @@ class Sm90Forward:
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
-            split = (work.split,) if spec.split else ()
             o = own.acc[None, lane_row, None]
             pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
             parts = row_parts(pairs, self.stored)
             if token < work.seqlen_q:
-                if cutlass.const_expr(spec.varlen_q):
-                    to = x.o[(*split, work.q_start + token, head, None)]
-                else:
-                    to = x.o[(*split, work.sequence, token, head, None)]
-                store_parts(to, parts, self.stored)
+                store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, self.stored)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

@@ -101,6 +101,6 @@ class KeyRows:
         """The row of a key in dK or dV, or in a split's partial sums."""
         head, split = head_and_split(work, x.num_splits, self.spec.partial)
         part = (split,) if self.spec.partial else ()
-        if self.spec.varlen_k:
-            return out[(*part, work.k_start + key, head, None)]
-        return out[(*part, work.sequence, key, head, None)]
+        row = (work.k_start + key,) if self.spec.varlen_k else (work.sequence, key)
+        at = (*part, *row, head, None)
+        return out[at]
