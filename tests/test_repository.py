@@ -325,6 +325,15 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/compat": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.emulator",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.reference",
+    },
     "cute_attn/integrations": {
         "cutlass",
         "cute_attn.bench",

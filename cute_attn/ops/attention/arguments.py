@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...kernels.attention import table
@@ -105,6 +106,15 @@ def with_strides_for_tma(x: Tensor) -> Tensor:
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
     return x.as_strided(x.shape, (*strides, 1))
+
+
+def readable_or_copied(x: Tensor) -> Tensor:
+    """x, or a view or a copy of it that kernels can read in place."""
+    if not has_readable_strides(x):
+        return x.contiguous()
+    if x.data_ptr() % ALIGNMENT:
+        return x.clone(memory_format=torch.contiguous_format)
+    return with_strides_for_tma(x)
 
 
 def check_alignment(**tensors: Tensor) -> None:

@@ -63,15 +63,14 @@ from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
 from ..operator import Operator
 from .arguments import (
-    ALIGNMENT,
     Arguments,
     bounds,
     check,
     check_alignment,
     check_tiles,
     dims_of,
-    has_readable_strides,
     no_sequences,
+    readable_or_copied,
     with_strides_for_tma,
 )
 from .plan import backward_requests
@@ -462,7 +461,7 @@ class Backward(Operator[BackwardArguments]):
 
     def readable(self, a: BackwardArguments) -> BackwardArguments:
         q, k, v = map(with_strides_for_tma, (a.q, a.k, a.v))
-        o, do = map(_readable, (a.o, a.do))
+        o, do = map(readable_or_copied, (a.o, a.do))
         return a._replace(q=q, k=k, v=v, o=o, do=do)
 
     def nothing(self, a: BackwardArguments) -> _Gradients | None:
@@ -523,15 +522,6 @@ def _rows_of_sequences(rows: int, offsets: Tensor, used: Tensor | None) -> Tenso
         sequence = sequence.clamp(max=len(used) - 1)
         inside &= row - offsets[sequence] < used.view(torch.int32)[sequence]
     return inside
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x, or a view or a copy of it that kernels can read in place."""
-    if not has_readable_strides(x):
-        return x.contiguous()
-    if x.data_ptr() % ALIGNMENT:
-        return x.clone(memory_format=_contiguous)
-    return with_strides_for_tma(x)
 
 
 BACKWARD = Backward()

@@ -1,0 +1,23 @@
+"""Whether attention kernels take tensors, for callers that have others to fall back on."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ... import launch
+from ...kernels.attention import table
+from ...kernels.attention.spec import DTYPES
+from ..checks import DTYPE_NAMES
+
+
+def has_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether there are a forward and a backward for the dtype, the head dimensions and the device
+    of q `[..., head_dim]` and v `[..., head_dim_v]`."""
+    if DTYPE_NAMES.get(q.dtype) not in DTYPES:
+        return False
+    try:
+        arch = launch.arch_for(q.device)
+    except NotImplementedError:  # a GPU that is too old
+        return False
+    dims = q.shape[-1], v.shape[-1]
+    return table.has("forward", arch, *dims) and table.has("backward_dq", arch, *dims)
