@@ -118,7 +118,7 @@ static int exec_getctarank64(Warp *w, const Insn *I, Mask m) {
 
 // --------------------------------------------------------------------------------------- forms
 
-const Form FORMS_ADDRESS[] = {
+static const Form FORMS[] = {
     {"cvta" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta, 0},
     {"cvta.to" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta_to, 0},
     {"isspacep" ADDRESS_SPACES, "dp s64", exec_isspacep, 0},
@@ -128,3 +128,5 @@ const Form FORMS_ADDRESS[] = {
     {"getctarank{.shared::cluster}.u64", "d32 s64", exec_getctarank64, 0},
     {0},
 };
+
+const Family FAMILY_ADDRESS = {.name = "address", .forms = FORMS};

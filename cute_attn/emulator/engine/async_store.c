@@ -98,7 +98,7 @@ static int exec_red_async64(Warp *w, const Insn *I, Mask m) {
 
 // --------------------------------------------------------------------------------------- forms
 
-const Form FORMS_ASYNC_STORE[] = {
+static const Form FORMS[] = {
     {"st.async{.weak}{.shared::cluster}{" BYTES "}{.v2|v4}(.b32|u32|s32|f32)", "a s32l a",
      exec_st_async32, F_EFFECT},
     {"st.async{.weak}{.shared::cluster}{" BYTES "}{.v2|v4}(.b64|u64|s64|f64)", "a s64l a",
@@ -109,3 +109,5 @@ const Form FORMS_ASYNC_STORE[] = {
      exec_red_async64, F_EFFECT},
     {0},
 };
+
+const Family FAMILY_ASYNC_STORE = {.name = "async_store", .forms = FORMS};

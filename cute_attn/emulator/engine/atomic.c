@@ -180,7 +180,7 @@ static int exec_atom_cas(Warp *w, const Insn *I, Mask m) {
   {ATOM "{.global}" rest, "dxl a sxl s64?", handler, F_EFFECT},             \
   {RED "{.global}" rest, "a sxl s64?", handler, F_EFFECT}
 
-const Form FORMS_ATOMIC[] = {
+static const Form FORMS[] = {
     {"red.async" ASYNC_RELEASE "(.and|or|xor)(.b32|b64)", "a sx", exec_red_async_logic, F_EFFECT},
     {"red.async" ASYNC_RELEASE "(.add)(.u32|s32|u64|s64)", "a sx", exec_red_async_add, F_EFFECT},
     {"red.async" ASYNC_RELEASE "(.inc|dec)(.u32)", "a sx", exec_red_async_step, F_EFFECT},
@@ -201,3 +201,5 @@ const Form FORMS_ATOMIC[] = {
     BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4)(.f16x2|bf16x2)", exec_atom_vector_packed),
     {0},
 };
+
+const Family FAMILY_ATOMIC = {.name = "atomic", .forms = FORMS};

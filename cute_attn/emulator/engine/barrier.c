@@ -178,7 +178,7 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
 }
 
 // PTX does not say what becomes of leftover arrivals; FlashAttention-4 leaves some, and works.
-void named_barriers_at_exit(Cta *cta) {
+static void named_barriers_at_exit(Cta *cta) {
   for (int id = 0; id < MAX_NAMED_BARRIERS; id++) {
     NamedBarrier *b = &cta->bars[id];
     if (!b->arrived) continue;
@@ -268,7 +268,11 @@ static int exec_cluster_wait(Warp *w, const Insn *I, Mask m) {
 
 // --------------------------------------------------------------------------------------- forms
 
-const Form FORMS_BARRIER[] = {
+static void free_named_barriers(Cta *c) {
+  for (int i = 0; i < MAX_NAMED_BARRIERS; i++) view_free(&c->bars[i].next);
+}
+
+static const Form FORMS[] = {
     {"bar{.cta}.sync", "s32 s32?", exec_bar_sync, F_ALIGNED | F_YIELD | F_EFFECT},
     {"bar{.cta}.arrive", "s32 s32", exec_bar_arrive, F_ALIGNED | F_YIELD | F_EFFECT},
     {"bar{.cta}.red.popc.u32", "d32 s32 sp", exec_bar_popc, F_ALIGNED | F_YIELD | F_EFFECT},
@@ -302,3 +306,6 @@ const Form FORMS_BARRIER[] = {
      exec_cluster_wait, F_ALIGNED | F_YIELD | F_EFFECT},
     {0},
 };
+
+const Family FAMILY_BARRIER = {.name = "barrier", .forms = FORMS,
+    .cta_exits = named_barriers_at_exit, .cta_freed = free_named_barriers};

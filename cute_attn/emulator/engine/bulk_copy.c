@@ -507,7 +507,7 @@ static void finish_stores(Warp *w, Mask lanes) {
   }
 }
 
-void copies_at_exit(Warp *w, Mask lanes) {
+static void copies_at_exit(Warp *w, Mask lanes) {
   if (w->copies) {
     FOR_SET(l, lanes) {
       bulk_at_exit(w, l);
@@ -522,7 +522,7 @@ void copies_at_exit(Warp *w, Mask lanes) {
 
 #define REDUCED_TYPES "(.u32|s32|u64|s64|f16|bf16|f32|f64|b32|b64)"
 
-const Form FORMS_BULK_COPY[] = {
+static const Form FORMS[] = {
     {"cp.async.bulk" TO_SHARED ".global" BYTES HINT, "a a s32 a s64?",
      exec_bulk_load, F_UNIFORM | F_EFFECT},
     {"cp.async.bulk" TO_SHARED ".global" BYTES ".multicast::cluster" HINT, "a a s32 a s32 s64?",
@@ -544,3 +544,5 @@ const Form FORMS_BULK_COPY[] = {
      "a a s32 a", exec_reduce_shared, F_UNIFORM | F_EFFECT},
     {0},
 };
+
+const Family FAMILY_BULK_COPY = {.name = "bulk_copy", .forms = FORMS, .lanes_exit = copies_at_exit};

@@ -1,5 +1,6 @@
 // Control flow, setmaxnreg, and dependent launches.
 #include "core.h"
+#include "external.h"
 
 static int exec_bra(Warp *w, const Insn *I, Mask m) {
   Group *g = group_of(w);
@@ -158,7 +159,7 @@ static int exec_setmaxnreg(Warp *w, const Insn *I, Mask m) {
 
 // call: op 0 is the result (a list of one element, or absent), op 1 the function, op 2 the
 // arguments.
-const Form FORMS_CONTROL[] = {
+static const Form FORMS[] = {
     {"bra{.uni}", "L", exec_bra, F_BRANCH},
     {"brx.idx{.uni}", "s32 sxl", exec_brx, 0},
     {"ret{.uni}", "", exec_exit, 0},
@@ -171,3 +172,5 @@ const Form FORMS_CONTROL[] = {
     {"griddepcontrol(.launch_dependents|.wait)", "", exec_nothing, 0},
     {0},
 };
+
+const Family FAMILY_CONTROL = {.name = "control", .forms = FORMS};

@@ -424,7 +424,7 @@ HANDLER(pack_small) {
   INTEGER_FORM(d, u8), INTEGER_FORM(d, s8), INTEGER_FORM(d, u16), INTEGER_FORM(d, s16), \
   INTEGER_FORM(d, u32), INTEGER_FORM(d, s32), INTEGER_FORM(d, u64), INTEGER_FORM(d, s64)
 
-const Form FORMS_CONVERT[] = {
+static const Form FORMS[] = {
   // common cases, before the general forms
   {"cvt.rn.bf16x2.f32", "d32 s32 s32", bf16x2_from_f32, 0},
   {"cvt.rn.f16x2.f32", "d32 s32 s32", f16x2_from_f32, 0},
@@ -458,3 +458,5 @@ const Form FORMS_CONVERT[] = {
   {"cvt.pack.sat(.u8|s8|u4|s4|u2|s2).s32.b32", "d32 s32 s32 s32", pack_small, 0},
   {0}
 };
+
+const Family FAMILY_CONVERT = {.name = "convert", .forms = FORMS};

@@ -1,6 +1,7 @@
 // The machine: operands, divergence, execution, launch, scheduling, and the part of the C interface
 // (library.py) that makes machines and launches kernels.
 #include "core.h"
+#include "external.h"
 
 #define SPIN_INSTRUCTIONS 50000ull        // spent without progress until asynchronous effects run
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // spent without progress until a livelock is reported
@@ -153,13 +154,18 @@ static bool pick_group(Warp *w) {
   return true;
 }
 
+// Call a function of all families that have it.
+#define FOR_FAMILIES(function, ...)                  \
+  for (const Family *const *f = FAMILIES; *f; f++)   \
+    if ((*f)->function) (*f)->function(__VA_ARGS__)
+
 static void warp_exits(Warp *w) {
   Cta *c = w->cta;
   w->exited = true;
   c->live_warps--;
   if (c->live_warps == 0) {
     c->exited = true;
-    named_barriers_at_exit(c);
+    FOR_FAMILIES(cta_exits, c);
     if (c->emu->astray) c->emu->astray = c->emu->time + 1;  // the launch makes progress
     bool all = true;
     for (int i = 0; i < c->cluster->nctas; i++) all &= c->cluster->ctas[i]->exited;
@@ -169,7 +175,7 @@ static void warp_exits(Warp *w) {
 
 void exit_lanes(Warp *w, Mask m) {
   Cta *c = w->cta;
-  copies_at_exit(w, m);
+  FOR_FAMILIES(lanes_exit, w, m);
   if (w->undecided & m) branches_leave(w, w->undecided & m);
   if (w->live == m && c->live_warps == 1)
     accesses_at_exit(w, &c->emu->program->code[group_of(w)->pc]);
@@ -181,7 +187,7 @@ void exit_lanes(Warp *w, Mask m) {
   }
   progress(c->emu);
   if (w->live) return;
-  wgmma_at_exit(w);
+  FOR_FAMILIES(warp_exits, w);
   warp_exits(w);
 }
 
@@ -405,22 +411,13 @@ static Cta *new_cta(Cluster *cluster, int rank, int slot, const uint32_t id[3]) 
   memset(c->mbarrier_at, 0xFF, sizeof(int16_t) * (c->shared_bytes / 8 + 1));
   c->warps = calloc((size_t)c->nwarps, sizeof(Warp));
   for (int i = 0; i < c->nwarps; i++) new_warp(c, i);
-  tmem_new(c);
+  FOR_FAMILIES(cta_starts, c);
   return c;
 }
 
 static void free_cta(Cta *c) {
-  tmem_delete(c);
+  FOR_FAMILIES(cta_freed, c);
   for (int i = 0; i < c->nwarps; i++) free_warp(&c->warps[i]);
-  for (int i = 0; i < c->nmbarriers; i++) {
-    view_free(&c->mbarriers[i].next);
-    view_free(&c->mbarriers[i].done);
-    free_mbarrier_agent(c->emu, c->mbarriers[i].agent, c->mbarriers[i].clock);
-  }
-  for (int i = 0; i < MAX_NAMED_BARRIERS; i++) {
-    view_free(&c->bars[i].next);
-  }
-  free(c->mbarriers);
   free(c->mbarrier_at);
   free(c->warps);
   free(c->shared);
@@ -469,7 +466,7 @@ static void retire_cluster(Emu *e, int place) {
     }
     op = next;
   }
-  for (int i = 0; i < k->nctas; i++) mbarriers_at_exit(k->ctas[i]);
+  for (int i = 0; i < k->nctas; i++) FOR_FAMILIES(cta_ends, k->ctas[i]);
   for (int i = 0; i < k->nctas; i++) free_cta(k->ctas[i]);
   view_free(&k->next);
   view_free(&k->done);

@@ -11,6 +11,10 @@
 // The warps that have not exited; `warps` has room for all resident warps.
 int list_warps(Emu *e, Warp **warps);
 
+// --------------------------------------------------------------------------------- families.c
+
+extern const Family *const FAMILIES[];  // NULL ends the list
+
 // ----------------------------------------------------------------------------------- report.c
 
 struct Findings *findings_new(void);

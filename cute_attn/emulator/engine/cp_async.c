@@ -201,7 +201,7 @@ void cp_async_at_exit(Warp *w, int lane) {
 #define CP_ASYNC "cp.async(.ca|cg)(.shared|shared::cta).global"
 #define L2_SIZE "{.L2::64B|L2::128B|L2::256B}"
 
-const Form FORMS_CP_ASYNC[] = {
+static const Form FORMS[] = {
     {CP_ASYNC L2_SIZE, "a a i s32?", exec_cp_async, 0},
     {CP_ASYNC L2_SIZE, "a a i sp", exec_cp_async_ignore, 0},
     {CP_ASYNC ".L2::cache_hint" L2_SIZE, "a a i s32? s64", exec_cp_async, 0},
@@ -213,3 +213,5 @@ const Form FORMS_CP_ASYNC[] = {
      exec_cp_async_arrive, F_EFFECT},
     {0},
 };
+
+const Family FAMILY_CP_ASYNC = {.name = "cp_async", .forms = FORMS};

@@ -78,6 +78,19 @@ enum {
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
 typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
+
+// A family of instructions: its forms, and what it does as CTAs and threads come and go. NULL:
+// nothing.
+typedef struct {
+  const char *name;   // of the family's file
+  const Form *forms;  // the last one has no pattern
+  void (*cta_starts)(Cta *cta);
+  void (*lanes_exit)(Warp *w, Mask lanes);
+  void (*warp_exits)(Warp *w);
+  void (*cta_exits)(Cta *cta);  // its last warp has exited
+  void (*cta_ends)(Cta *cta);   // its cluster's asynchronous operations are done
+  void (*cta_freed)(Cta *cta);
+} Family;
 int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: instructions without effect here
 enum {
   // The handler is called even if the guard is false in all lanes.
@@ -738,29 +751,9 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
 const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
 const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 
-// ------------------------------------------------------------------------------- tmem.c
-void tmem_new(Cta *cta);
-void tmem_delete(Cta *cta);        // reports columns still allocated
 // ---------------------------------------------------------------------- CLC (launch_control.c)
 // Cancel a cluster that has not been launched; false: no cluster is left.
 bool cancel_cluster(Emu *e, uint32_t id[3]);   // core.c
-
-// --------------------------------------------- functions of the families that core.c calls
-int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
-                  int count, const Operand *result);   // external.c: vprintf, __assertfail
-const char *output_text(Emu *e);                       // external.c
-void output_clear(Emu *e);                             // external.c
-void copies_at_exit(Warp *w, Mask lanes);              // bulk_copy.c: reports unfinished copies
-void wgmma_at_exit(Warp *w);                           // wgmma.c
-void mbarriers_at_exit(Cta *cta);                      // mbarrier.c
-void named_barriers_at_exit(Cta *cta);                 // barrier.c
-
-// ---------------------------------------------------------------------- forms of each family file
-extern const Form FORMS_CONTROL[], FORMS_INTEGER[], FORMS_FLOAT[], FORMS_CONVERT[], FORMS_WARP[],
-    FORMS_BARRIER[], FORMS_MBARRIER[], FORMS_FENCE[], FORMS_ADDRESS[], FORMS_LAUNCH_CONTROL[],
-    FORMS_MEMORY[], FORMS_ATOMIC[], FORMS_CP_ASYNC[], FORMS_BULK_COPY[], FORMS_TENSOR_COPY[],
-    FORMS_TENSOR_MAP[], FORMS_ASYNC_STORE[], FORMS_MMA[], FORMS_WGMMA[], FORMS_TMEM[],
-    FORMS_TCGEN05_MMA[], FORMS_TCGEN05_COPY[];
 
 #pragma GCC visibility pop
 #endif

@@ -1,5 +1,5 @@
 // External functions that kernels call: vprintf and __assertfail.
-#include "engine.h"
+#include "external.h"
 #include "float_bits.h"
 #include <stdio.h>
 

@@ -52,7 +52,7 @@ static int exec_tensormap_acquire(Warp *w, const Insn *I, Mask m) {
 
 #define SCOPE "(.cta|cluster|gpu|sys)"
 
-const Form FORMS_FENCE[] = {
+static const Form FORMS[] = {
     {"fence{.sc|.acq_rel|.acquire|.release}(.cta|.cluster|.gpu|.sys)", "", exec_fence, 0},
     {"fence.acquire.sync_restrict::shared::cluster.cluster", "", exec_fence, 0},
     {"fence.release.sync_restrict::shared::cta.cluster", "", exec_fence, 0},
@@ -69,3 +69,5 @@ const Form FORMS_FENCE[] = {
     {"fence.proxy.tensormap::generic.acquire" SCOPE, "a i", exec_tensormap_acquire, F_YIELD},
     {0},
 };
+
+const Family FAMILY_FENCE = {.name = "fence", .forms = FORMS};

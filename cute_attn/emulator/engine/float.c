@@ -604,7 +604,7 @@ HANDLER(testp_f64) {
   {#op "{.ftz}(.f16|f16x2|bf16|bf16x2)", S32_1, op##_half, 0}
 #define FORM_APPROXIMATE(op, handler) {#op ".approx{.ftz}.f32", S32_1, handler, 0}
 
-const Form FORMS_FLOAT[] = {
+static const Form FORMS[] = {
   FORMS_ARITHMETIC(add), FORMS_ARITHMETIC(sub), FORMS_ARITHMETIC(mul),
   {"fma(.rn|rz|rm|rp){.ftz}{.sat}.f32", S32_3, fma_f32, 0},
   {"mad" ROUNDING "{.ftz}{.sat}.f32", S32_3, fma_f32, 0},
@@ -660,3 +660,5 @@ const Form FORMS_FLOAT[] = {
   {"testp(.finite|infinite|number|notanumber|normal|subnormal).f64", "dp s64", testp_f64, 0},
   {0}
 };
+
+const Family FAMILY_FLOAT = {.name = "float", .forms = FORMS};

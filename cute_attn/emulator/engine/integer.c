@@ -640,7 +640,7 @@ HANDLER(unpack_b128) {
   {"setp" COMPARISONS BOOLEANS types, "dpp " s " " s " sp?", setp_##t, 0}, \
   {"set" COMPARISONS BOOLEANS SET_TYPES types, "d32 " s " " s " sp?", set_##t, 0}
 
-const Form FORMS_INTEGER[] = {
+static const Form FORMS[] = {
   // moves: scalars first, so that a lone register is not taken for a vector
   {"mov(.b16|u16|s16)", "d32 s32", mov_u16, F_PROPAGATE},
   {"mov(.b32|u32|s32|f32)", "d32 s32", mov_u32, F_PROPAGATE | F_MOVE},
@@ -739,3 +739,5 @@ const Form FORMS_INTEGER[] = {
   {"slct{.ftz}(.b64|u64|s64|f64).f32", "d64 s64 s64 s32", slct_f32_u64, 0},
   {0}
 };
+
+const Family FAMILY_INTEGER = {.name = "integer", .forms = FORMS};

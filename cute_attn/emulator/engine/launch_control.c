@@ -129,7 +129,7 @@ static int exec_first_ctaid_v4(Warp *w, const Insn *I, Mask m) {
 
 #define CLC "clusterlaunchcontrol."
 
-const Form FORMS_LAUNCH_CONTROL[] = {
+static const Form FORMS[] = {
     {CLC "try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes"
          "{.multicast::cluster::all}.b128", "a a", exec_try_cancel, F_YIELD | F_EFFECT},
     {CLC "query_cancel.is_canceled.pred.b128", "dp s128", exec_is_canceled, 0},
@@ -138,3 +138,5 @@ const Form FORMS_LAUNCH_CONTROL[] = {
     {CLC "query_cancel.get_first_ctaid.v4.b32.b128", "d32l s128", exec_first_ctaid_v4, 0},
     {0},
 };
+
+const Family FAMILY_LAUNCH_CONTROL = {.name = "launch_control", .forms = FORMS};

@@ -258,7 +258,7 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
 
 // A producer's last expect_tx may have no copies at all. A phase with only some of its bytes is an
 // error.
-void mbarriers_at_exit(Cta *cta) {
+static void mbarriers_at_exit(Cta *cta) {
   for (int i = 0; i < cta->nmbarriers; i++) {
     Mbarrier *b = &cta->mbarriers[i];
     if (!b->valid || b->tx == 0 || b->received == 0) continue;
@@ -580,7 +580,16 @@ MBARRIER_WAIT(try_wait_parity, true, true)
 #define WAIT_MODIFIERS SEM_SCOPE(".acquire|.relaxed") SHARED_CTA ".b64"
 #define TX_MODIFIERS SEM_SCOPE(".relaxed") SHARED_ANY ".b64"
 
-const Form FORMS_MBARRIER[] = {
+static void free_mbarriers(Cta *c) {
+  for (int i = 0; i < c->nmbarriers; i++) {
+    view_free(&c->mbarriers[i].next);
+    view_free(&c->mbarriers[i].done);
+    free_mbarrier_agent(c->emu, c->mbarriers[i].agent, c->mbarriers[i].clock);
+  }
+  free(c->mbarriers);
+}
+
+static const Form FORMS[] = {
     {"mbarrier.init" SHARED_CTA ".b64", "a s32", exec_mbarrier_init, F_EFFECT},
     {"mbarrier.inval" SHARED_CTA ".b64", "a", exec_mbarrier_inval, F_EFFECT},
     {"mbarrier.arrive" ARRIVE_MODIFIERS, "d64 a s32?", exec_mbarrier_arrive, F_EFFECT},
@@ -594,3 +603,6 @@ const Form FORMS_MBARRIER[] = {
     {"mbarrier.try_wait.parity" WAIT_MODIFIERS, "dp a s32 s32?", exec_try_wait_parity, 0},
     {0},
 };
+
+const Family FAMILY_MBARRIER = {.name = "mbarrier", .forms = FORMS,
+    .cta_ends = mbarriers_at_exit, .cta_freed = free_mbarriers};

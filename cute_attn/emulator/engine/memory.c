@@ -870,7 +870,7 @@ static int exec_policy_cvt(Warp *w, const Insn *I, Mask m) {
 #define PRIMARY "(.L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged)"
 #define SECONDARY "{.L2::evict_first|L2::evict_unchanged}"
 
-const Form FORMS_MEMORY[] = {
+static const Form FORMS[] = {
     LD(LD_SEMANTICS, "", exec_ld_generic),
     LD(LD_SEMANTICS, "(.global)", exec_ld_global),
     LD(LD_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_ld_shared),
@@ -897,3 +897,5 @@ const Form FORMS_MEMORY[] = {
     {"createpolicy.cvt.L2.b64", "d64 s64", exec_policy_cvt, 0},
     {0},
 };
+
+const Family FAMILY_MEMORY = {.name = "memory", .forms = FORMS};

@@ -630,7 +630,7 @@ static int exec_mma_b1(Warp *w, const Insn *I, Mask m) {
   {"mma.sync.aligned" shape kind types, SCALED_OPERANDS, exec, F_ALIGNED},        \
   {"mma.sync.aligned" kind shape types, SCALED_OPERANDS, exec, F_ALIGNED}
 
-const Form FORMS_MMA[] = {
+static const Form FORMS[] = {
   {"ldmatrix.sync.aligned.m8n8(.x1|x2|x4){.trans}" SHARED ".b16", "d32l a", exec_ldmatrix,
    F_ALIGNED},
   {"ldmatrix.sync.aligned.m16n16(.x1|x2).trans" SHARED ".b8", "d32l a", exec_ldmatrix_b8,
@@ -670,3 +670,5 @@ const Form FORMS_MMA[] = {
    "d32l s32l s32l s32l", exec_mma_b1, F_ALIGNED},
   {0},
 };
+
+const Family FAMILY_MMA = {.name = "mma", .forms = FORMS};

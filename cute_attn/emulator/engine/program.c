@@ -1,5 +1,5 @@
 // Programs (packed by lowering.py), the table of all forms, and the names of all enumerations.
-#include "engine.h"
+#include "core.h"
 
 // ------------------------------------------------------------------------------------- names
 
@@ -29,24 +29,11 @@ const char *emu_check_name(int i) { return i < CK_COUNT ? CHECK_NAMES[i] : NULL;
 const char *emu_counter_name(int i) { return i < CT_COUNT ? COUNTER_NAMES[i] : NULL; }
 const char *emu_special_register_name(int i) { return i < SR_COUNT ? SPECIAL_NAMES[i] : NULL; }
 
-// Families; each has a file of its name.
-static const struct { const char *name; const Form *forms; } FAMILIES[] = {
-    {"control", FORMS_CONTROL}, {"integer", FORMS_INTEGER}, {"float", FORMS_FLOAT},
-    {"convert", FORMS_CONVERT}, {"warp", FORMS_WARP}, {"barrier", FORMS_BARRIER},
-    {"mbarrier", FORMS_MBARRIER}, {"fence", FORMS_FENCE}, {"address", FORMS_ADDRESS},
-    {"launch_control", FORMS_LAUNCH_CONTROL}, {"memory", FORMS_MEMORY},
-    {"atomic", FORMS_ATOMIC}, {"cp_async", FORMS_CP_ASYNC}, {"bulk_copy", FORMS_BULK_COPY},
-    {"tensor_copy", FORMS_TENSOR_COPY}, {"tensor_map", FORMS_TENSOR_MAP},
-    {"async_store", FORMS_ASYNC_STORE}, {"mma", FORMS_MMA}, {"wgmma", FORMS_WGMMA},
-    {"tmem", FORMS_TMEM}, {"tcgen05_mma", FORMS_TCGEN05_MMA},
-    {"tcgen05_copy", FORMS_TCGEN05_COPY}};
-#define FAMILY_COUNT ((int)(sizeof FAMILIES / sizeof *FAMILIES))
-
 static const Form *form_at(int i, const char **family) {
-  for (int f = 0; f < FAMILY_COUNT; f++)
-    for (const Form *form = FAMILIES[f].forms; form->pattern; form++)
+  for (const Family *const *f = FAMILIES; *f; f++)
+    for (const Form *form = (*f)->forms; form->pattern; form++)
       if (i-- == 0) {
-        if (family) *family = FAMILIES[f].name;
+        if (family) *family = (*f)->name;
         return form;
       }
   return NULL;
@@ -54,8 +41,8 @@ static const Form *form_at(int i, const char **family) {
 
 int emu_form_count(void) {
   int n = 0;
-  for (int f = 0; f < FAMILY_COUNT; f++)
-    for (const Form *form = FAMILIES[f].forms; form->pattern; form++) n++;
+  for (const Family *const *f = FAMILIES; *f; f++)
+    for (const Form *form = (*f)->forms; form->pattern; form++) n++;
   return n;
 }
 const char *emu_form_pattern(int i) { return form_at(i, NULL)->pattern; }

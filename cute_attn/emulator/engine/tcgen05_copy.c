@@ -309,7 +309,7 @@ int tcgen05_fences(const Program *p, int after) {
 
 // ----------------------------------------------------------------------------------- forms
 
-const Form FORMS_TCGEN05_COPY[] = {
+static const Form FORMS[] = {
     {"tcgen05.cp" GROUP "(.128x256b|.4x256b|.128x128b|.64x128b.warpx2::02_13|"
      ".64x128b.warpx2::01_23|.32x128b.warpx4){.b8x16.b6x16_p32|.b8x16.b4x16_p64}",
      "a s64", exec_cp, F_UNIFORM | F_EFFECT},
@@ -319,3 +319,5 @@ const Form FORMS_TCGEN05_COPY[] = {
     {"tcgen05(.fence::before_thread_sync|.fence::after_thread_sync)", "", exec_fence, 0},
     {0},
 };
+
+const Family FAMILY_TCGEN05_COPY = {.name = "tcgen05_copy", .forms = FORMS};

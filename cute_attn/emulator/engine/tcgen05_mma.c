@@ -623,7 +623,7 @@ static int exec_mma_ws(Warp *w, const Insn *I, Mask m) {
 #define MMA_WS                                                                             \
   "tcgen05.mma.ws.cta_group::1(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_B
 
-const Form FORMS_TCGEN05_MMA[] = {
+static const Form FORMS[] = {
     {MMA, "a s64 s64 s32 sp i?", exec_mma, F_EFFECT},
     {MMA, "a a s64 s32 sp i?", exec_mma, F_EFFECT},
     {MMA, "a s64 s64 s32 s32l sp i?", exec_mma, F_EFFECT},
@@ -634,3 +634,5 @@ const Form FORMS_TCGEN05_MMA[] = {
     {MMA_WS, "a a s64 s32 sp s64?", exec_mma_ws, F_EFFECT},
     {0},
 };
+
+const Family FAMILY_TCGEN05_MMA = {.name = "tcgen05_mma", .forms = FORMS};

@@ -356,7 +356,7 @@ static int exec_im2col_prefetch(Warp *w, const Insn *I, Mask m) {
 
 #define CTA_GROUP "{.cta_group::1|cta_group::2}"
 
-const Form FORMS_TENSOR_COPY[] = {
+static const Form FORMS[] = {
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
      HINT CTA_GROUP, "a T a s64?", exec_tensor_load, F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
@@ -378,3 +378,5 @@ const Form FORMS_TENSOR_COPY[] = {
      F_UNIFORM},
     {0},
 };
+
+const Family FAMILY_TENSOR_COPY = {.name = "tensor_copy", .forms = FORMS};

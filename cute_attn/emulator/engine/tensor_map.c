@@ -326,7 +326,7 @@ static int exec_tensormap_copy(Warp *w, const Insn *I, Mask m) {
 #define SPACE "{.global|shared::cta}"
 #define SCOPE "(.cta|cluster|gpu|sys)"
 
-const Form FORMS_TENSOR_MAP[] = {
+static const Form FORMS[] = {
     {"prefetch{.param|const}.tensormap", "a", exec_prefetch_tensormap, 0},
 
     {"tensormap.replace.tile.global_address" SPACE ".b1024.b64", "a s64",
@@ -341,3 +341,5 @@ const Form FORMS_TENSOR_MAP[] = {
      ".sync.aligned", "a a i", exec_tensormap_copy, F_ALIGNED | F_YIELD | F_EFFECT},
     {0},
 };
+
+const Family FAMILY_TENSOR_MAP = {.name = "tensor_map", .forms = FORMS};

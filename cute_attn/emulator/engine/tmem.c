@@ -4,11 +4,11 @@
 
 // ------------------------------------------------------------------------ allocation and checks
 
-void tmem_new(Cta *cta) {
+static void tmem_new(Cta *cta) {
   if (cta->emu->program->arch >= 100) cta->tmem = calloc(1, sizeof *cta->tmem);
 }
 
-void tmem_delete(Cta *cta) {
+static void tmem_delete(Cta *cta) {
   struct Tmem *t = cta->tmem;
   if (!t) return;
   for (int s = 0; s < SLICES && !cta->emu->stop; s++) {
@@ -567,7 +567,7 @@ static int exec_wait_st(Warp *w, const Insn *I, Mask m) {
 
 #define SHAPE "(.16x64b|.16x128b|.16x256b|.32x32b)"
 
-const Form FORMS_TMEM[] = {
+static const Form FORMS[] = {
     {"tcgen05.alloc" GROUP ".sync.aligned{.shared::cta}.b32", "a s32", exec_alloc,
      F_ALIGNED | F_YIELD | F_EFFECT},
     {"tcgen05.dealloc" GROUP ".sync.aligned.b32", "s32 s32",
@@ -588,3 +588,6 @@ const Form FORMS_TMEM[] = {
     {"tcgen05.wait::st.sync.aligned", "", exec_wait_st, F_ALIGNED},
     {0},
 };
+
+const Family FAMILY_TMEM = {.name = "tmem", .forms = FORMS,
+    .cta_starts = tmem_new, .cta_freed = tmem_delete};

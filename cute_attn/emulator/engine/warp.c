@@ -245,7 +245,7 @@ static int exec_nanosleep(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-const Form FORMS_WARP[] = {
+static const Form FORMS[] = {
     {"shfl.sync(.up|.down|.bfly|.idx).b32", "d32p s32 s32 s32 s32", exec_shfl, F_PROPAGATE},
     {"vote.sync(.all|.any|.uni).pred", "dp sp s32", exec_vote, 0},
     {"vote.sync.ballot.b32", "d32 sp s32", exec_ballot, 0},
@@ -262,3 +262,5 @@ const Form FORMS_WARP[] = {
     {"nanosleep.u32", "s32", exec_nanosleep, F_YIELD},
     {0},
 };
+
+const Family FAMILY_WARP = {.name = "warp", .forms = FORMS};

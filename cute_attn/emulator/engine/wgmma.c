@@ -551,7 +551,7 @@ static int exec_wait(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-void wgmma_at_exit(Warp *w) {
+static void wgmma_at_exit(Warp *w) {
   struct Wgmma *s = w->wgmma;
   if (!s || !s->issued) return;
   uint64_t committed = w->wgmma_group > 1 ? s->group_end[(w->wgmma_group - 1) % GROUPS] : 0;
@@ -571,7 +571,7 @@ void wgmma_at_exit(Warp *w) {
 #define FP8 "(.e4m3|e5m2)"
 #define INT8 "(.s8|u8)"
 
-const Form FORMS_WGMMA[] = {
+static const Form FORMS[] = {
   BOTH(WGMMA "k16(.f32|f16).f16.f16", "d32l s64 s64 sp i i i i", "d32l s32l s64 sp i i i",
        exec_f16),
   BOTH(WGMMA "k16.f32.bf16.bf16", "d32l s64 s64 sp i i i i", "d32l s32l s64 sp i i i", exec_bf16),
@@ -584,3 +584,5 @@ const Form FORMS_WGMMA[] = {
   {"wgmma.wait_group.sync.aligned", "i", exec_wait, F_ALIGNED | F_YIELD},
   {0},
 };
+
+const Family FAMILY_WGMMA = {.name = "wgmma", .forms = FORMS, .warp_exits = wgmma_at_exit};
