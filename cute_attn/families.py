@@ -102,13 +102,19 @@ FAMILIES = (
                     ("backward", "plan_attention_backward"),
                 )
             ),
-            Support(
-                functions=("flash_attn_func", "flash_attn_varlen_func"),
-                direction="forward",
-                plan="cute_attn.ops.attention:plan_attention",
-                sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
-                unequal=True,
-                summary="Softmax attention with narrower v, forward",
+            *(
+                Support(
+                    functions=("flash_attn_func", "flash_attn_varlen_func"),
+                    direction=direction,
+                    plan=f"cute_attn.ops.attention:{plan}",
+                    sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
+                    unequal=True,
+                    summary="Softmax attention with narrower v, forward and backward",
+                )
+                for direction, plan in (
+                    ("forward", "plan_attention"),
+                    ("backward", "plan_attention_backward"),
+                )
             ),
             Support(
                 functions=("flash_attn_combine",),

@@ -19,6 +19,7 @@ from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS
 from cute_attn.reference.attention import attention_gradients
+from tests.ops.attention_cases import head_dim_v_of
 
 DEVICE = torch.device("cuda", 0)
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
@@ -97,8 +98,8 @@ def test_clusters_that_run_at_once():
 def inputs(head_dim: int, seqlen: int = 1000) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(2, seqlen, heads, head_dim, device=DEVICE).bfloat16().requires_grad_()
-        for heads in (8, 2, 2)
+        torch.randn(2, seqlen, heads, dim, device=DEVICE).bfloat16().requires_grad_()
+        for heads, dim in ((8, head_dim), (2, head_dim), (2, head_dim_v_of(head_dim)))
     ]
 
 
@@ -106,7 +107,7 @@ def inputs(head_dim: int, seqlen: int = 1000) -> list[torch.Tensor]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
     q, k, v = inputs(head_dim)
-    do = torch.randn_like(q)
+    do = q.new_empty((*q.shape[:-1], v.shape[-1])).normal_()
     results = []
     for deterministic in (True, True, True, False):
         o, _ = cute_attn.flash_attn_func(
@@ -134,7 +135,7 @@ def test_rows_that_see_no_key_do_not_count(head_dim: int, packed: bool, determin
         for name, rows in (("q", 1000), ("k", 950)):
             offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32, device=DEVICE)
             lengths[f"cu_seqlens_{name}"] = offsets
-    do = torch.randn_like(q)
+    do = q.new_empty((*q.shape[:-1], v.shape[-1])).normal_()
     hidden = do.clone()
     hidden.view(2, 1000, *do.shape[-2:])[:, :50] = math.nan
     o, _ = cute_attn.flash_attn_varlen_func(

@@ -14,12 +14,13 @@ import pytest
 
 from cute_attn import cache
 from cute_attn.kernels.attention import table
-from cute_attn.kernels.attention.configs import SM90, head_dims
+from cute_attn.kernels.attention.configs import SM90, shapes
 from cute_attn.kernels.attention.heuristics import backward_spec, has_fused_dq
 from cute_attn.kernels.attention.spec import DTYPES, Sm90BackwardSpec
 from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_90a"
+HEAD_DIM_V = dict(shapes("backward_dkdv", SM90))  # by head_dim
 BOOLS = (False, True)
 PARTIAL = {
     "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "ds_dq": BOOLS, "dkdv with ds": BOOLS,
@@ -30,13 +31,15 @@ FLAGS = (
 
 
 def definition(kernel: str, head_dim: int) -> cache.KernelDef:
-    return table.find(f"backward_{kernel.partition(' ')[0]}", ARCH, head_dim).kernel
+    return table.find(
+        f"backward_{kernel.partition(' ')[0]}", ARCH, head_dim, HEAD_DIM_V[head_dim]
+    ).kernel
 
 
 def exists(kernel: str, head_dim: int, *, softcap: bool) -> bool:
     if kernel in ("ds_dq", "dkdv with ds"):
         return head_dim == 256
-    return kernel != "fused" or has_fused_dq(ARCH, head_dim, softcap=softcap)
+    return kernel != "fused" or has_fused_dq(ARCH, head_dim, HEAD_DIM_V[head_dim], softcap=softcap)
 
 
 def made(kernel: str, spec: Sm90BackwardSpec) -> Any:
@@ -56,7 +59,7 @@ def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
         "ds": kernel in ("ds_dq", "dkdv with ds"),
     }
     return backward_spec(  # type: ignore[return-value]
-        ARCH, head_dim, **chosen, **{**plain, "scheduler": "static", **fields}
+        ARCH, head_dim, HEAD_DIM_V[head_dim], **chosen, **{**plain, "scheduler": "static", **fields}
     )
 
 
@@ -82,7 +85,7 @@ EXTREMES = [
         marks=[] if kernel != "fused" and (head_dim, name) == (128, "packed") else pytest.mark.slow,
     )
     for kernel in PARTIAL
-    for head_dim in head_dims("backward_dkdv", SM90)
+    for head_dim in HEAD_DIM_V
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
         *([("full, partial", {**FULL, "partial": True})] if True in PARTIAL[kernel] else []),
@@ -130,7 +133,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(
     [
         (kernel, head_dim)
         for kernel in PARTIAL
-        for head_dim in head_dims("backward_dkdv", SM90)
+        for head_dim in HEAD_DIM_V
         if exists(kernel, head_dim, softcap=False)
     ],
 )

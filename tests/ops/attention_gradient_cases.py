@@ -90,7 +90,8 @@ class Upstream:
         rows whose lse is -inf."""
         q = args["q"]
         generator = torch.Generator().manual_seed(self.seed)
-        do = allocate(tuple(q.shape), q.dtype, self.layout, "q")
+        shape = (*q.shape[:-1], args["v"].shape[-1])
+        do = allocate(shape, q.dtype, self.layout, "q")
         for at, _ in rows_of(args):
             do[at] = torch.randn(do[at].shape, generator=generator).to(q.dtype)
         set_rows_without_keys(do, args, math.nan)
@@ -154,7 +155,7 @@ GRADIENT_MACHINES = st.builds(
 def one_cluster() -> Machine:
     """With room for one cluster of the dK/dV kernel, so that it splits no group of heads. How many
     it splits otherwise depends on the whole batch, and bits of dk and dv on that."""
-    kernel = table.find("backward_dkdv", target().arch, target().head_dim)
+    kernel = table.find("backward_dkdv", target().arch, target().head_dim, target().head_dim_v)
     return Machine(num_sms=kernel.cluster)
 
 

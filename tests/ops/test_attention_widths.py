@@ -10,26 +10,31 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import configs
 
 from .attention_cases import CACHE, CAUSAL, Case, Machine, Target, assert_agrees, on_target, run
+from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients
 
 ARCH = "sm_90a"
 WIDTHS = (192, 128)
 
 
-@pytest.mark.parametrize(
-    ("case", "splits"),
-    [
-        (Case(CAUSAL, (200,), (300,), heads_k=1, group=2), 1),
-        (Case(CACHE, (1, 0, 3), (300,) * 3, unused_k=(0, 9, 299), group=2), 2),
-    ],
-    ids=["prefill", "decode in splits"],
-)
-def test_agrees_with_the_reference(case: Case, splits: int):
+@pytest.mark.slow
+def test_decode_in_splits_agrees_with_the_reference():
+    case = Case(CACHE, (1, 0, 3), (300,) * 3, unused_k=(0, 9, 299), group=2)
     with on_target(Target(ARCH, WIDTHS[0])):
         args = case.arguments()
         assert (args["q"].shape[-1], args["v"].shape[-1]) == WIDTHS
-        o, lse = run(args, on=Machine(num_sms=2, schedule="adversarial"), num_splits=splits)
+        o, lse = run(args, on=Machine(num_sms=2, schedule="adversarial"), num_splits=2)
         assert o.shape == (*args["q"].shape[:-1], WIDTHS[1])
         assert_agrees(args, o, lse)
+
+
+def test_a_training_step_agrees_with_the_reference():
+    """More than a tile of queries and of keys, and two query heads of a K/V head."""
+    with on_target(Target(ARCH, WIDTHS[0])):
+        args = Case(CAUSAL, (140,), (150,), heads_k=1, group=2).arguments()
+        on = Machine(num_sms=2, schedule="adversarial")
+        assert_agrees(args, *run(args, on=on))
+        do, dlse = Upstream(of_lse=True).gradients(args)
+        assert_gradients_agree(args, gradients(args, do, dlse, on=on), do, dlse)
 
 
 def of_widths(head_dim: int, head_dim_v: int) -> tuple[torch.Tensor, ...]:
@@ -46,12 +51,11 @@ def test_other_widths_are_refused_with_a_list(widths: tuple[int, int]):
         cute_attn.flash_attn_func(*of_widths(*widths))
 
 
-def test_widths_without_a_backward_are_refused_before_the_forward():
-    q, k, v = of_widths(*WIDTHS)
-    message = "no attention backward for head_dim 192 and head_dim_v 128"
-    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+def test_widths_without_a_kernel_on_blackwell_are_refused():
+    message = "no attention forward for head_dim 192 and head_dim_v 128 on sm_100a"
+    with cute_attn.emulated("sm_100a", Emulator()) as emulator:
         with pytest.raises(NotImplementedError, match=message):
-            cute_attn.flash_attn_func(q.requires_grad_(), k, v)
+            cute_attn.flash_attn_func(*of_widths(*WIDTHS))
         assert not emulator.report.launches
 
 

@@ -188,6 +188,10 @@ BACKWARD = _by_key(
         for archs, dims in ((SM90, (64, 128, 256)), (SM100, (256,)))
         for dim in dims
     ),
+    BackwardRow(
+        "backward_preprocess", SM90, 192, 128, kernel="attention_backward_preprocess",
+        tile=Tile(STATS_ROWS, 0),
+    ),
     *(
         BackwardRow(
             "backward_postprocess", SM90, dim, dim, kernel="attention_backward_postprocess",
@@ -213,6 +217,10 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
+    BackwardRow(
+        "backward_dkdv", SM90, 192, 128, kernel="sm90_backward_dkdv", scheduler="counter",
+        tile=Tile(32, 128), costs=ESTIMATED,
+    ),
     # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
     BackwardRow(
         "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
@@ -230,6 +238,10 @@ BACKWARD = _by_key(
     BackwardRow(
         "backward_dq", SM90, 128, 128, kernel="sm90_backward_dq", scheduler="counter",
         tile=Tile(128, 96, 3), v_stages=2, registers=(40, 232),
+    ),
+    BackwardRow(
+        "backward_dq", SM90, 192, 128, kernel="sm90_backward_dq", scheduler="counter",
+        tile=Tile(128, 64, 3), v_stages=2, registers=(40, 232),
     ),
     BackwardRow(
         "backward_dq", SM90, 256, 256, kernel="sm90_backward_dq", scheduler="counter",

@@ -38,7 +38,7 @@ def flash_attn_func(
 
     There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256 on Blackwell
     (sm_100a, sm_103a), forward and backward. On Hopper, v may also have head_dim_v 128 where q and
-    k have head_dim 192, forward only.
+    k have head_dim 192.
 
     Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth one differs

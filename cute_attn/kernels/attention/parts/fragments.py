@@ -34,6 +34,11 @@ def accumulators(columns: int) -> cute.Tensor:
     return cute.make_rmem_tensor((2, LANE_ROWS, columns // 8), Float32)
 
 
+def columns(x: cute.Tensor) -> int:
+    """The columns of `accumulators`."""
+    return 8 * cute.size(x, mode=[2])
+
+
 def values(x: cute.Tensor) -> list[Any]:
     """The registers, in the order in which products take them."""
     return [x[i] for i in range(cute.size(x))]

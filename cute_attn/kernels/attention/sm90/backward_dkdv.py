@@ -1,4 +1,4 @@
-"""Gradients of k and v for SM90, at head_dim 64 and 128: wgmma, TMA, warp-specialised.
+"""Gradients of k and v for SM90, at head_dim 64, 128 and 192: wgmma, TMA, warp-specialised.
 
 A CTA computes dK and dV of a tile of keys of a K/V head, 64 for each of two consumer warpgroups.
 It loops over the query heads of the head's group, or of a split of it, and over the tiles of
@@ -6,7 +6,7 @@ queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
-    dV += P^T dO           64 x head_dim               P^T and dV in registers
+    dV += P^T dO           64 x head_dim_v             P^T and dV in registers
     dP^T = V dO^T          64 x tile_m                 V and dO in shared memory
     dS^T = P'^T * (dP^T - delta)                       in registers
     dK += dS^T Q           64 x head_dim               dS^T and dK in registers
@@ -174,28 +174,29 @@ class Sm90DkDv:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.pipeline = Pipeline(*EDGES)
-        q, keys, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
+        at, (d, d_v) = SWIZZLE_ALIGNMENT, (spec.head_dim, spec.head_dim_v)
         self.smem = SharedMemory(
-            Buffer("k", self.dtype, keys, 1, at, "K, then dK"),
-            Buffer("v", self.dtype, keys, 1, at, "V, then dV"),
-            Buffer("q", self.dtype, q, Q_STAGES, at, "Q"),
-            Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
+            Buffer("k", self.dtype, spec.tile_n * d, 1, at, "K, then dK"),
+            Buffer("v", self.dtype, spec.tile_n * d_v, 1, at, "V, then dV"),
+            Buffer("q", self.dtype, spec.tile_m * d, Q_STAGES, at, "Q"),
+            Buffer("do", self.dtype, spec.tile_m * d_v, DO_STAGES, at, "dO"),
             Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
             Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        self.q_rows = query_rows(spec)
-        self.k_rows, self.out_rows = key_rows(spec, spec.tile_n), key_rows(spec, ROWS)
+        self.q_rows, self.do_rows = query_rows(spec)
+        self.k_rows, self.v_rows = key_rows(spec, spec.tile_n)
+        self.dk_rows, self.dv_rows = key_rows(spec, ROWS)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if self.spec.partial else fake.k
-        return placeholders(fake.arguments(Arguments, dk=out(), dv=out()))
+        fake = FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
+        dk, dv = (fake.k_partial, fake.v_partial) if self.spec.partial else (fake.k, fake.v)
+        return placeholders(fake.arguments(Arguments, dk=dk(), dv=dv()))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class Sm90DkDv:
         """Launch the kernel. Each split of a group counts as a K/V head."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        row_bytes = (2 + 2) * spec.head_dim  # of Q and dO
+        row_bytes = 2 * (spec.head_dim + spec.head_dim_v)  # of Q and dO
         tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
         num_tiles = tiles.count()
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -213,10 +214,10 @@ class Sm90DkDv:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         outputs = (None, a.dk, None, a.dv)
         if cutlass.const_expr(not spec.partial):
-            outputs = (*self.out_rows.atom(store, a.dk), *self.out_rows.atom(store, a.dv))
+            outputs = (*self.dk_rows.atom(store, a.dk), *self.dv_rows.atom(store, a.dv))
         x = Operands(
             *self.q_rows.atom(load, a.q), *self.k_rows.atom(load, a.k),
-            *self.k_rows.atom(load, a.v), *self.q_rows.atom(load, a.do), *outputs, a.stats,
+            *self.v_rows.atom(load, a.v), *self.do_rows.atom(load, a.do), *outputs, a.stats,
             a.softmax_scale, a.num_splits, num_tiles, a.counter,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
@@ -262,7 +263,7 @@ class Sm90DkDv:
             v=shared_address(storage.v) + rows,
             scores=ScoreTile.of(spec, spec.tile_m, scaling),
             dk=fragments.accumulators(spec.head_dim),
-            dv=fragments.accumulators(spec.head_dim),
+            dv=fragments.accumulators(spec.head_dim_v),
         )
 
     # -- device: load -------------------------------------------------------------------------
@@ -387,7 +388,7 @@ class Sm90DkDv:
         if cutlass.const_expr(not starts):
             dk = products.start_sum(own.dk, scores.ds, products.q_of(n - 1))
         barriers.wait("do_full", n)
-        dp = products.start_scores(own.v, products.do_of(n))
+        dp = products.start_dp(own.v, products.do_of(n))
         fragments.assign(scores.s, wgmma.wait(s, pending=1 if starts else 2))
         scores.exponentiate(products.lse_of(n))
         if masked:
@@ -420,13 +421,13 @@ class Sm90DkDv:
         if warp == 0:
             block = work.block * WARPGROUPS + keys.group
             with cute.arch.elect_one():
-                for tma, out, staged in (
-                    (x.dk_tma, x.dk, storage.k),
-                    (x.dv_tma, x.dv, storage.v),
+                for tma, out, boxed, staged in (
+                    (x.dk_tma, x.dk, self.dk_rows, storage.k),
+                    (x.dv_tma, x.dv, self.dv_rows, storage.v),
                 ):
-                    rows = self.out_rows.box(out, block, *work.keys, stored=True)
+                    rows = boxed.box(out, block, *work.keys, stored=True)
                     store_staged(
-                        tma, rows, staged, keys.group, WARPGROUPS, spec.tile_n, spec.head_dim
+                        tma, rows, staged, keys.group, WARPGROUPS, spec.tile_n, boxed.columns
                     )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -438,7 +439,9 @@ class Sm90DkDv:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = own.keys.key(work, lane_row)
             if key < work.seqlen_k:
-                batch = own.keys.tiles.batch
-                offset = partial_offset(x.dk, split, work, key, head, batch, self.spec)
-                for acc, out in ((own.dk, x.dk), (own.dv, x.dv)):
-                    store_partial_row(acc, lane_row, out, offset)
+                place = (split, work, key, head, own.keys.tiles.batch, self.spec)
+                offset = of_v = partial_offset(x.dk, *place)
+                if cutlass.const_expr(self.spec.head_dim_v != self.spec.head_dim):
+                    of_v = partial_offset(x.dv, *place)
+                store_partial_row(own.dk, lane_row, x.dk, offset)
+                store_partial_row(own.dv, lane_row, x.dv, of_v)

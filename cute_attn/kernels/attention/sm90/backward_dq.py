@@ -1,4 +1,4 @@
-"""The gradient of q for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
+"""The gradient of q for SM90, at head_dim 64, 128, 192 and 256: wgmma, TMA, warp-specialised.
 
 A CTA computes dQ of a tile of query rows, 64 for each of two consumer warpgroups, over the K/V
 tiles that they see.
@@ -43,7 +43,7 @@ from ...common.ptx.memory import shared_address
 from ...common.scheduler import CounterScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ...common.tma import BOX, BoxedRows, boxes, load_use
+from ...common.tma import BOX, BoxedRows, load_use
 from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
@@ -52,6 +52,7 @@ from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work, heads_in_l2
 from ..spec import Sm90BackwardSpec
 from ..statistics import DELTA, LSE, padded_start
+from .key_loads import key_rows, ring
 from .mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_output, start_scores
 from .score_tile import ScoreTile
 from .store import group_barrier, store_staged
@@ -171,8 +172,8 @@ class Sm90Dq:
             raise ValueError("partial is True, dq has no partial sums")
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.kv_bytes = 2 * spec.tile_n * spec.head_dim
-        row = configs.backward("backward_dq", "sm_90a", spec.head_dim)
+        self.k_bytes, self.v_bytes = (2 * spec.tile_n * d for d in (spec.head_dim, spec.head_dim_v))
+        row = configs.backward("backward_dq", "sm_90a", spec.head_dim, spec.head_dim_v)
         assert row.registers is not None
         self.k_stages, self.v_stages = row.tile.stages, row.v_stages
         self.load_registers, self.consumer_registers = row.registers
@@ -180,27 +181,28 @@ class Sm90Dq:
             raise ValueError(f"registers are {row.registers}, must be at most {REGISTERS} together")
         self.dq_first = self.k_stages < 3
         self.pipeline = Pipeline(*edges(self.k_stages, self.v_stages))
-        q, kv, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
+        at, (d, d_v) = SWIZZLE_ALIGNMENT, (spec.head_dim, spec.head_dim_v)
         self.smem = SharedMemory(
-            Buffer("q", self.dtype, q, 1, at, "Q, then dQ"),
-            Buffer("do", self.dtype, q, 1, at, "dO"),
-            Buffer("k", self.dtype, kv, self.k_stages, at, "K"),
-            Buffer("v", self.dtype, kv, self.v_stages, at, "V"),
+            Buffer("q", self.dtype, spec.tile_m * d, 1, at, "Q, then dQ"),
+            Buffer("do", self.dtype, spec.tile_m * d_v, 1, at, "dO"),
+            Buffer("k", self.dtype, spec.tile_n * d, self.k_stages, at, "K"),
+            Buffer("v", self.dtype, spec.tile_n * d_v, self.v_stages, at, "V"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        self.q_rows, self.dq_rows = (
-            BoxedRows(rows, spec.head_dim, spec.ragged_q, not spec.varlen_q)
-            for rows in (spec.tile_m, ROWS)
+        self.q_rows, self.do_rows, self.dq_rows = (
+            BoxedRows(rows, columns, spec.ragged_q, not spec.varlen_q)
+            for rows, columns in ((spec.tile_m, d), (spec.tile_m, d_v), (ROWS, d))
         )
-        self.kv_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+        self.k_rows, self.v_rows = key_rows(spec, spec.tile_n)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        return placeholders(FakeArguments(self.spec, self.spec.head_dim).arguments(Arguments))
+        fake = FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
+        return placeholders(fake.arguments(Arguments))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class Sm90Dq:
         queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
         keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
         heads, batch = a.q.shape[-2], queries.batch(a.q)
-        head_bytes = Int64(keys.tokens) * (2 * 2 * spec.head_dim)  # of K and V
+        head_bytes = Int64(keys.tokens) * (2 * (spec.head_dim + spec.head_dim_v))  # of K and V
         tiles = TileMap(
             spec.tile_m, 1, spec.window_right, queries, keys, heads, heads // a.k.shape[-2],
             batch, heads_in_l2(head_bytes, heads * batch),
@@ -223,8 +225,8 @@ class Sm90Dq:
         scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         x = Operands(
-            *self.q_rows.atom(load, a.q), *self.kv_rows.atom(load, a.k),
-            *self.kv_rows.atom(load, a.v), *self.q_rows.atom(load, a.do),
+            *self.q_rows.atom(load, a.q), *self.k_rows.atom(load, a.k),
+            *self.v_rows.atom(load, a.v), *self.do_rows.atom(load, a.do),
             *self.dq_rows.atom(store, a.dq), a.stats, a.softmax_scale, num_tiles, a.counter,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
@@ -291,14 +293,13 @@ class Sm90Dq:
     ) -> None:
         """Publish the CTA's tiles one after the other, and load what they need."""
         spec = self.spec
-        across, kv_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_m, spec.tile_n))
+        d, d_v = spec.head_dim, spec.head_dim_v
         q_smem, do_smem = (
-            boxes(buffer, spec.tile_m, across, (1, 0)) for buffer in (storage.q, storage.do)
+            ring(buffer, spec.tile_m, columns, 1)
+            for buffer, columns in ((storage.q, d), (storage.do, d_v))
         )
-        k_smem, v_smem = (
-            boxes(buffer, spec.tile_n, kv_across, (stages, self.kv_bytes // 2))
-            for buffer, stages in ((storage.k, self.k_stages), (storage.v, self.v_stages))
-        )
+        k_smem = ring(storage.k, spec.tile_n, d, self.k_stages)
+        v_smem = ring(storage.v, spec.tile_n, d_v, self.v_stages)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
         smem = q_smem, do_smem, k_smem, v_smem
@@ -319,13 +320,13 @@ class Sm90Dq:
         queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
         load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-        gradients = self.q_rows.box(x.do, work.block, *work.queries)
+        gradients = self.do_rows.box(x.do, work.block, *work.queries)
         load_use("do", x.do_tma, gradients, do_smem, barriers, taken)
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
         for i in cutlass.range(first, end, unroll=1):
-            keys = self.kv_rows.box(x.k, i, *work.keys)
+            keys = self.k_rows.box(x.k, i, *work.keys)
             load_use("k", x.k_tma, keys, k_smem, barriers, n)
-            values = self.kv_rows.box(x.v, i, *work.keys)
+            values = self.v_rows.box(x.v, i, *work.keys)
             load_use("v", x.v_tma, values, v_smem, barriers, n)
             n += 1
         return taken + 1, n
@@ -430,25 +431,25 @@ class Sm90Dq:
 
     def start_scores(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start S = Q K^T, with use n of K."""
-        stage = own.barriers.stage("k_full", n) * self.kv_bytes
-        return self.start_over_head_dim(own.q, own.k + stage)
+        stage = own.barriers.stage("k_full", n) * self.k_bytes
+        return self.start_over_head_dim(own.q, own.k + stage, self.spec.head_dim)
 
     def start_dp(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start dP = dO V^T, with use n of V."""
-        stage = own.barriers.stage("v_full", n) * self.kv_bytes
-        return self.start_over_head_dim(own.do, own.v + stage)
+        stage = own.barriers.stage("v_full", n) * self.v_bytes
+        return self.start_over_head_dim(own.do, own.v + stage, self.spec.head_dim_v)
 
-    def start_over_head_dim(self, queries: Int32, keys: Int32) -> list[Float32]:
+    def start_over_head_dim(self, queries: Int32, keys: Int32, columns: int) -> list[Float32]:
         spec = self.spec
         return start_scores(
             self.dtype, opaque(queries), keys,
-            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=columns,
         )  # fmt: skip
 
     def start_dq(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start dQ + dS K, with use n of K."""
         spec = self.spec
-        stage = own.barriers.stage("k_full", n) * self.kv_bytes
+        stage = own.barriers.stage("k_full", n) * self.k_bytes
         return start_output(
             self.dtype, fragments.values(own.dq), fragments.values(own.scores.ds), own.k + stage,
             tile_n=spec.tile_n, head_dim=spec.head_dim,

@@ -175,7 +175,7 @@ class Sm90DsDq:
             Buffer("barriers", Int64, self.pipeline.count),
         )
         self.sums = QuerySums(ROWS, spec.head_dim, spec.head_dim)
-        self.k_rows = key_rows(spec, spec.tile_n)
+        self.k_rows, _ = key_rows(spec, spec.tile_n)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)

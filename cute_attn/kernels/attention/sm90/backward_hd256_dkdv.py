@@ -234,7 +234,7 @@ class Sm90Hd256DkDv:
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        self.q_rows, self.k_rows = query_rows(spec), key_rows(spec, ROWS)
+        (self.q_rows, _), (self.k_rows, _) = query_rows(spec), key_rows(spec, ROWS)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (VALUE, KEY, LOAD), shared_base)

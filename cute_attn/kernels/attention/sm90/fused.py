@@ -120,7 +120,7 @@ def parameters(
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()
-    q_rows, k_rows = query_rows(spec), key_rows(spec, spec.tile_n)
+    (q_rows, _), (k_rows, _) = query_rows(spec), key_rows(spec, spec.tile_n)
     x = Operands(
         *q_rows.atom(load, a.q), *k_rows.atom(load, a.k), *k_rows.atom(load, a.v),
         *q_rows.atom(load, a.do), a.dk, a.dv, a.stats, a.dq_sums, a.zeroed, a.softmax_scale,
@@ -249,7 +249,7 @@ class Consumer(Carried):
     def start_dp(self, n: Int32) -> list[Float32]:
         """Start dP^T = V dO^T, with use n of dO."""
         stage = self.products.offset("do", n)
-        return self.products.start_scores(self.own_rows(self.v), self.products.do + stage)
+        return self.products.start_dp(self.own_rows(self.v), self.products.do + stage)
 
     def start_dv(self, n: Int32, adds: Int32) -> list[Float32]:
         """Start dV + P^T dO, with use n of dO; where `adds` is 0, P^T dO alone."""

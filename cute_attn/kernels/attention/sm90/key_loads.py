@@ -23,14 +23,27 @@ from ..spec import Sm90BackwardSpec
 from ..statistics import DELTA, LSE
 
 
-def query_rows(spec: Sm90BackwardSpec) -> BoxedRows:
-    """How TMA loads Q and dO."""
-    return BoxedRows(spec.tile_m, spec.head_dim, spec.ragged_q, not spec.varlen_q)
+def query_rows(spec: Sm90BackwardSpec) -> tuple[BoxedRows, BoxedRows]:
+    """How TMA loads Q, and dO."""
+    q, do = (
+        BoxedRows(spec.tile_m, columns, spec.ragged_q, not spec.varlen_q)
+        for columns in (spec.head_dim, spec.head_dim_v)
+    )
+    return q, do
 
 
-def key_rows(spec: Sm90BackwardSpec, rows: int) -> BoxedRows:
-    """How TMA loads K and V, or stores dK and dV, so many rows at once."""
-    return BoxedRows(rows, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+def key_rows(spec: Sm90BackwardSpec, rows: int) -> tuple[BoxedRows, BoxedRows]:
+    """How TMA loads K, and V, or stores dK, and dV, so many rows at once."""
+    k, v = (
+        BoxedRows(rows, columns, spec.ragged_k, not spec.varlen_k)
+        for columns in (spec.head_dim, spec.head_dim_v)
+    )
+    return k, v
+
+
+def ring(buffer: cute.Pointer, rows: int, columns: int, stages: int) -> cute.Tensor:
+    """The stages of tiles of so many rows and columns in shared memory, as TMA fills them."""
+    return boxes(buffer, rows, (columns // BOX, rows * BOX), (stages, rows * columns))
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,8 @@ class QueryLoads(Carried):
     """
 
     spec: Sm90BackwardSpec
-    rows: BoxedRows
+    q_rows: BoxedRows
+    do_rows: BoxedRows
     barriers: Barriers
     q: cute.Tensor
     do: cute.Tensor
@@ -57,15 +71,15 @@ class QueryLoads(Carried):
         cls, spec: Sm90BackwardSpec, storage: Pointers, barriers: Barriers, *,
         multicast: bool = False,
     ) -> QueryLoads:  # fmt: skip
-        across = (spec.head_dim // BOX, spec.tile_m * BOX)
         q, do = (
-            boxes(buffer, spec.tile_m, across, (stages, spec.tile_m * spec.head_dim))
-            for buffer, stages in (
-                (storage.q, barriers.pipeline["q_full"].stages),
-                (storage.do, barriers.pipeline["do_full"].stages),
+            ring(buffer, spec.tile_m, columns, barriers.pipeline[full].stages)
+            for buffer, columns, full in (
+                (storage.q, spec.head_dim, "q_full"),
+                (storage.do, spec.head_dim_v, "do_full"),
             )
         )
-        return cls(spec, query_rows(spec), barriers, q, do, storage.lse, storage.delta, multicast)
+        statistics = storage.lse, storage.delta
+        return cls(spec, *query_rows(spec), barriers, q, do, *statistics, multicast)
 
     def load(
         self, name: str, x: Any, work: Work, tile: Int32, head: Int32, row: Int32, n: Int32
@@ -76,7 +90,8 @@ class QueryLoads(Carried):
         tma, source, ring = (x.q_tma, x.q, self.q) if of_q else (x.do_tma, x.do, self.do)
         buffer, kind = (self.lse, LSE) if of_q else (self.delta, DELTA)
         nbytes = 4 * self.spec.tile_m
-        rows = self.rows.box(source, tile, head, *work.queries[1:])
+        boxed = self.q_rows if of_q else self.do_rows
+        rows = boxed.box(source, tile, head, *work.queries[1:])
         load_use(name, tma, rows, ring, self.barriers, n, nbytes, self.multicast)
         heads, padded_rows = x.stats.shape[1], x.stats.shape[2]
         at = Int64(kind * heads + head) * padded_rows + row
@@ -99,27 +114,28 @@ class KeyLoads(Carried):
     """
 
     spec: Sm90BackwardSpec
-    rows: BoxedRows
+    k_rows: BoxedRows
+    v_rows: BoxedRows
     barriers: Barriers
     k: cute.Tensor
     v: cute.Tensor
 
     @classmethod
     def of(cls, spec: Sm90BackwardSpec, storage: Pointers, barriers: Barriers) -> KeyLoads:
-        across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k, v = (
-            boxes(buffer, spec.tile_n, across, (stages, spec.tile_n * spec.head_dim))
-            for buffer, stages in (
-                (storage.k, barriers.pipeline["k_full"].stages),
-                (storage.v, barriers.pipeline["v_full"].stages),
+            ring(buffer, spec.tile_n, columns, barriers.pipeline[full].stages)
+            for buffer, columns, full in (
+                (storage.k, spec.head_dim, "k_full"),
+                (storage.v, spec.head_dim_v, "v_full"),
             )
         )
-        return cls(spec, key_rows(spec, spec.tile_n), barriers, k, v)
+        return cls(spec, *key_rows(spec, spec.tile_n), barriers, k, v)
 
     def load(self, name: str, x: Any, work: Work, taken: Int32) -> None:
         """Load "k" or "v" of work `taken`."""
         of_k = name == "k"
         tma, source, ring = (x.k_tma, x.k, self.k) if of_k else (x.v_tma, x.v, self.v)
         kv_head, _ = head_and_split(work, x.num_splits, self.spec.partial)
-        rows = self.rows.box(source, work.block, kv_head, *work.keys[1:])
+        boxed = self.k_rows if of_k else self.v_rows
+        rows = boxed.box(source, work.block, kv_head, *work.keys[1:])
         load_use(name, tma, rows, ring, self.barriers, taken)

@@ -109,7 +109,8 @@ class KeyProducts(Carried):
 
     def offset(self, name: str, n: Int32) -> Int32:
         """Where use n of "q" or "do" lies in its ring, in bytes."""
-        nbytes = 2 * self.spec.tile_m * self.spec.head_dim
+        columns = self.spec.head_dim if name == "q" else self.spec.head_dim_v
+        nbytes = 2 * self.spec.tile_m * columns
         return self.barriers.stage(f"{name}_full", n) * nbytes
 
     def q_of(self, n: Int32) -> Int32:
@@ -121,12 +122,20 @@ class KeyProducts(Carried):
         return self.do + self.offset("do", n)
 
     def start_scores(self, keys: Int32, queries: Int32) -> list[Float32]:
-        """Start S^T = K Q^T or dP^T = V dO^T, from the shared addresses of the warpgroup's rows of
-        K or V, and of a use of Q or dO."""
+        """Start S^T = K Q^T, from the shared addresses of the warpgroup's rows of K, and of a use
+        of Q."""
+        return self._start(keys, queries, self.spec.head_dim)
+
+    def start_dp(self, values: Int32, gradients: Int32) -> list[Float32]:
+        """Start dP^T = V dO^T, from the shared addresses of the warpgroup's rows of V, and of a use
+        of dO."""
+        return self._start(values, gradients, self.spec.head_dim_v)
+
+    def _start(self, left: Int32, right: Int32, columns: int) -> list[Float32]:
         spec = self.spec
         return start_scores(
-            DTYPE[spec.dtype], opaque(keys), queries,
-            tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=spec.head_dim,
+            DTYPE[spec.dtype], opaque(left), right,
+            tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=columns,
         )  # fmt: skip
 
     def start_sum(
@@ -137,7 +146,7 @@ class KeyProducts(Carried):
         spec = self.spec
         return start_output(
             DTYPE[spec.dtype], fragments.values(acc), fragments.values(left), queries,
-            tile_n=spec.tile_m, head_dim=spec.head_dim, adds=adds,
+            tile_n=spec.tile_m, head_dim=fragments.columns(acc), adds=adds,
         )  # fmt: skip
 
     def lse_of(self, n: Int32) -> Statistics:
@@ -196,7 +205,7 @@ def partial_offset(
         first = Int64(split) * out.shape[1] + work.k_start
     else:
         first = (Int64(split) * batch + work.sequence) * out.shape[2]
-    offset = ((first + key) * out.shape[-2] + head) * spec.head_dim
+    offset = ((first + key) * out.shape[-2] + head) * out.shape[-1]
     return offset + cute.arch.lane_idx() % fragments.LANES * 2
 
 
