@@ -18,14 +18,14 @@ pages = functools.cache(support_page.pages)
 
 
 @pytest.mark.parametrize(
-    "page", [support_page.PAGE, support_page.README], ids=lambda page: page.name
+    "page", [support_page.PAGE, *support_page.FIRST_SCREENS], ids=lambda page: page.name
 )
 def test_the_tables_are_current(page: Path) -> None:
     assert pages()[page] == page.read_text(), "python -m docs.support_page"
 
 
 def test_every_page_with_a_table_is_compared() -> None:
-    assert set(pages()) == {support_page.PAGE, support_page.README}
+    assert set(pages()) == {support_page.PAGE, *support_page.FIRST_SCREENS}
 
 
 def test_every_operator_is_in_the_table() -> None:

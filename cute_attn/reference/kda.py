@@ -443,6 +443,7 @@ def kda_chunk_intra_reference(
     cu_seqlens: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
+    jitter: torch.Generator | None = None,
 ) -> KdaIntra:
     """The part of a chunk that needs no state. For one value head, with i and j tokens of the
     chunk:
@@ -457,6 +458,7 @@ def kda_chunk_intra_reference(
     Args:
         g: G, the result of `kda_gate_cumsum_reference`.
         stage_dtype: as in `kda_chunk_reference`.
+        jitter: as in `kda_chunk_gradients`, for Aqk and Akk.
     """
     heads = v.shape[2]
     shape = (*v.shape[:3], CHUNK)
@@ -476,7 +478,7 @@ def kda_chunk_intra_reference(
         inverse = torch.linalg.solve_triangular(one + lower, one, upper=False)
         for whole, part in ((Aqk, scale * qk), (Akk, inverse)):
             rows = torch.nn.functional.pad(part, (0, CHUNK - size))
-            whole[at] = _stored(rows, stage_dtype).transpose(0, 1)
+            whole[at] = _stored(rows, stage_dtype, jitter).transpose(0, 1)
     w, u, qg, kg = kda_recompute_w_u_reference(
         q, k, v, g, beta, Akk, cu_seqlens=cu_seqlens, dtype=dtype, stage_dtype=stage_dtype
     )
