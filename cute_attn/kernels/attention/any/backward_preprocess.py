@@ -286,7 +286,8 @@ class BackwardPreprocess:
 
 
 def pairwise_sum(parts: list[Float32]) -> Float32:
-    """The sum of a power of two of parts."""
+    """The sum of parts, pair by pair."""
     while len(parts) > 1:
-        parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        last = parts[len(parts) & ~1 :]  # without a partner
+        parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + last
     return parts[0]
