@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from ..common.numbers import LN_2, LOG2_E
 from ..common.polynomial import polynomial
@@ -95,7 +95,7 @@ def log_decay_gradients(
 SMALLEST_BETA = {cutlass.BFloat16: 2.0**-40, cutlass.Float16: 2.0**-14}
 
 
-def nonzero_beta(dtype: Any, beta: Any) -> Any:
+def nonzero_beta(dtype: type[Numeric], beta: Any) -> Any:
     """beta, with a magnitude of at least SMALLEST_BETA, because the backward divides by it.
     SMALLEST_BETA is in the range of `dtype`, and its square in the range of float32."""
     smallest = Float32(SMALLEST_BETA[dtype])
@@ -104,7 +104,7 @@ def nonzero_beta(dtype: Any, beta: Any) -> Any:
     return Float32(cutlass.select_(is_small, signed, beta))
 
 
-def split_beta(dtype: Any, beta: Any) -> tuple[Any, Any]:
+def split_beta(dtype: type[Numeric], beta: Any) -> tuple[Any, Any]:
     """Return (m, p), where beta = m p and p is a power of two, so that x and p x round alike.
 
     With bfloat16 p is 1. The exponents of float16 are few, so m and p share beta's exponent evenly.

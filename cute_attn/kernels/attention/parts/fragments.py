@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from ...common.carried import Carried
 from ...common.numbers import INF
@@ -49,7 +49,7 @@ def assign(x: cute.Tensor, new: list[Any]) -> None:
         x[i] = value
 
 
-def first_row(warp: Any) -> Any:
+def first_row(warp: Int32) -> Any:
     """The lane's first row, of a tile's rows; `warp` counts its warps."""
     return warp * 16 + cute.arch.lane_idx() // LANES
 
@@ -140,7 +140,7 @@ def scale_rows(o: cute.Tensor, factors: list[Any]) -> None:
             row[j] = row[j] * factor
 
 
-def operand(x: cute.Tensor, dtype: Any) -> list[Any]:
+def operand(x: cute.Tensor, dtype: type[Numeric]) -> list[Any]:
     """Round accumulators to the left operand of a product over their columns: 4 registers for each
     16 of them."""
     return [pack(dtype, x[i], x[i + 1]) for i in range(0, cute.size(x), 2)]
@@ -169,7 +169,7 @@ def whole_units(words: list[Any]) -> list[list[Any]]:
     return found
 
 
-def stage_rows(words: list[Any], base: Any, warp: Any, rows: int, lane: Any = None) -> None:
+def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32 = None) -> None:
     """Store rounded rows, as `operand` gives them, to the boxes of `rows` rows at shared address
     `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is that of the thread: an
     opaque one keeps the compiler from holding addresses in registers across loops."""
@@ -185,7 +185,7 @@ def stage_rows(words: list[Any], base: Any, warp: Any, rows: int, lane: Any = No
         )
 
 
-def stage_matrices(words: list[Any], base: Any, warp: Any, rows: int, lane: Any) -> None:
+def stage_matrices(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32) -> None:
     """As `stage_rows`, with an instruction for each 16 columns: lanes 0 to 15 have the addresses of
     the rows of the first 8, lanes 16 to 31 those of the next 8."""
     row, half = lane % 16, lane // 16

@@ -59,7 +59,7 @@ class Pages(Carried):
         """Boxes of a K/V tile."""
         return self.tile_n // self.rows
 
-    def prefetch(self, sequence: Any) -> None:
+    def prefetch(self, sequence: Int32) -> None:
         """Bring a sequence's entries to L2: which are used is known only once its length has come
         from memory."""
         entries = self.table[sequence, None]

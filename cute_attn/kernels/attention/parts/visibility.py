@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
+from cutlass import Int32
 
 from ...common.carried import Carried
 
@@ -49,7 +50,7 @@ class Visibility(Carried):
     def token(self, row: Any) -> Any:
         return row >> _log2(self.rows_per_token)
 
-    def keys(self, token: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+    def keys(self, token: Int32, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
         """[low, high) of the keys that a token sees; low may be negative."""
         diagonal = token + seqlen_k - seqlen_q
         low, high = 0, seqlen_k
@@ -59,7 +60,7 @@ class Visibility(Carried):
             low = diagonal - self.left
         return low, high
 
-    def tokens(self, key: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+    def tokens(self, key: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
         """[low, high) of the tokens that see a key; low may be negative."""
         diagonal = key + seqlen_q - seqlen_k
         low, high = 0, seqlen_q
@@ -69,12 +70,12 @@ class Visibility(Carried):
             low = diagonal - self.right
         return low, high
 
-    def key_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+    def key_tiles(self, block: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles with a key that some row of query tile `block` sees."""
         return self.key_tiles_of_rows(block * self.tile_m, self.tile_m, seqlen_q, seqlen_k)
 
     def key_tiles_of_rows(
-        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
+        self, first_row: Int32, rows: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles with a key that some of the rows sees."""
         shift = seqlen_k - seqlen_q
@@ -87,14 +88,14 @@ class Visibility(Carried):
         return _tiles(low, high, self.tile_n)
 
     def whole_key_tiles(
-        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
+        self, first_row: Int32, rows: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles that need no mask: each of `rows` rows sees every key."""
         low, _ = self.keys(self.token(first_row + rows - 1), seqlen_q, seqlen_k)
         _, high = self.keys(self.token(first_row), seqlen_q, seqlen_k)
         return _whole_tiles(low, high, self.tile_n)
 
-    def query_tiles(self, key_tile: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+    def query_tiles(self, key_tile: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
         """[first, end) of the query tiles with a row that sees some key of a K/V tile."""
         shift = seqlen_q - seqlen_k
         low, high = 0, seqlen_q
@@ -106,7 +107,7 @@ class Visibility(Carried):
         return _tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
 
     def whole_query_tiles(
-        self, first_key: Any, keys: int, seqlen_q: Any, seqlen_k: Any
+        self, first_key: Any, keys: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
         """[first, end) of the query tiles that need no mask: every row sees each of `keys` keys."""
         low, _ = self.tokens(first_key + keys - 1, seqlen_q, seqlen_k)

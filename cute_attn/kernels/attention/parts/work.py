@@ -49,11 +49,11 @@ class Work(Carried):
         """(head, sequence, start, length) of q, as `BoxedRows.box` takes them."""
         return self.head, self.sequence, self.q_start, self.seqlen_q
 
-    def lse_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+    def lse_at(self, head: Int32, token: Int32, packed: bool) -> tuple[Any, ...]:
         """The index of a query's log-sum-exp."""
         return (head, self.q_start + token) if packed else (self.sequence, head, token)
 
-    def o_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+    def o_at(self, head: Int32, token: Int32, packed: bool) -> tuple[Any, ...]:
         """The index of a query's row of o."""
         row = (self.q_start + token,) if packed else (self.sequence, token)
         return (*row, head, None)
@@ -75,10 +75,10 @@ class SplitWork(Work):
     split: Int32
     splits: Int32
 
-    def lse_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+    def lse_at(self, head: Int32, token: Int32, packed: bool) -> tuple[Any, ...]:
         return (self.split, *super().lse_at(head, token, packed))
 
-    def o_at(self, head: Any, token: Any, packed: bool) -> tuple[Any, ...]:
+    def o_at(self, head: Int32, token: Int32, packed: bool) -> tuple[Any, ...]:
         return (self.split, *super().o_at(head, token, packed))
 
     def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Numeric
 
 from ...common.pipeline import Barriers
 from ...common.tmem import first_columns, row_load, shifted
@@ -21,7 +19,7 @@ def scale_row(values: cute.Tensor, factor: Float32) -> None:
         )
 
 
-def round_row(values: cute.Tensor, dtype: Any) -> cute.Tensor:
+def round_row(values: cute.Tensor, dtype: type[Numeric]) -> cute.Tensor:
     """Round a row's values to `dtype`."""
     size = cute.size(values)
     rounded = cute.make_rmem_tensor((size,), dtype)

@@ -6,12 +6,10 @@ registers and instructions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Numeric
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from ...common.tma import swizzled
@@ -29,7 +27,7 @@ def over_tile(head_dim: int) -> tuple[int, int, int]:
     return TILE_M, head_dim, TILE_N
 
 
-def mma_over_head_dim(dtype: Any) -> cute.TiledMma:
+def mma_over_head_dim(dtype: type[Numeric]) -> cute.TiledMma:
     """256 rows by 128 rows, contracted over head_dim: both operands are row-major in shared
     memory."""
     return sm100.make_trivial_tiled_mma(
@@ -38,7 +36,7 @@ def mma_over_head_dim(dtype: Any) -> cute.TiledMma:
     )  # fmt: skip
 
 
-def mma_over_tile(dtype: Any, head_dim: int) -> cute.TiledMma:
+def mma_over_tile(dtype: type[Numeric], head_dim: int) -> cute.TiledMma:
     """256 rows by head_dim, contracted over the 128 rows of a tile: the first operand is in tensor
     memory, the second row-major in shared memory."""
     return sm100.make_trivial_tiled_mma(
@@ -54,14 +52,18 @@ def accumulator(mma: cute.TiledMma, columns: int, pointer: cute.Pointer) -> cute
 
 
 def shared_a(
-    mma: cute.TiledMma, shape: tuple[int, int, int], dtype: Any, buffer: cute.Pointer
+    mma: cute.TiledMma, shape: tuple[int, int, int], dtype: type[Numeric], buffer: cute.Pointer
 ) -> cute.Tensor:
     """The first operand in shared memory."""
     return mma.make_fragment_A(swizzled(buffer, sm100.make_smem_layout_a(mma, shape, dtype, 1)))
 
 
 def shared_b(
-    mma: cute.TiledMma, shape: tuple[int, int, int], dtype: Any, buffer: cute.Pointer, stages: int
+    mma: cute.TiledMma,
+    shape: tuple[int, int, int],
+    dtype: type[Numeric],
+    buffer: cute.Pointer,
+    stages: int,
 ) -> cute.Tensor:
     """The second operand in a ring of shared memory."""
     layout = sm100.make_smem_layout_b(mma, shape, dtype, stages)
@@ -69,7 +71,7 @@ def shared_b(
 
 
 def tensor_a(
-    mma: cute.TiledMma, shape: tuple[int, int, int], dtype: Any, column: int
+    mma: cute.TiledMma, shape: tuple[int, int, int], dtype: type[Numeric], column: int
 ) -> cute.Tensor:
     """The first operand in contiguous columns of tensor memory, from `column` on."""
     layout = sm100.make_smem_layout_a(mma, shape, dtype, 1)

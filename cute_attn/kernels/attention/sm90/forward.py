@@ -307,7 +307,7 @@ class Sm90Forward:
             stream=stream,
         )
 
-    def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences, batch: Any) -> TileMap:
+    def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences, batch: Int32) -> TileMap:
         """The tiles, in an order in which CTAs that run at once read the same K and V."""
         spec = self.spec
         heads, group = a.q.shape[-2] // spec.packed_heads, a.q.shape[-2] // a.k.shape[-2]
@@ -352,7 +352,7 @@ class Sm90Forward:
             self.consumer_warps(x, own, storage)
 
     def consumer(
-        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
         scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec

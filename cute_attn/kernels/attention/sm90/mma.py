@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32, Numeric
 
 from ...common.ptx import wgmma
 from ...common.ptx.matrices import load_matrices
@@ -28,7 +29,7 @@ STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
 
 def start_scores(
-    dtype: Any, q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+    dtype: type[Numeric], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
 ) -> list[Any]:
     """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
     boxes of `tile_m` rows, and `k` that of the K tile."""
@@ -40,7 +41,14 @@ def start_scores(
 
 
 def start_scores_of_held(
-    dtype: Any, held: list[Any], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+    dtype: type[Numeric],
+    held: list[Any],
+    q: Any,
+    k: Any,
+    *,
+    tile_m: int,
+    tile_n: int,
+    head_dim: int,
 ) -> list[Any]:
     """As `start_scores`, with the first columns of the warpgroup's rows in registers, as
     `held_rows` loads them."""
@@ -50,7 +58,7 @@ def start_scores_of_held(
     return wgmma.mixed_product(dtype, None, held, left, right, tile_n, columns=False)
 
 
-def held_rows(q: Any, warp: Any, tile_m: int, columns: int) -> list[Any]:
+def held_rows(q: Any, warp: Int32, tile_m: int, columns: int) -> list[Any]:
     """Load the first columns of the warpgroup's rows, 4 registers for each 16 of them: rows at
     shared address `q` in boxes of `tile_m`, and `warp` is that of the warpgroup."""
     lane = cute.arch.lane_idx()
@@ -65,7 +73,7 @@ def held_rows(q: Any, warp: Any, tile_m: int, columns: int) -> list[Any]:
 
 
 def start_output(
-    dtype: Any,
+    dtype: type[Numeric],
     o: list[Any],
     p: list[Any],
     v: Any,
@@ -85,7 +93,14 @@ def start_output(
 
 
 def start_output_with_sums(
-    dtype: Any, o: list[Any], p: list[Any], v: Any, ones: Any, *, tile_n: int, head_dim: int
+    dtype: type[Numeric],
+    o: list[Any],
+    p: list[Any],
+    v: Any,
+    ones: Any,
+    *,
+    tile_n: int,
+    head_dim: int,
 ) -> list[Any]:
     """As `start_output`, with the sums of P's rows in 8 more columns of O. `ones` is the shared
     address of ONES_BYTES of ones, above V."""
@@ -103,7 +118,13 @@ def start_output_with_sums(
 
 
 def start_query_gradients(
-    dtype: Any, ds: Any, k: Any, *, tile_n: int, columns: int, acc: list[Any] | None = None
+    dtype: type[Numeric],
+    ds: Any,
+    k: Any,
+    *,
+    tile_n: int,
+    columns: int,
+    acc: list[Any] | None = None,
 ) -> list[Any]:
     """Start dS K, 64 by `columns`, from a box of dS^T at shared address `ds` whose rows are the
     tile_n keys, and columns the queries; `k` is the address of the first column of K. With `acc`,
@@ -116,7 +137,7 @@ def start_query_gradients(
     )  # fmt: skip
 
 
-def _along_rows(base: Any, rows: int, steps: range) -> list[Any]:
+def _along_rows(base: Int32, rows: int, steps: range) -> list[Any]:
     """Descriptors of 16 columns each of the rows at `base`, in boxes of `rows` rows."""
     first = wgmma.rows_descriptor(base)
     offsets = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Numeric
 
 from ...common.carried import Carried
 from ...common.dtypes import DTYPE
@@ -139,7 +139,7 @@ def keep_pairs(s: cute.Tensor, lane_row: int, columns: range, pairs: list[Any]) 
 
 
 def store_words(
-    words: cute.Tensor, lane_row: int, columns: range, pairs: list[Any], dtype: Any
+    words: cute.Tensor, lane_row: int, columns: range, pairs: list[Any], dtype: type[Numeric]
 ) -> None:
     """Round pairs of values to an operand."""
     for j, pair in zip(columns[::2], pairs, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from ...common.ptx.convert import pack
 from ...common.ptx.memory import store_global
@@ -46,7 +46,7 @@ def store_staged(
         cute.copy(tma, source[None, box, group], to[None, box])
 
 
-def row_parts(pairs: list[Any], dtype: Any) -> list[list[Any]]:
+def row_parts(pairs: list[Any], dtype: type[Numeric]) -> list[list[Any]]:
     """What a lane stores of a row, for each store, from pairs of neighbouring columns in the order
     of `fragments`: float32 as they are, or 8 columns that are rounded to `dtype`. All lanes take
     part."""
@@ -55,7 +55,7 @@ def row_parts(pairs: list[Any], dtype: Any) -> list[list[Any]]:
     return fragments.whole_units([pack(dtype, *pair) for pair in pairs])
 
 
-def store_parts(to: cute.Tensor, parts: list[list[Any]], dtype: Any) -> None:
+def store_parts(to: cute.Tensor, parts: list[list[Any]], dtype: type[Numeric]) -> None:
     """Store `row_parts` to the row `to` in global memory."""
     kind = Float32 if dtype is Float32 else Int32
     nbytes = 4 * len(parts[0])

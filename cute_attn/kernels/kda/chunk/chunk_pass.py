@@ -481,7 +481,7 @@ class ChunkPass:
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_result(state, x, sequence, head, column)
 
-    def identity(self, state: cute.Tensor, first_v: Any) -> None:
+    def identity(self, state: cute.Tensor, first_v: Int32) -> None:
         lane = cute.arch.lane_idx()
         for i in range(cute.size(state)):
             k, v = self.state.element(i, first_v, lane)
@@ -490,19 +490,19 @@ class ChunkPass:
     # -- methods of a pass --------------------------------------------------------------------
 
     def load_start(
-        self, state: cute.Tensor, x: Operands, sequence: Any, head: Any, column: Any
+        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Any
     ) -> None:
         """Load the carried matrix before the first chunk of a sequence."""
         self.state.load(state, x.start, self.spec.state_v_first, sequence, head, column)
 
     def store_result(
-        self, state: cute.Tensor, x: Operands, sequence: Any, head: Any, column: Any
+        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Any
     ) -> None:
         """Store the carried matrix after the last chunk of a sequence."""
         self.state.store(state, x.result, self.spec.state_v_first, sequence, head, column)
 
     def checkpoint(
-        self, state: cute.Tensor, x: Operands, place: Place, sequence: Any, count: Any
+        self, state: cute.Tensor, x: Operands, place: Place, sequence: Int32, count: Any
     ) -> None:
         """Store the carried matrix after `count` chunks of a sequence, where it is asked for."""
 
@@ -532,7 +532,7 @@ class ChunkPass:
         within = row * self.line + (((unit % units) ^ swizzle) << 4)
         return within + (unit // units) * (CHUNK * self.line)
 
-    def transposed_rows(self, base: Any) -> list[Any]:
+    def transposed_rows(self, base: Int32) -> list[Any]:
         """Return loaders for the warp's 16 columns of the rows, transposed: left operands of 16
         tokens each."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())

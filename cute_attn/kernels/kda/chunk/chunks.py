@@ -120,7 +120,7 @@ def slot_and_head(heads: Any) -> tuple[Any, Any]:
     return Int32(slot), Int32(Uint32(block) - slot * Uint32(heads))
 
 
-def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
+def shared_head(head: Int32, heads_v: Any, heads_qk: Any) -> Any:
     """Return the query and key head that a value head uses."""
     return Int32(Uint32(head) // (Uint32(heads_v) // Uint32(heads_qk)))
 
@@ -140,7 +140,7 @@ def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None
     return count
 
 
-def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any = 0) -> Any:
+def row_address(x: cute.Tensor, batch: Int32, token: Int32, head: Int32, column: Any = 0) -> Any:
     """Return the address of an element of x, `[B, T, heads, columns]`."""
     offset = (
         Int64(batch) * x.stride[0] + Int64(token) * x.stride[1] + Int64(head) * x.stride[2]
@@ -214,7 +214,7 @@ def place_of_slot(
     return place
 
 
-def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Any:
+def rows_of(x: cute.Tensor | None, place: Any, head: Int32) -> Any:
     """The chunk's `Rows` of a tensor [B, T, heads, columns], or None without a tensor."""
     if x is None:
         return None

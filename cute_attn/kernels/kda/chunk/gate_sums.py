@@ -26,7 +26,7 @@ def is_outside(sums: Any) -> Any:
     return cute.arch.fmax(*distance) > reach
 
 
-def first_outside(sums: Any, token: Any) -> Any:
+def first_outside(sums: Any, token: Int32) -> Any:
     """Return the first token of a sub-chunk for which P of a warp's channels is out of range, or
     16. `sums` is P of the tokens from `token` on, for two channels."""
     first = Int32(SUB_CHUNK)
@@ -44,7 +44,7 @@ class GateSums:
         self.memory, self.dtype = memory, memory.dtype
 
     def store_sums(
-        self, smem: Any, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
+        self, smem: Int32, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
     ) -> None:
         """Store P of a sub-chunk for two channels, and the input of `finish_tables`.
 
@@ -64,7 +64,7 @@ class GateSums:
         store_shared(Float32, at + self.memory["to_next"], total)
 
     def store_rows_of_sums(
-        self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
+        self, smem: Int32, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
     ) -> None:
         """Store a sub-chunk's rows of P, or of the factors computed from P, for two channels."""
         if not self.memory.in_one_product:
@@ -76,7 +76,7 @@ class GateSums:
             found = found | is_outside(sums[t])
         self._store_factors(smem, pair, sub, sums, found)
 
-    def _store_rows_of_p(self, smem: Any, pair: Any, sub: Any, rows: list[Any]) -> None:
+    def _store_rows_of_p(self, smem: Int32, pair: Any, sub: Any, rows: list[Any]) -> None:
         unit, within = pair >> 1, (pair & 1) << 3
         row = smem + self.memory["p"] + sub * (SUB_CHUNK * self.memory.p_row) + within
         places = [row + (unit << 4), row + ((unit ^ 1) << 4)]
@@ -99,7 +99,7 @@ class GateSums:
         if (thread & (WARP_SIZE - 1)) == 0:
             store_shared(Int32, smem + self.memory["out_of_range"] + (thread >> 5) * 4, [first])
 
-    def rows_in_range(self, smem: Any, b: Any) -> Any:
+    def rows_in_range(self, smem: Int32, b: Int32) -> Any:
         """Return how many rows of sub-chunk b are in range, from the first on."""
         if not self.memory.in_one_product:
             return Int32(0)
@@ -111,7 +111,7 @@ class GateSums:
             rows = cutlass.min(rows, other)
         return rows
 
-    def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
+    def rows_of_half(self, smem: Int32, b: Int32, half: Any) -> Any:
         """Return `rows_in_range` for half of the channels. If the result is 16, the buffer of P
         holds exp2(-shift - P)."""
         if not self.memory.in_one_product:
@@ -120,7 +120,7 @@ class GateSums:
         at = b * (4 * warps) + (half * 4 if warps == 2 else 0)
         return load_shared(Int32, smem + self.memory["out_of_range"] + at)[0]
 
-    def finish_tables(self, smem: Any, channel: Any) -> Any:
+    def finish_tables(self, smem: Int32, channel: Int32) -> Any:
         """Fill `start`, `to_next` and `to_end` from the output of `store_sums`: each sub-chunk's
         first gate, and the sum of its other gates. Return G at the chunk's end."""
         at = smem + (channel << 2)

@@ -65,7 +65,7 @@ class ScoresByHalves:
                     at = block + block_element(later, earlier)
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
-    def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
+    def _level(self, smem: Int32, b: Int32, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """Return the accumulators of a level's product, for the thread's tokens of sub-chunk b."""
         _, c = row_and_part()
         acc: list[Sequence[Any]] = [

@@ -145,22 +145,22 @@ class Inverse:
         for m, value in enumerate(values):
             x[m] = value
 
-    def _block(self, smem: Any, i: Any, j: Any) -> Any:
+    def _block(self, smem: Int32, i: Any, j: Any) -> Any:
         return smem + self.memory["blocks"] + block_offset(i, j)
 
     # -- between warps ------------------------------------------------------------------------
 
-    def _exchange(self, smem: Any, index: Any) -> Any:
+    def _exchange(self, smem: Int32, index: Any) -> Any:
         """Address of a lane's accumulators of a 16 by 16 block for another warp, in the unused part
         of a region."""
         return smem + REGION["exchange"] + index * REGION.nbytes + cute.arch.lane_idx() * 16
 
-    def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
+    def _leave(self, smem: Int32, index: Any, x: list[Any]) -> None:
         at = self._exchange(smem, index)
         for half in range(2):
             store_shared(Float32, at + half * (WARP_SIZE * 16), x[4 * half : 4 * half + 4])
 
-    def _left_by(self, smem: Any, index: Any) -> list[Any]:
+    def _left_by(self, smem: Int32, index: Any) -> list[Any]:
         at = self._exchange(smem, index)
         values: list[Any] = []
         for half in range(2):
@@ -198,7 +198,7 @@ class Inverse:
         x = cutlass.select_(column < row, x, Float32(0.0))
         return cutlass.select_(column == row, Float32(1.0), x)
 
-    def _diagonal_transposed(self, smem: Any, j: Any) -> list[Any]:
+    def _diagonal_transposed(self, smem: Int32, j: Any) -> list[Any]:
         """Return X_jj^T as accumulators."""
         r, c = row_and_part()
         block = self._block(smem, j, j)
@@ -216,7 +216,7 @@ class Inverse:
 
     # -- products -----------------------------------------------------------------------------
 
-    def _times_diagonal(self, smem: Any, n: cute.Tensor, i: Any) -> list[Any]:
+    def _times_diagonal(self, smem: Int32, n: cute.Tensor, i: Any) -> list[Any]:
         """Return -n X_ii^T."""
         r, c = row_and_part()
         rows = self._rows(self._block(smem, i, i))
@@ -246,7 +246,7 @@ class Inverse:
 
     # -- results ------------------------------------------------------------------------------
 
-    def store_block(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
+    def store_block(self, smem: Int32, i: Any, j: Any, x: list[Any]) -> None:
         """Store block (i, j) of the inverse to `tile_kk` from the accumulators of its transpose."""
         r, c = row_and_part()
         factors = None
@@ -265,7 +265,7 @@ class Inverse:
                 at = tile + i * REGION.nbytes + tile_unit(8 * t + r, 2 * j + half)
                 store_shared(Int32, at + 4 * c, [moved])
 
-    def put_zeros(self, smem: Any, i: Any, j: Any) -> None:
+    def put_zeros(self, smem: Int32, i: Any, j: Any) -> None:
         lane = cute.arch.lane_idx()
         at = smem + REGION["tile_kk"] + i * REGION.nbytes + tile_unit(lane >> 1, 2 * j + (lane & 1))
         store_shared(Int32, at, [Int32(0)] * 4)

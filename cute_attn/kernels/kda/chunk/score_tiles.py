@@ -32,7 +32,7 @@ class ScoreTiles:
     def __init__(self, memory: ChunkMemory, sums: GateSums):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
 
-    def swap_sums(self, smem: Any, b: Any, half: Any, acc: cute.Tensor) -> None:
+    def swap_sums(self, smem: Int32, b: Int32, half: Any, acc: cute.Tensor) -> None:
         """Exchange partial sums between the two warps of sub-chunk b: warp b (half 0) gives its
         sums of q, warp b + 4 its sums of k. Each may then `take` the other kind."""
         first = half == 0
@@ -46,7 +46,7 @@ class ScoreTiles:
         # Both warps execute the same bar.sync because compute-sanitizer asks for it; PTX does not.
         cute.arch.barrier(barrier_id=SWAP_BARRIER + b, number_of_threads=2 * WARP_SIZE)
 
-    def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
+    def take(self, smem: Int32, b: Int32, which: int, acc: cute.Tensor) -> list[Any]:
         """Add up the sums of q (0) or k (1): [sub-chunks back][half of its
         tokens][accumulators]."""
         at = self._partial_sums(smem, b, which)
@@ -57,7 +57,7 @@ class ScoreTiles:
             result += [acc[first + i] + other[i] for i in range(4)]
         return result
 
-    def _partial_sums(self, smem: Any, b: Any, which: int) -> Any:
+    def _partial_sums(self, smem: Int32, b: Int32, which: int) -> Any:
         at = (REGION["tile_qk"], REGION["tile_kk"])[which]
         return smem + at + b * REGION.nbytes + cute.arch.lane_idx() * 16
 

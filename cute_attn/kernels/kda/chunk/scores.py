@@ -59,15 +59,17 @@ from .sub_chunks import (
 class Outputs(Protocol):
     """Receives decayed q and k, 8 channels of row 8 half + lane // 4 of sub-chunk b at a time."""
 
-    def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
+    def decayed_k(
+        self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
         """Take exp2(P + shift) * k. Times `start` and the inverse norm it is exp2(G) * k."""
 
     def decayed_q(
-        self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
+        self, smem: Int32, b: Int32, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
         """Take exp2(P + shift) * q. Times `start` and the inverse norm it is exp2(G) * q."""
 
-    def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
+    def k_to_end(self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any]) -> None:
         """Take exp2(G_e - G) * k; times the inverse norm it is kg."""
 
 
@@ -149,7 +151,7 @@ class Scores:
                     self._columns(back, True, j, at_qk, at_p, rows, gap, acc)
 
     def _own_rows(
-        self, smem: Any, b: Any, scale: Any, out: Outputs, g: Any, at_qk: Any, at_p: Any,
+        self, smem: Int32, b: Int32, scale: Any, out: Outputs, g: Any, at_qk: Any, at_p: Any,
         rows: cute.Tensor, acc: cute.Tensor, in_range: Any,
     ) -> None:  # fmt: skip
         """Multiply the rows, as left operands, by the sub-chunk's own columns. `in_range` is None
@@ -262,7 +264,7 @@ class Scores:
             else:
                 self._group_to_end(smem, b, out, g, True)
 
-    def _group_to_end(self, smem: Any, b: Any, out: Outputs, g: Any, in_range: bool) -> None:
+    def _group_to_end(self, smem: Int32, b: Int32, out: Outputs, g: Any, in_range: bool) -> None:
         r, c = row_and_part()
         at_qk = smem + self.memory["k"] + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from ...common.ptx import wgmma
 from ...common.ptx.convert import pack
@@ -47,7 +47,11 @@ class TransposedState:
     """
 
     def __init__(
-        self, dtype: Any, head_dim_k: int, products: str, sub_tile_step: int = SUB_TILE_BYTES
+        self,
+        dtype: type[Numeric],
+        head_dim_k: int,
+        products: str,
+        sub_tile_step: int = SUB_TILE_BYTES,
     ):
         self.dtype = dtype
         self.head_dim_k = head_dim_k
@@ -87,7 +91,7 @@ class TransposedState:
     # -- products -----------------------------------------------------------------------------
 
     def times_rows(
-        self, a: list[Any], base: Any, *, triangular: bool = False, c: list[Any] | None = None
+        self, a: list[Any], base: Int32, *, triangular: bool = False, c: list[Any] | None = None
     ) -> list[Any]:
         """Start c + a m^T, 16 by 64, with m the 64 rows at `base`. With `triangular`, m must be
         lower triangular, and blocks above its diagonal may be skipped."""
@@ -106,7 +110,7 @@ class TransposedState:
         return result
 
     def times_columns(
-        self, a: list[Any], base: Any, c: list[Any] | None = None, *, columns: int = 0,
+        self, a: list[Any], base: Int32, c: list[Any] | None = None, *, columns: int = 0,
         sub_tile_step: int = SUB_TILE_BYTES, triangular: bool = False,
     ) -> list[Any]:  # fmt: skip
         """Start c + a m. m is the 64 rows at `base`, of `columns` elements (0 stands for K), in
@@ -130,7 +134,7 @@ class TransposedState:
         """Return the result of a product, once at most `pending` later products are unfinished."""
         return wgmma.wait(c, pending) if self.wgmma else c
 
-    def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
+    def _add(self, c: list[Any], at: int, a: list[Any], b: Int32) -> None:
         """c += a b, for the 16 columns of c whose accumulators begin at `at`."""
         for i in range(2):
             n = at + 4 * i
@@ -139,8 +143,8 @@ class TransposedState:
     # -- memory -------------------------------------------------------------------------------
 
     def load(
-        self, state: cute.Tensor, source: cute.Tensor | None, v_first: bool, sequence: Any,
-        head: Any, first_v: Any,
+        self, state: cute.Tensor, source: cute.Tensor | None, v_first: bool, sequence: Int32,
+        head: Int32, first_v: Int32,
     ) -> None:  # fmt: skip
         """Load a head's matrix of `source`, `[N, HV, K, V]` or with v_first `[N, HV, V, K]`; zeros
         if `source` is None. first_v is the warp's first column of V."""
@@ -154,8 +158,8 @@ class TransposedState:
             state[i] = Float32(source[sequence, head, row, column])
 
     def store(
-        self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
-        head: Any, first_v: Any,
+        self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Int32,
+        head: Int32, first_v: Int32,
     ) -> None:  # fmt: skip
         """Store to `target`, unless it is None, in the layout of `load`."""
         if target is None:
@@ -167,7 +171,7 @@ class TransposedState:
             row, column = (v, k) if v_first else (k, v)
             target[sequence, head, row, column] = state[i].to(target.element_type)
 
-    def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
+    def element(self, i: int, first_v: Int32, lane: Int32) -> tuple[Any, Any]:
         """Return (k, v) of a lane's i-th accumulator of S^T."""
         k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
         return k, first_v + (lane >> 2) + i % 4 // 2 * 8

@@ -162,11 +162,11 @@ class ChunkMemory(SharedMemory):
         """Load 8 neighbouring elements of a row of q or k, as float32."""
         return unpack_all(self.dtype, load_shared(Int32, address, 4))
 
-    def of_token(self, smem: Any, name: str, row: Any) -> Any:
+    def of_token(self, smem: Int32, name: str, row: Any) -> Any:
         """Load a token's element of the buffer `name`."""
         return load_shared(Float32, smem + self[name] + row * 4)[0]
 
-    def row_factor(self, smem: Any, row: Any) -> Any:
+    def row_factor(self, smem: Int32, row: Any) -> Any:
         """Return the factor of a row of L: its value in `of_rows`, times the inverse norm of k."""
         factor = Float32(1.0)
         if self.of_rows is not None:
@@ -175,20 +175,20 @@ class ChunkMemory(SharedMemory):
             factor = factor * self.of_token(smem, "inverse_norm_k", row)
         return factor
 
-    def column_factor(self, smem: Any, row: Any) -> Any:
+    def column_factor(self, smem: Int32, row: Any) -> Any:
         """Return the factor of a token's column of L and Aqk."""
         if self.of_columns is None:
             return Float32(1.0)
         return self.of_token(smem, self.of_columns, row)
 
-    def as_column(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
+    def as_column(self, smem: Int32, row: Any, k: list[Any]) -> list[Any]:
         """Return channels of a row of k, or of a multiple of k, times the row's factor."""
         if self.of_columns is None:
             return k
         factor = self.column_factor(smem, row)
         return [x * factor for x in k]
 
-    def column_factors(self, smem: Any, j: Any) -> Any:
+    def column_factors(self, smem: Int32, j: Any) -> Any:
         """Load the factors of the thread's columns of sub-chunk j: [half of its tokens][2]."""
         if self.of_columns is None:
             return (None, None)

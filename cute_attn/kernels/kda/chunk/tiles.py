@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Numeric, Uint32
 
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.convert import pack_all, unpack_all
@@ -42,7 +42,7 @@ def tile_offset(row: Any, column: Any) -> Any:
     return (column >> 6) * SUB_TILE_BYTES + row * LINE_BYTES + (unit << 4) + ((column & 7) << 1)
 
 
-def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
+def load_floats(dtype: type[Numeric], address: Any, count: int) -> list[Any]:
     """Load 4 or 8 (`count`) elements of `dtype` from global memory, as float32."""
     if dtype is Float32:
         values: list[Any] = []
@@ -106,7 +106,7 @@ def _copy_in_turn(
 # -- fragments
 
 
-def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
+def left_fragment(shared: Any, first_row: Int32, step: int) -> list[Any]:
     """Load rows first_row to first_row + 15, columns 16 step to 16 step + 15, as a left operand."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
@@ -125,7 +125,7 @@ def left_fragment_of_columns(shared: Any, first_column: Any, step: Any) -> list[
     return list(load_matrices(shared + row * LINE_BYTES + (unit << 4), transposed=True))
 
 
-def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
+def lower_triangle(shared: Any, first_row: Int32) -> list[list[Any]]:
     """Load rows first_row to first_row + 15 of a 64 by 64 matrix as left operands, with 0 above the
     diagonal whatever memory holds there."""
     lane = cute.arch.lane_idx()
@@ -176,7 +176,7 @@ def lower_times(
 
 def add_product(
     c: cute.Tensor,
-    dtype: Any,
+    dtype: type[Numeric],
     fragment: Any,
     shared: Any,
     offsets: Any,
@@ -206,7 +206,7 @@ def right_fragments_of_rows(
 
 
 def transposed_accumulators(
-    dtype: Any, shared: Any, first_row: int, first_column: Any
+    dtype: type[Numeric], shared: Any, first_row: int, first_column: Any
 ) -> list[Any]:
     """Load 16 columns of 16 rows as accumulators of the transpose: 16 by 8 for 8 rows, then for
     the next 8."""
@@ -242,7 +242,7 @@ def right_fragments(
 
 
 def store_fragments(
-    dtype: Any, values: list[Any], scratch: Any, target: Any, pitch: Any, length: Any
+    dtype: type[Numeric], values: list[Any], scratch: Any, target: Any, pitch: Any, length: Any
 ) -> None:
     """Store a warp's accumulators of 16 rows by 64 columns to global memory, 16 bytes at a time,
     through `scratch`, 2,048 bytes of shared memory of this warp. Rows from `length` on are not
@@ -279,7 +279,7 @@ def paired(left: Any, right: Any) -> list[Any]:
     return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
 
 
-def store_units(sub_tile: Any, first_row: Any, pair: int, registers: Sequence[Any]) -> None:
+def store_units(sub_tile: Any, first_row: Int32, pair: int, registers: Sequence[Any]) -> None:
     """Store 8 rows from first_row, a multiple of 8, of units 2 pair and 2 pair + 1 of a sub-tile in
     global memory, in whole sectors; `registers` are the fragments of the two units."""
     lane = cute.arch.lane_idx()

@@ -194,7 +194,7 @@ class StateTile:
                 at = self.element(n, v)
                 s[at] = cute.math.fma(k[n], u, s[at] * decay[n])
 
-    def sum_over_k(self, sums: list[Any], lane: Any) -> tuple[Any, list[Any]]:
+    def sum_over_k(self, sums: list[Any], lane: Int32) -> tuple[Any, list[Any]]:
         """Reduce 2 * values_of_v sums over the lanes that share columns.
 
         Each step halves the number of sums in a lane, until the lane has its share of the totals,

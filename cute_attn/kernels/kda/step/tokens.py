@@ -93,9 +93,9 @@ class Tokens(Carried):
         v: cute.Tensor,
         g: cute.Tensor,
         beta: cute.Tensor,
-        batch: Any,
+        batch: Int32,
         start: Any,
-        head: Any,
+        head: Int32,
         head_qk: Any,
     ):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta

@@ -91,7 +91,7 @@ class DecayedProducts:
             decays = [exp2(y - x) for x, y in zip(p, steps, strict=True)]
         return decays
 
-    def _load_row(self, smem: Any, name: str, row: Any, at: Any) -> list[Any]:
+    def _load_row(self, smem: Int32, name: str, row: Any, at: Any) -> list[Any]:
         """Load 8 channels of normalised q or k."""
         values = unpack_all(self.dtype, load_shared(Int32, smem + self.memory[name] + at, 4))
         if self.memory.l2norm:
@@ -99,7 +99,7 @@ class DecayedProducts:
             values = [x * norm for x in values]
         return values
 
-    def load_operand(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
+    def load_operand(self, smem: Int32, name: str, row: Any, channel: Int32) -> list[Any]:
         """Load two neighbouring channels of an operand."""
         at = smem + self.memory[name] + tile_offset(row, channel)
         return list(unpack(self.dtype, load_shared(Int32, at)[0]))
@@ -204,7 +204,7 @@ class DecayedProducts:
                         dG[n] = dG[n] - k[e] * acc[n]
                         acc[n] = acc[n] * exp2(reference[2 * i + e] - p[e])
 
-    def _multiply_columns(self, smem: Any, acc: cute.Tensor, pair: int, b: Any, m: Any) -> None:
+    def _multiply_columns(self, smem: Int32, acc: cute.Tensor, pair: int, b: Int32, m: Any) -> None:
         """acc += the columns of sub-chunk b of dAqk and dLhat, times the rows of sub-chunk m."""
         for matrix, name in (("daqk", "q_rows"), ("dlower", "k_rows")):
             columns = left_fragment_of_columns(smem + self.memory[matrix], b * SUB_CHUNK, m)
@@ -218,7 +218,7 @@ class DecayedProducts:
             cutlass.select_(r + 8 * (n % 2) < in_range, x, Int32(0)) for n, x in enumerate(left)
         ]
 
-    def _steps(self, smem: Any, b: Any, pair: int) -> list[Any]:
+    def _steps(self, smem: Int32, b: Int32, pair: int) -> list[Any]:
         """Load `steps` of a sub-chunk for the thread's accumulators: [8 channels][2]."""
         steps: list[Any] = []
         for i in range(2):
@@ -237,12 +237,12 @@ class DecayedProducts:
             for n, x in enumerate(mma(self.dtype, old, left, right[2 * i : 2 * i + 2])):
                 acc[at + n] = x
 
-    def _tokens(self, b: Any) -> list[Any]:
+    def _tokens(self, b: Int32) -> list[Any]:
         """Return the tokens of a thread's operands, in the order of its elements."""
         _, c = row_and_part()
         return [b * SUB_CHUNK + 8 * h + 2 * c + e for h in range(2) for e in range(2)]
 
-    def _elements(self, smem: Any, name: str, b: Any, pair: int) -> list[Any]:
+    def _elements(self, smem: Int32, name: str, b: Int32, pair: int) -> list[Any]:
         """Load normalised q or k of a sub-chunk, as operands: [8 channels][token]."""
         raw = self.memory.operands(smem + self.memory[name], b, pair)
         values = unpack_all(self.dtype, raw)
@@ -254,7 +254,9 @@ class DecayedProducts:
             values = [x * norms[n % 4] for n, x in enumerate(values)]
         return values
 
-    def rounded(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
+    def rounded(
+        self, smem: Int32, name: str, row: Any, channel: Int32, decay: list[Any]
+    ) -> list[Any]:
         """Return two neighbouring channels of decayed q or k, rounded as in operands."""
         values = self.memory.load_pair(smem, name, row, channel)
         values = [x * y for x, y in zip(values, decay, strict=True)]
@@ -281,7 +283,7 @@ class DecayedProducts:
                     self._own_columns(smem, level, in_range, pair, acc, dG)
 
     def _own_rows(
-        self, smem: Any, level: Any, in_range: Any, pair: int, acc_q: cute.Tensor,
+        self, smem: Int32, level: Any, in_range: Any, pair: int, acc_q: cute.Tensor,
         acc_k: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
         b, _ = self.memory.warp_place()
@@ -293,7 +295,7 @@ class DecayedProducts:
             self._add_own(smem, target, dG, pair, product, factors, name)
 
     def _own_columns(
-        self, smem: Any, level: Any, in_range: Any, pair: int, acc: cute.Tensor, dG: cute.Tensor
+        self, smem: Int32, level: Any, in_range: Any, pair: int, acc: cute.Tensor, dG: cute.Tensor
     ) -> None:
         b, _ = self.memory.warp_place()
         q, k = (
@@ -320,7 +322,7 @@ class DecayedProducts:
         return result
 
     def _add_own(
-        self, smem: Any, acc: cute.Tensor, dG: cute.Tensor, pair: int, product: list[Any],
+        self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor, pair: int, product: list[Any],
         factors: list[Any], name: str, sign: float = 1.0,
     ) -> None:  # fmt: skip
         """Add a product to acc, and to dG."""
@@ -347,7 +349,7 @@ class DecayedProducts:
             result.append(cutlass.select_(same, x, Int32(0)))
         return result
 
-    def _takes_part(self, level: Any, token: Any, in_range: Any, later: bool) -> Any:
+    def _takes_part(self, level: Any, token: Int32, in_range: Any, later: bool) -> Any:
         """Return whether a token of the sub-chunk is in the later (or earlier) half of its
         group."""
         inside = token < in_range
@@ -356,7 +358,7 @@ class DecayedProducts:
         return cutlass.select_(level == ONE_PRODUCT, inside, of_level)
 
     def _own_decay(
-        self, smem: Any, level: Any, in_range: Any, token: Any, channel: Any, count: int,
+        self, smem: Int32, level: Any, in_range: Any, token: Int32, channel: Int32, count: int,
         later: bool,
     ) -> list[Any]:  # fmt: skip
         """Return the decays between a token of the sub-chunk and the reference; 0 for tokens that
@@ -376,7 +378,7 @@ class DecayedProducts:
         return result
 
     def _own_operand(
-        self, smem: Any, name: str, level: Any, in_range: Any, pair: int, *, later: bool
+        self, smem: Int32, name: str, level: Any, in_range: Any, pair: int, *, later: bool
     ) -> list[Any]:
         b, _ = self.memory.warp_place()
         values = self._elements(smem, name, b, pair)
@@ -388,7 +390,7 @@ class DecayedProducts:
         return pack_all(self.dtype, values)
 
     def _own_factors(
-        self, smem: Any, level: Any, in_range: Any, pair: int, *, later: bool
+        self, smem: Int32, level: Any, in_range: Any, pair: int, *, later: bool
     ) -> list[Any]:
         """Return the factors of the thread's accumulators: [8 channels][row][2]."""
         r, _ = row_and_part()

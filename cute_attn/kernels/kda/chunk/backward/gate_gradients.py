@@ -61,7 +61,7 @@ class GateGradients:
         self.spec, self.memory = spec, memory
         self.inputs = WarpGateInputs(spec, memory)
 
-    def _sums(self, smem: Any, name: str, channel: Any) -> Any:
+    def _sums(self, smem: Int32, name: str, channel: Int32) -> Any:
         """The address of an element of the warp's sub-chunk in a buffer of sums."""
         b, _ = self.memory.warp_place()
         return smem + self.memory[name] + b * self.memory.p_row + (channel << 2)
@@ -144,7 +144,7 @@ class GateGradients:
                     at = smem + self.memory[name] + b * self.memory.p_row + (thread << 2)
                     store_shared(Float32, at, [x])
 
-    def rows_in_range(self, smem: Any, b: Any) -> Any:
+    def rows_in_range(self, smem: Int32, b: Int32) -> Any:
         """Return how many rows of sub-chunk b are in range, from the first on."""
         if self.spec.dtype != "bfloat16":
             return Int32(0)
@@ -208,7 +208,7 @@ class GateGradients:
 
     def _store_rows(
         self, target: Any, raw: cute.Tensor, dG: cute.Tensor, running: cute.Tensor,
-        sums: cute.Tensor, token: Any, channel: Any, length: Any, rate: Any, bias: Any,
+        sums: cute.Tensor, token: Int32, channel: Int32, length: Any, rate: Any, bias: Any,
         lower_bound: Any, masked: bool,
     ) -> None:  # fmt: skip
         registers = self.inputs.registers
@@ -296,7 +296,7 @@ class GateGradients:
                 if thread == 0:
                     dA_log[slot, cta, head] = total
 
-    def _sum(self, smem: Any, name: str, channel: Any) -> Any:
+    def _sum(self, smem: Int32, name: str, channel: Int32) -> Any:
         total = Float32(0.0)
         for b in range(SUB_CHUNKS):
             total = total + self.memory.load_sums(smem, name, b, channel)[0]

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Numeric
 
 from ....common.arguments import (
     fake_contiguous,
@@ -152,7 +152,7 @@ class KdaGradients:
         spec = self.spec
         batch, tokens, heads, heads_qk, slots = (cute.sym_int() for _ in range(5))
 
-        def rows(dtype: Any, heads: Any, columns: int) -> Any:
+        def rows(dtype: type[Numeric], heads: Any, columns: int) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, columns))
 
         def of_qk() -> Any:
@@ -298,7 +298,7 @@ class KdaGradients:
         at = storage + self.memory["barriers"]
         return self.memory.pipeline.at(cute.recast_ptr(at, dtype=Int64))
 
-    def rows(self, x: cute.Tensor, place: Any, head: Any, cta: Any) -> Rows:
+    def rows(self, x: cute.Tensor, place: Any, head: Int32, cta: Any) -> Rows:
         """The chunk's rows of a tensor [B, T, heads, K], from the CTA's first channel on."""
         rows = rows_of(x, place, head)
         width = x.element_type.width // 8
@@ -461,7 +461,7 @@ class KdaGradients:
             )  # fmt: skip
         cute.arch.cp_async_commit_group()
 
-    def slot_address(self, x: cute.Tensor, slot: Any, head: Any) -> Any:
+    def slot_address(self, x: cute.Tensor, slot: Any, head: Int32) -> Any:
         return (x.iterator + (Int64(slot) * x.stride[0] + Int64(head) * x.stride[1])).toint()
 
     # -- products with the state --------------------------------------------------------------
@@ -562,7 +562,7 @@ class KdaGradients:
                         result = ((dot * inverse) * (m * inverse)) * slope
                         dbeta[place.batch, place.start + row, head] = result.to(self.beta_dtype)
 
-    def store_of_token(self, smem: Any, name: str, row: Any, x: Any) -> None:
+    def store_of_token(self, smem: Int32, name: str, row: Any, x: Any) -> None:
         store_shared(Float32, smem + self.memory[name] + row * 4, [Float32(x)])
 
     def beta_and_slope(self, x: Any, beta_scale: Any) -> tuple[Any, Any]:
@@ -704,7 +704,7 @@ class KdaGradients:
                 place = smem + self.memory.p_place(row, channel)
                 store_shared(Float32, place, [dG[at], dG[at + 1]])
 
-    def along(self, smem: Any) -> Any:
+    def along(self, smem: Int32) -> Any:
         """The address of the thread's rows' sums over the first part of the channels."""
         b, _ = self.memory.warp_place()
         r, _ = row_and_part()

@@ -153,25 +153,25 @@ class GradientMemory(SharedMemory):
     def operand_channel(self, pair: int, i: int) -> Any:
         return ((self.first_unit() + (2 * pair + i)) << 3) + row_and_part()[0]
 
-    def p_place(self, row: Any, channel: Any, name: str = "p") -> Any:
+    def p_place(self, row: Any, channel: Int32, name: str = "p") -> Any:
         """Byte offset of an element of P, or of another matrix in its layout."""
         unit = (channel >> 3) ^ (row & 7)
         return self[name] + row * self.p_row + (unit << 5) + ((channel & 7) << 2)
 
-    def load_p(self, smem: Any, row: Any, channel: Any, count: int) -> list[Any]:
+    def load_p(self, smem: Int32, row: Any, channel: Int32, count: int) -> list[Any]:
         return load_floats(smem + self.p_place(row, channel), count)
 
-    def load_sums(self, smem: Any, name: str, b: Any, channel: Any, count: int = 1) -> Any:
+    def load_sums(self, smem: Int32, name: str, b: Int32, channel: Int32, count: int = 1) -> Any:
         """Load a sub-chunk's sums of `count` channels."""
         at = smem + self[name] + b * self.p_row + (channel << 2)
         return load_floats(at, count)
 
-    def load_raw(self, smem: Any, name: str, row: Any, channel: Any) -> tuple[Any, Any]:
+    def load_raw(self, smem: Int32, name: str, row: Any, channel: Int32) -> tuple[Any, Any]:
         """Load two neighbouring channels of q or k, as given."""
         at = smem + self[name] + tile_offset(row, channel)
         return unpack(self.dtype, load_shared(Int32, at)[0])
 
-    def load_pair(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
+    def load_pair(self, smem: Int32, name: str, row: Any, channel: Int32) -> list[Any]:
         """Load two neighbouring channels of normalised q or k."""
         values = list(self.load_raw(smem, name, row, channel))
         if self.l2norm:
@@ -198,5 +198,5 @@ class GradientMemory(SharedMemory):
         thread, _, _ = cute.arch.thread_idx()
         return [(at + (n * self.num_threads + thread * 4) * 4, n) for n in range(0, SUMS, 4)]
 
-    def of_token(self, smem: Any, name: str, row: Any) -> Any:
+    def of_token(self, smem: Int32, name: str, row: Any) -> Any:
         return load_shared(Float32, smem + self[name] + row * 4)[0]

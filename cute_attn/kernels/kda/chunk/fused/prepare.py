@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Numeric, Uint32, Uint64
 
 from ....common.arguments import (
     fake_contiguous,
@@ -82,7 +82,7 @@ class Record(Carried):
         unit: index of the record's first 16-byte unit. A Uint32 covers 64 GB.
     """
 
-    def __init__(self, memory: ChunkMemory, base: Any, unit: Any):
+    def __init__(self, memory: ChunkMemory, base: Int32, unit: Any):
         self.memory, self.base, self.unit = memory, base, unit
         # Byte offsets of the matrices. Sub-tiles of kd and qg alternate.
         matrix = memory.head_dim_k // 64 * SUB_TILE_BYTES
@@ -93,7 +93,9 @@ class Record(Carried):
         """Return the address of a byte offset that is a multiple of 16."""
         return self.base + Int64(Uint64(self.unit + Uint32(offset >> 4)) * Uint64(UNIT_BYTES))
 
-    def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
+    def decayed_k(
+        self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
         if self.memory.l2norm:
             row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
             norm = self.memory.of_token(smem, "inverse_norm_k", row)
@@ -102,7 +104,7 @@ class Record(Carried):
         self.put(self.kd, b, half, group, k, 2 * SUB_TILE_BYTES)
 
     def decayed_q(
-        self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
+        self, smem: Int32, b: Int32, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
         norm = scale
         if self.memory.l2norm:
@@ -112,11 +114,13 @@ class Record(Carried):
         q = [(x * y) * norm for x, y in zip(q, start, strict=True)]
         self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
-    def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
+    def k_to_end(self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any]) -> None:
         k = self.memory.as_column(smem, b * SUB_CHUNK + 8 * half + row_and_part()[0], k)
         self.put(self.kg, b, half, group, k, SUB_TILE_BYTES)
 
-    def put(self, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int) -> None:
+    def put(
+        self, matrix: int, b: Int32, half: int, group: Any, values: list[Any], step: int
+    ) -> None:
         """Store 8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
         r, c = row_and_part()
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
@@ -124,7 +128,7 @@ class Record(Carried):
         at = at + (matrix + half * 8 * LINE_BYTES)
         store_global(Int32, at, pack_all(self.memory.dtype, values))
 
-    def copy_rows(self, tile: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
+    def copy_rows(self, tile: Any, matrix: int, b: Int32, first: Any, rows: int) -> None:
         """Store rows of sub-chunk b of a tile in shared memory."""
         lane = cute.arch.lane_idx()
         for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
@@ -187,7 +191,7 @@ class KdaPrepare:
         spec = self.spec
         batch, tokens, heads, heads_qk, slots = (cute.sym_int() for _ in range(5))
 
-        def rows(dtype: Any, heads: Any) -> Any:
+        def rows(dtype: type[Numeric], heads: Any) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, spec.head_dim_k))
 
         return placeholders(

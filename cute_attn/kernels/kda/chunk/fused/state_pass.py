@@ -96,7 +96,7 @@ class KdaStatePass(ChunkPass):
 
     # -- v, o and v_new -----------------------------------------------------------------------
 
-    def load_v(self, base: Any) -> list[Any]:
+    def load_v(self, base: Int32) -> list[Any]:
         """Load v^T of the warp's 16 columns, as accumulators."""
         values: list[Any] = []
         for load in self.transposed_rows(base):

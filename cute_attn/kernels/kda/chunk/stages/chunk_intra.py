@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 
 from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.carried import Carried
@@ -82,7 +82,9 @@ class Outputs(Carried):
         self.memory, self.k_decayed, self.length = memory, k_decayed, length
         self.qg, self.kg = qg, kg
 
-    def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
+    def decayed_k(
+        self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
         r, c = row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
         factor = self.memory.row_factor(smem, row)
@@ -91,14 +93,14 @@ class Outputs(Carried):
         store_columns(smem + self.k_decayed, row, group, c, k)
 
     def decayed_q(
-        self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
+        self, smem: Int32, b: Int32, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
         if self.qg is not None:
             r, c = row_and_part()
             q = pack_all(self.memory.dtype, [x * y for x, y in zip(q, start, strict=True)])
             put(self.qg, self.length, b * SUB_CHUNK + 8 * half + r, group * 4 + c, q)
 
-    def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
+    def k_to_end(self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any]) -> None:
         r, c = row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
         k = pack_all(self.memory.dtype, self.memory.as_column(smem, row, k))
@@ -187,7 +189,7 @@ class KdaChunkIntra:
         spec = self.spec
         batch, tokens, heads, heads_qk = (cute.sym_int() for _ in range(4))
 
-        def rows(dtype: Any, heads: Any, columns: int) -> Any:
+        def rows(dtype: type[Numeric], heads: Any, columns: int) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, columns))
 
         return placeholders(
@@ -336,7 +338,7 @@ class KdaChunkIntra:
             store_shared(Float32, at + self.memory["start"], [raw[0], raw[1]])
             store_shared(Float32, at + self.memory["to_next"], sums[SUB_CHUNK - 1])
 
-    def finish_sums(self, smem: Any, channel: Any) -> None:
+    def finish_sums(self, smem: Int32, channel: Int32) -> None:
         """Fill `start`, `to_next` and `to_end` from G of the sub-chunks' first tokens."""
         at = smem + (channel << 2)
         count = range(SUB_CHUNKS)
@@ -374,7 +376,7 @@ class KdaChunkIntra:
     def row_of_load(self, thread: Any, part: int, i: int) -> Any:
         return thread // self.units + (part * self.loads + i) * (HALF // self.units)
 
-    def store_values(self, smem: Any, b: Any, part: int, values: cute.Tensor) -> None:
+    def store_values(self, smem: Int32, b: Int32, part: int, values: cute.Tensor) -> None:
         thread = b * WARP_SIZE + cute.arch.lane_idx()
         unit = thread % self.units
         for i in range(self.loads):
@@ -409,7 +411,7 @@ class KdaChunkIntra:
                     )
 
     def _multiply_block(
-        self, smem: Any, b: Any, j: Any, right: Any, width: int, acc: cute.Tensor
+        self, smem: Int32, b: Int32, j: Any, right: Any, width: int, acc: cute.Tensor
     ) -> None:
         lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4

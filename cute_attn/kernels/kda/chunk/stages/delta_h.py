@@ -132,7 +132,7 @@ class ChunkStates:
             "min_blocks_per_mp": 1,
         }
 
-    def chunks_of(self, sequence: Any, tokens: Any, cu_seqlens: Any, h: cute.Tensor) -> Any:
+    def chunks_of(self, sequence: Int32, tokens: Any, cu_seqlens: Any, h: cute.Tensor) -> Any:
         """(place of a sequence, its first chunk in h, the number of its chunks)."""
         # Loaded values are uniform, which the compiler cannot know; this saves registers.
         place = SequencePlace(
@@ -174,7 +174,7 @@ class ChunkStates:
     # -- h and v_new --------------------------------------------------------------------------
 
     def store_h(
-        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
+        self, s: list[Any], h: cute.Tensor, batch: Int32, index: Any, head: Int32, first_v: Int32
     ) -> None:
         """Store the warp's 16 columns of V of h, in whole sectors."""
         spec = self.spec
@@ -203,8 +203,8 @@ class ChunkStates:
         corrections: list[Any],
         v_new: cute.Tensor,
         place: Any,
-        head: Any,
-        first_v: Any,
+        head: Int32,
+        first_v: Int32,
         c: Any,
     ) -> None:
         row = c * CHUNK + (cute.arch.lane_idx() >> 2)
@@ -333,8 +333,8 @@ class KdaDeltaH(ChunkStates):
         w: cute.Tensor,
         u: cute.Tensor,
         place: Any,
-        head: Any,
-        tile_start: Any,
+        head: Int32,
+        tile_start: Int32,
     ) -> None:
         """Start the copies of chunk c. Past the last chunk, fill the stage with zeros."""
         start = place.start + c * CHUNK
@@ -364,8 +364,8 @@ class KdaDeltaH(ChunkStates):
         h: cute.Tensor,
         v_new: cute.Tensor | None,
         place: Any,
-        head: Any,
-        tile_start: Any,
+        head: Int32,
+        tile_start: Int32,
         warp_index: Any,
         c: Any,
         index: Any,

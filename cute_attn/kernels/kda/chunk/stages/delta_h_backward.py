@@ -165,7 +165,13 @@ class KdaDeltaHBackward(ChunkStates):
         self.state.store(state, x.dinitial_state, spec.state_v_first, sequence, head, first_v)
 
     def load(
-        self, c: Any, stage: Any, sources: tuple[Any, ...], place: Any, head: Any, tile_start: Any
+        self,
+        c: Any,
+        stage: Any,
+        sources: tuple[Any, ...],
+        place: Any,
+        head: Int32,
+        tile_start: Int32,
     ) -> None:
         """Start the copies of chunk c. Before the first chunk, fill the stage with zeros."""
         length = cutlass.select_(c < 0, Int32(0), place.length - c * CHUNK)
@@ -192,8 +198,8 @@ class KdaDeltaHBackward(ChunkStates):
         du: cute.Tensor,
         scale: Any,
         place: Any,
-        head: Any,
-        tile_start: Any,
+        head: Int32,
+        tile_start: Int32,
         warp_index: Any,
         c: Any,
         index: Any,

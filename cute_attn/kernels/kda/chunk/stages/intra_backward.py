@@ -215,7 +215,7 @@ class KdaIntraBackward:
         _, warp_index = thread_and_warp()
         return warp_index * TOKENS, part * PART + cute.arch.lane_idx() * CHANNELS
 
-    def of_channels(self, x: cute.Tensor, place: Any, head: Any, channel: Any) -> Rows:
+    def of_channels(self, x: cute.Tensor, place: Any, head: Int32, channel: Int32) -> Rows:
         """Return the chunk's rows of x, from a channel on."""
         start = row_address(x, place.batch, place.start, head, channel)
         return Rows(start, Uint32(x.stride[1] * (x.element_type.width // 8)))
@@ -286,7 +286,7 @@ class KdaIntraBackward:
             base,
         )
 
-    def vectors(self, name: str, row: Any, column: Any, count: int, base: Any) -> list[Any]:
+    def vectors(self, name: str, row: Any, column: Any, count: int, base: Int32) -> list[Any]:
         """Load `count` neighbouring elements of dA, and a few more if they are no multiple of 4."""
         at = base + self.memory[name] + row * ROW_BYTES + column * 4
         return [x for i in range(0, count, VECTOR) for x in load_shared(Float32, at + 4 * i, 4)]
@@ -415,7 +415,7 @@ class KdaIntraBackward:
 
     # -- sums over a group --------------------------------------------------------------------
 
-    def sums_at(self, part: Any, i: Any, base: Any) -> Any:
+    def sums_at(self, part: Any, i: Any, base: Int32) -> Any:
         """Return the address of the thread's sums of dq of a token. The sums of dk are a row
         later."""
         thread, _, _ = cute.arch.thread_idx()

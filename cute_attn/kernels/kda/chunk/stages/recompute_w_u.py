@@ -157,7 +157,7 @@ class KdaRecomputeWU:
             factor = self.beta_of(beta, place, head, thread)
             store_shared(Float32, base + self.memory["beta"] + thread * 4, [factor])
 
-    def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
+    def beta_of(self, beta: cute.Tensor, place: Any, head: Int32, row: Any) -> Any:
         """Load beta of a row of the chunk; 0 past the chunk's end."""
         token = place.start + cutlass.min(row, place.length - 1)
         factor = Float32(beta[place.batch, token, head])
@@ -244,7 +244,7 @@ class KdaRecomputeWU:
         fragments = self.times_beta(fragments, base)
         self.product(fragments, base + self.memory["v"], u, place, head, base, warp_index)
 
-    def times_beta(self, fragments: list[list[Any]], base: Any) -> list[list[Any]]:
+    def times_beta(self, fragments: list[list[Any]], base: Int32) -> list[list[Any]]:
         """Return left operands with each column multiplied by beta of its token."""
         lane = cute.arch.lane_idx()
         at = base + self.memory["beta"] + ((lane & 3) << 3)
