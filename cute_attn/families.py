@@ -155,7 +155,7 @@ FAMILIES = (
             "cute_attn.ops.kda:kda_decode",
         ),
         operators="cute_attn.ops.kda",
-        table="cute_attn.kernels.kda.table",
+        table="cute_attn.kernels.delta.table",
         reference=("cute_attn.reference.kda",),
         support=(
             Support(

@@ -215,7 +215,7 @@ print(json.dumps(sorted({*sys.modules} & names)))
 def test_every_module_can_be_imported(default: Environment) -> None:
     """Without what only a checkout has, all extras, and libraries that measure."""
     loaded = default.tell(IMPORT_ALL)
-    assert {"cute_attn.environment", "cute_attn.kernels.kda.step.decode"} <= set(loaded)
+    assert {"cute_attn.environment", "cute_attn.kernels.delta.step.decode"} <= set(loaded)
     for package in CHECKOUT_ONLY:
         done = default.run("-m", package)
         assert done.returncode != 0

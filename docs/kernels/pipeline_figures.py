@@ -19,7 +19,7 @@ from cute_attn.cache import KernelDef
 from cute_attn.kernels.async_copy.table import PRODUCER_WARPS
 from cute_attn.kernels.attention import table as attention
 from cute_attn.kernels.common.pipeline import Edge, Kind, Pipeline, Role
-from cute_attn.kernels.kda import table as kda
+from cute_attn.kernels.delta import table as kda
 from cute_attn.kernels.ladder.heuristics import spec_of
 from cute_attn.kernels.ladder.table import find
 from cute_attn.launch import Request

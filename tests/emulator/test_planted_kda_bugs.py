@@ -22,9 +22,9 @@ import torch
 
 from cute_attn.emulator import Emulator, Finding, FindingsError
 from cute_attn.emulator.emulator import SCHEDULES
-from cute_attn.kernels.kda.chunk import heuristics
-from cute_attn.kernels.kda.chunk.backward.gradients import KdaGradients
-from cute_attn.kernels.kda.chunk.spec import AdjointPassSpec
+from cute_attn.kernels.delta.chunk import heuristics
+from cute_attn.kernels.delta.chunk.backward.gradients import KdaGradients
+from cute_attn.kernels.delta.chunk.spec import AdjointPassSpec
 
 from .mutations import (
     EXPECT,

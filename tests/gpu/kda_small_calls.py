@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import cute_attn
-from cute_attn.kernels.kda.chunk.spec import CHUNK
+from cute_attn.kernels.delta.chunk.spec import CHUNK
 from cute_attn.ops import kda
 from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
 from tests.ops import kda_cases, kda_decode_cases, test_kda_stages_backward

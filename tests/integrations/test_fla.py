@@ -640,8 +640,8 @@ def test_the_stages_declined(emulated: None) -> None:
 
 
 def test_what_is_taken_is_what_there_are_kernels_for() -> None:
-    from cute_attn.kernels.kda.chunk import spec
-    from cute_attn.kernels.kda.step import spec as step_spec
+    from cute_attn.kernels.delta.chunk import spec
+    from cute_attn.kernels.delta.step import spec as step_spec
 
     assert (integration.CHUNK, integration.DTYPES) == (spec.CHUNK, spec.DTYPES)
     for letter, name in (("K", "head_dim_k"), ("V", "head_dim_v")):

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_attn.kernels.common.decay import decay_exp, decay_exp2
 from cute_attn.kernels.common.spec import Spec
-from cute_attn.kernels.kda import gates
+from cute_attn.kernels.delta import gates
 
 THREADS = 128
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from kda_tiles import slot_of, slots, split_beta, swizzled
 
-from cute_attn.kernels.kda.chunk.spec import CHUNK
-from cute_attn.kernels.kda.spec import L2NORM_EPSILON
+from cute_attn.kernels.delta.chunk.spec import CHUNK
+from cute_attn.kernels.delta.spec import L2NORM_EPSILON
 from cute_attn.reference import kda
 
 SMALLEST_BETA = {torch.bfloat16: 2.0**-40, torch.float16: 2.0**-14, torch.float64: 2.0**-40}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.kda.chunk.spec import CHUNK, record_elements
+from cute_attn.kernels.delta.chunk.spec import CHUNK, record_elements
 from cute_attn.reference import kda
 
 

@@ -16,9 +16,9 @@ import torch
 from cute_attn import cache
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.kda.chunk.heuristics import gradients_config
-from cute_attn.kernels.kda.chunk.spec import GradientsSpec
-from cute_attn.kernels.kda.table import GRADIENTS
+from cute_attn.kernels.delta.chunk.heuristics import gradients_config
+from cute_attn.kernels.delta.chunk.spec import GradientsSpec
+from cute_attn.kernels.delta.table import GRADIENTS
 from cute_attn.reference import kda
 from tests.kernels.machine_code import assert_sound
 

@@ -15,17 +15,17 @@ import torch
 from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.kda.chunk.backward.adjoint_pass import KdaAdjointPass
-from cute_attn.kernels.kda.chunk.fused.state_pass import KdaStatePass
-from cute_attn.kernels.kda.chunk.heuristics import segments_config, state_pass_config
-from cute_attn.kernels.kda.chunk.spec import (
+from cute_attn.kernels.delta.chunk.backward.adjoint_pass import KdaAdjointPass
+from cute_attn.kernels.delta.chunk.fused.state_pass import KdaStatePass
+from cute_attn.kernels.delta.chunk.heuristics import segments_config, state_pass_config
+from cute_attn.kernels.delta.chunk.spec import (
     CHUNK,
     AdjointPassSpec,
     PassSpec,
     SegmentsSpec,
     StatePassSpec,
 )
-from cute_attn.kernels.kda.table import ADJOINT_PASS, SEGMENTS, STATE_PASS
+from cute_attn.kernels.delta.table import ADJOINT_PASS, SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
 from tests.conftest import assert_no_race
 from tests.kernels.machine_code import assert_sound

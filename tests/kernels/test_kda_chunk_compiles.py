@@ -10,13 +10,13 @@ import pytest
 
 from cute_attn import cache, launch
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.kda.chunk.spec import (
+from cute_attn.kernels.delta.chunk.spec import (
     ALLOWED,
     BETA_DTYPES,
     DTYPES,
     GATE_DTYPES,
 )
-from cute_attn.kernels.kda.spec import INDEX_DTYPES
+from cute_attn.kernels.delta.spec import INDEX_DTYPES
 from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 from tests.kernels.machine_code import assert_sound
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.step import heuristics
-from cute_attn.kernels.kda.step.spec import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
+from cute_attn.kernels.delta import table
+from cute_attn.kernels.delta.step import heuristics
+from cute_attn.kernels.delta.step.spec import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from tests.kernels.machine_code import assert_sound

@@ -15,8 +15,8 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.chunk.spec import CHUNK, IntraSpec, PrepareSpec
-from cute_attn.kernels.kda.table import CHUNK_INTRA, PREPARE
+from cute_attn.kernels.delta.chunk.spec import CHUNK, IntraSpec, PrepareSpec
+from cute_attn.kernels.delta.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))

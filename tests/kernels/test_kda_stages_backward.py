@@ -17,9 +17,9 @@ import torch
 
 from cute_attn import cache
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.chunk.heuristics import delta_h_backward_config
-from cute_attn.kernels.kda.chunk.spec import (
+from cute_attn.kernels.delta import table
+from cute_attn.kernels.delta.chunk.heuristics import delta_h_backward_config
+from cute_attn.kernels.delta.chunk.spec import (
     DeltaHBackwardSpec,
     GateSpec,
     IntraBackwardSpec,

@@ -17,8 +17,8 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.chunk.spec import DeltaHSpec, GateSpec, OutputSpec, RecomputeSpec
+from cute_attn.kernels.delta import table
+from cute_attn.kernels.delta.chunk.spec import DeltaHSpec, GateSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
 
 ARCHS = ("sm_90a", "sm_100a")

@@ -14,9 +14,9 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
-from cute_attn.kernels.kda.chunk.fused.state_pass import KdaStatePass
-from cute_attn.kernels.kda.chunk.spec import CHUNK, SegmentsSpec, StatePassSpec
-from cute_attn.kernels.kda.table import SEGMENTS, STATE_PASS
+from cute_attn.kernels.delta.chunk.fused.state_pass import KdaStatePass
+from cute_attn.kernels.delta.chunk.spec import CHUNK, SegmentsSpec, StatePassSpec
+from cute_attn.kernels.delta.table import SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))

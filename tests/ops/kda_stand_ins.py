@@ -19,8 +19,8 @@ from torch import Tensor
 from cute_attn.cache import KernelDef
 from cute_attn.emulation import Emulation
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
-from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.chunk.spec import CHUNK, record_elements
+from cute_attn.kernels.delta import table
+from cute_attn.kernels.delta.chunk.spec import CHUNK, record_elements
 from cute_attn.reference.kda import KdaGradients, kda_reference
 from cute_attn.reference.kda import kda_gradients as of_this_thread
 

@@ -23,7 +23,7 @@ from cute_attn.cache import KernelDef
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.kda.chunk.heuristics import chunks_per_segment
+from cute_attn.kernels.delta.chunk.heuristics import chunks_per_segment
 from cute_attn.ops import kda
 from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 

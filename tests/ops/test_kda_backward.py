@@ -19,7 +19,7 @@ import cute_attn
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
-from cute_attn.kernels.kda import table
+from cute_attn.kernels.delta import table
 from cute_attn.ops.kda import chunk, chunk_passes, plan_chunk_kda_backward
 from cute_attn.ops.kda.chunk_backward import BACKWARD
 from cute_attn.reference.kda import kda_gradients

@@ -20,7 +20,7 @@ import cute_attn.cache
 from cute_attn import launch
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.chunk import heuristics
+from cute_attn.kernels.delta.chunk import heuristics
 from cute_attn.ops.kda import chunk
 from cute_attn.reference.kda import kda_reference
 

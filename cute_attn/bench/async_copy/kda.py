@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ... import launch
-from ...kernels.kda.chunk.spec import record_elements
+from ...kernels.delta.chunk.spec import record_elements
 from ...ops.kda import plan_chunk_kda
 from .cases import has_async_proxy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...kernels.kda.chunk.spec import (
+from ...kernels.delta.chunk.spec import (
     BETA_DTYPES,
     CHUNK,
     DTYPES,
@@ -21,8 +21,8 @@ from ...kernels.kda.chunk.spec import (
     HEAD_DIMS,
     HEAD_DIMS_V,
 )
-from ...kernels.kda.step.spec import DTYPES as STEP_DTYPES
-from ...kernels.kda.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
+from ...kernels.delta.step.spec import DTYPES as STEP_DTYPES
+from ...kernels.delta.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
 from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor, exceeds
 from ..operator import is_compiling, plain
 

@@ -14,7 +14,7 @@ every flag. The compiled host code checks the rest before it launches: lengths, 
 the other tensors' dtypes and devices.
 
 The host neither reads device memory nor waits for the device: the kernels find the chunks of packed
-sequences themselves, see `kernels/kda/chunk/chunks.py`.
+sequences themselves, see `kernels/delta/chunk/chunks.py`.
 
 A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
 corrections v_new. With disable_recompute it also keeps the records of `prepare`, which the backward
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda.chunk.heuristics import chunks_per_segment
-from ...kernels.kda.chunk.spec import CHUNK, record_elements
+from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.spec import CHUNK, record_elements
 from ..checks import require_flags
 from ..operator import (
     PLAIN,

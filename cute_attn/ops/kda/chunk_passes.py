@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda.chunk.heuristics import chunks_per_segment
-from ...kernels.kda.chunk.spec import CHUNK, record_elements
+from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.spec import CHUNK, record_elements
 
 _empty = torch.empty
 _new_empty = Tensor.new_empty
 
 
 def num_slots(v: Tensor, cu_seqlens: Tensor | None) -> int:
-    """See `kernels/kda/chunk/chunks.py`."""
+    """See `kernels/delta/chunk/chunks.py`."""
     batch, tokens = v.shape[:2]
     if cu_seqlens is None:
         return batch * ((tokens + CHUNK - 1) // CHUNK)

@@ -10,15 +10,15 @@ from ...cache import KernelDef
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
-from ...kernels.kda import table
-from ...kernels.kda.chunk.heuristics import (
+from ...kernels.delta import table
+from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
     output_config,
     segments_config,
     state_pass_config,
 )
-from ...kernels.kda.chunk.spec import (
+from ...kernels.delta.chunk.spec import (
     AdjointPassSpec,
     DeltaHSpec,
     GateSpec,

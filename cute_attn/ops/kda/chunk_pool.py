@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.common.spec import VECTOR_BYTES
-from ...kernels.kda.chunk.heuristics import chunks_per_segment
-from ...kernels.kda.chunk.spec import CHUNK, record_elements
+from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.spec import CHUNK, record_elements
 from ..checks import (
     DTYPE_NAMES,
     check_contiguous,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.common.spec import VECTOR_BYTES
-from ...kernels.kda import table
-from ...kernels.kda.step.heuristics import step_config
-from ...kernels.kda.step.spec import (
+from ...kernels.delta import table
+from ...kernels.delta.step.heuristics import step_config
+from ...kernels.delta.step.spec import (
     HEAD_DIMS,
     PARAMETER_DTYPES,
     STATE_DTYPES,

@@ -6,9 +6,9 @@ import torch
 
 from ... import launch
 from ...kernels.common.spec import VECTOR_BYTES as VECTOR_BYTES
-from ...kernels.kda.chunk import spec as chunk
-from ...kernels.kda.chunk.heuristics import gradients_config
-from ...kernels.kda.step import spec as step
+from ...kernels.delta.chunk import spec as chunk
+from ...kernels.delta.chunk.heuristics import gradients_config
+from ...kernels.delta.step import spec as step
 from .arguments import STATE_DTYPES as STATE_DTYPES
 
 CHUNK = chunk.CHUNK

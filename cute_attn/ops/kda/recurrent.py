@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda import table
-from ...kernels.kda.step.heuristics import step_config
-from ...kernels.kda.step.spec import RecurrentSpec
+from ...kernels.delta import table
+from ...kernels.delta.step.heuristics import step_config
+from ...kernels.delta.step.spec import RecurrentSpec
 from ..checks import check_flags, check_number, require_flags
 from ..operator import (
     PLAIN,

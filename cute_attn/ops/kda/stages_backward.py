@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda import table
-from ...kernels.kda.chunk.heuristics import delta_h_backward_config
-from ...kernels.kda.chunk.spec import (
+from ...kernels.delta import table
+from ...kernels.delta.chunk.heuristics import delta_h_backward_config
+from ...kernels.delta.chunk.spec import (
     CHUNK,
     DeltaHBackwardSpec,
     GateSpec,
