@@ -296,7 +296,8 @@ def gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> to
     [
         pytest.param("gemma3", False, marks=pytest.mark.slow),  # six kernels more, as the next
         pytest.param("gemma3", True, marks=pytest.mark.slow),
-        ("qwen3_next", False),
+        # `test_training_with_checkpoints` trains in make test.
+        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
     ],
 )
 def test_training(name: str, padded: bool) -> None:

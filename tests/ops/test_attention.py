@@ -86,7 +86,7 @@ def dense_cases(*kinds: Kind, groups: tuple[int, ...] = (1, 3)) -> st.SearchStra
 # -- agreement
 
 
-@examples(8, 400)
+@examples(5, 400)
 @given(case=cases(), on=MACHINES)
 def test_agrees_with_the_reference_on_both_schedulers(case: Case, on: Machine):
     args = case.arguments()
