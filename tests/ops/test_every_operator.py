@@ -590,6 +590,33 @@ def test_a_warm_call_refuses_what_a_cold_one_refuses(remembered: list[tuple[Any,
     assert warmed or VALUES.keys().isdisjoint(x.annotation for x in parameters)
 
 
+@each_operator
+def test_a_warm_call_refuses_the_imaginary_part_of_a_conjugate(
+    remembered: list[tuple[Any, ...]], name: str
+):
+    """Such a view is negated: a kernel would read it without its sign. Its elements are two
+    numbers apart, so only arguments with any strides can be such views."""
+    operator = OPERATORS[name]
+    args = operator.arguments()
+
+    def refusal(**changed: Any) -> type[Exception] | None:
+        try:
+            operator.function(**args | changed)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return type(error)
+        return None
+
+    with torch.inference_mode():
+        for argument, x in args.items():
+            if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+                continue
+            z = torch.complex(torch.zeros_like(x, dtype=torch.float32), x.float())
+            assert z.conj().imag.is_neg()
+            cute_attn.reload_settings()
+            if not any(refusal(**{argument: z.imag}) for _ in range(3)):
+                assert refusal(**{argument: z.conj().imag}) is ValueError, argument
+
+
 @pytest.mark.parametrize("name", ["flash_attn_varlen_func", "flash_attn_out"])
 @pytest.mark.parametrize("length", ["max_seqlen_q", "max_seqlen_k"])
 @pytest.mark.parametrize("splits", [0, 1])

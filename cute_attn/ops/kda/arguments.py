@@ -291,13 +291,19 @@ def readable(x: Tensor) -> Tensor:
         if all(n == 1 or s % unit == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True)):
             mended = [0 if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
             return x.as_strided(shape, (*mended, 1))
-    return x.clone(memory_format=torch.contiguous_format)
+    return _copied(x)
 
 
 def contiguous(x: Tensor) -> Tensor:
     """x if it is contiguous and starts on a 16-byte boundary, else a copy."""
     if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
         return x
+    return _copied(x)
+
+
+def _copied(x: Tensor) -> Tensor:
+    if x.is_neg():  # a warm call looks here only: `check` then names the argument
+        raise ValueError("a tensor is a negated view: call resolve_neg()")
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -361,8 +361,8 @@ class _Chunk(Operator[ChunkArguments]):
                     )  # fmt: skip
                 sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 key = (
-                    heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(),
-                    scale, type(scale), initial_state is None, output_final_state,
+                    heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, beta.is_neg(),
+                    q.get_device(), scale, type(scale), initial_state is None, output_final_state,
                     use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
                     lower_bound, type(lower_bound), keep_states, return_intermediate_states,

@@ -270,7 +270,7 @@ class _Pool(Operator[_Arguments]):
         batch_v, tokens_v, heads, dim_v = a.v.shape
         sequences = batch if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
         return (
-            heads_qk, dim_k, heads, dim_v, a.q.dtype, a.g.dtype, a.beta.dtype,
+            heads_qk, dim_k, heads, dim_v, a.q.dtype, a.g.dtype, a.beta.dtype, a.beta.is_neg(),
             a.initial_state.dtype, a.q.get_device(), a.scale, type(a.scale),
             a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
             a.allow_neg_eigval, a.safe_gate, a.lower_bound, type(a.lower_bound), a.state_v_first,

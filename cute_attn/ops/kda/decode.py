@@ -437,8 +437,8 @@ class _Decode(Operator[_Arguments]):
                     )  # fmt: skip
                 key = (
                     # The key has whole shapes: extracting the head dimensions would cost more.
-                    q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
-                    scale, type(scale), A_log is None, dt_bias is None, lower_bound,
+                    q.shape, v.shape, q.dtype, g.dtype, beta.dtype, beta.is_neg(), state.dtype,
+                    q.get_device(), scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
                     state_indices is None, num_accepted_tokens is None, record_k is None,

@@ -299,7 +299,7 @@ class _Recurrent(Operator[_Arguments]):
                         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
                     )  # fmt: skip
                 key = (
-                    dim_k, shape[-1], q.dtype, g.dtype, beta.dtype, q.get_device(),
+                    dim_k, shape[-1], q.dtype, g.dtype, beta.dtype, beta.is_neg(), q.get_device(),
                     A_log is None, dt_bias is None, scale, type(scale), initial_state is None,
                     output_final_state, use_qk_l2norm_in_kernel,
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,

@@ -456,8 +456,8 @@ class _ChunkIntra(Stage):
     def key(self, a: _IntraArguments) -> tuple[Any, ...]:
         q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = a
         return (
-            q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale, type(scale),
-            packing(v, cu_seqlens), output_qg, type(output_qg), l2norm,
+            q.shape[2:], v.shape[2:], q.dtype, beta.dtype, beta.is_neg(), q.get_device(), scale,
+            type(scale), packing(v, cu_seqlens), output_qg, type(output_qg), l2norm,
         )  # fmt: skip
 
     def prepare(self, a: _IntraArguments) -> Any:
@@ -522,7 +522,7 @@ class _RecomputeWU(Stage):
     def key(self, a: _RecomputeArguments) -> tuple[Any, ...]:
         q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = a
         return (
-            k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
+            k.shape[2:], v.shape[2:], k.dtype, beta.dtype, beta.is_neg(), k.get_device(), q is None,
             packing(v, cu_seqlens), output_kg, type(output_kg),
         )  # fmt: skip
 

@@ -570,8 +570,9 @@ class _RecomputeWUBackward(Stage):
 
     def key(self, a: _RecomputeArguments) -> tuple[Any, ...]:
         return (
-            a.q.shape[2:], a.v.shape[2:], a.q.dtype, a.beta.dtype, a.q.get_device(), a.scale,
-            type(a.scale), a.state_v_first, type(a.state_v_first), packing(a.v, a.cu_seqlens),
+            a.q.shape[2:], a.v.shape[2:], a.q.dtype, a.beta.dtype, a.beta.is_neg(),
+            a.q.get_device(), a.scale, type(a.scale), a.state_v_first, type(a.state_v_first),
+            packing(a.v, a.cu_seqlens),
             # The kernel's host code does not check that h has as many chunks as T needs.
             a.cu_seqlens is not None or a.h.shape[1] == (a.v.shape[1] + CHUNK - 1) // CHUNK,
         )  # fmt: skip
@@ -652,9 +653,10 @@ class _ChunkIntraBackward(Stage):
         sizes.check_sequences(a.cu_seqlens)
 
     def key(self, a: _IntraArguments) -> tuple[Any, ...]:
-        q, _k, g, beta, *_rest, cu_seqlens = a
+        q, _k, g, beta, *_rest, dbeta, _dg, cu_seqlens = a
         return (
-            q.shape[2:], g.shape[2], q.dtype, beta.dtype, q.get_device(), packing(g, cu_seqlens),
+            q.shape[2:], g.shape[2], q.dtype, beta.dtype, beta.is_neg(), dbeta.is_neg(),
+            q.get_device(), packing(g, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _IntraArguments) -> Any:
