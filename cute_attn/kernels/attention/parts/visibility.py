@@ -39,7 +39,7 @@ class Visibility(Carried):
     def of(
         cls, spec: Any, tile_m: int, tile_n: int, rows_per_token: int, left: Any, right: Any
     ) -> Visibility:
-        """With those of the bounds that the kernel's spec has."""
+        """A Visibility with the bounds that the kernel's spec has."""
         return cls(
             tile_m, tile_n, rows_per_token,
             left if spec.window_left else None,
@@ -76,7 +76,7 @@ class Visibility(Carried):
     def key_tiles_of_rows(
         self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
     ) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles with a key that some of the rows sees."""
+        """[first, end) of the K/V tiles with a key that at least one of the rows sees."""
         shift = seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
@@ -119,7 +119,7 @@ def _log2(power: int) -> int:
 
 
 def _divided(x: Any, size: int) -> Any:
-    """x // size, of an x that is not negative where `size` is no power of two."""
+    """x // size; x is not negative where `size` is no power of two."""
     return x // size if size & (size - 1) else x >> _log2(size)
 
 
