@@ -150,7 +150,10 @@ class Directory:
             try:
                 os.fsync(fd)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot
+                if error.errno not in (
+                    errno.EINVAL,
+                    errno.EBADF,
+                ):  # some file systems cannot do this
                     raise
 
     @contextlib.contextmanager

@@ -39,7 +39,7 @@ from .spec import (
 )
 
 SHORT_SEQLEN_Q = TILE_M // 2
-# Of the rows that have a tile for few rows of a K/V head.
+# Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
 MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 

@@ -106,8 +106,8 @@ class Pages(Carried):
         n: Int32,
         column: Int32 | None = None,
     ) -> None:
-        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. The
-        columns are those of `smem`, from `column` on."""
+        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
+        is the first column to load; `smem` has as many columns as are loaded."""
         stage = barriers.stage(edge, n)
         for i in cutlass.range(self.boxes, unroll=1):  # registers are few
             if cutlass.const_expr(self.boxes > 1):

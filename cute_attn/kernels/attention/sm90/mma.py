@@ -31,7 +31,7 @@ def start_scores(
     dtype: Any, q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
 ) -> list[Any]:
     """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
-    boxes of `tile_m` rows, and `k` that of the K tile."""
+    boxes of `tile_m` rows, and `k` the K tile's shared address."""
     steps = range(head_dim // STEP)
     return wgmma.shared_product(
         dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
