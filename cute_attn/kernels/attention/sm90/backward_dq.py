@@ -457,7 +457,7 @@ class Sm90Dq:
         )  # fmt: skip
 
     def row(self, own: Consumer, work: Work, lane_row: int) -> Int32:
-        """A lane row's row of its sequence."""
+        """The row, in its sequence, that a lane row holds."""
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 

@@ -671,7 +671,7 @@ class Sm90Forward:
             cap_row(own.s[None, lane_row, None], own.softmax.scaling)
 
     def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
-        """A lane row's row of its sequence, of the pack of heads."""
+        """The row, in the sequence of the pack of heads, that a lane row holds."""
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
