@@ -37,7 +37,7 @@ class Specialisation:
     Attributes:
         ours: fields of our spec that differ from the plain spec.
         theirs: options of FlashAttention-4's backward; None if it has no such specialisation.
-        beside: without `theirs`, the specialisation whose `theirs` this one is compared with.
+        beside: if `theirs` is None, another specialisation; its `theirs` is compared with `ours`.
     """
 
     name: str
