@@ -11,8 +11,8 @@ from .key import KernelDef, KeyDescription
 
 Function = Callable[..., Any]
 
-# Each function is stored with the specialisation object that it was loaded for, since equal ones
-# may mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
+# Each function is stored with the specialisation object that it was loaded for. Equal objects may
+# mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
 functions: dict[tuple[KernelDef, Any, str], tuple[Any, Function]] = {}
 # A second table finds functions by class and canonical text of the specialisation, which differ in
 # all these cases.

@@ -81,8 +81,8 @@ def flash_attn_func(
     Raises:
         TypeError: as `cute_attn.flash_attn_func`.
         ValueError: as `cute_attn.flash_attn_func`.
-        NotImplementedError: an argument that has only one value has another, or there is no kernel
-            for the head dimension on this GPU.
+        NotImplementedError: an argument that supports only one value has another value, or there is
+            no kernel for the head dimension on this GPU.
     """
     _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     o, lse = _dense(

@@ -3,7 +3,7 @@ st.async.
 
 A cluster has four CTAs. Each warp of CTAs 0 and 1 sends 4 KB for each tile to the same warp of CTA
 2 or 3. The receiving warp reads the data and grants the buffer again. Mbarriers and addresses are
-taken from `kernels/attention/sm100/backward_hd256_dkdv.py`. Every CTA takes all of an SM's shared
+as in `kernels/attention/sm100/backward_hd256_dkdv.py`. Every CTA takes all of an SM's shared
 memory.
 """
 

@@ -151,9 +151,9 @@ def _by_key(*rows: Of) -> dict[tuple[str, str, int, int], Of]:
     }
 
 
-# Packed heads: an SM90 warpgroup stores its 64 rows by itself; 128 rows of an SM100 CTA cover at
-# least two tokens, or TMA could not clip rows past the end of a packed sequence (`tma.py`).
-# Page keys: a box lies in a K tile, on SM100 in the half of the tile that a CTA loads.
+# Packed heads: an SM90 warpgroup stores its own 64 rows. 128 rows of an SM100 CTA must cover two
+# tokens, so that TMA clips rows past the end of a packed sequence (`tma.py`). Page keys: a box lies
+# in a K tile, on SM100 in the half of the tile that a CTA loads.
 FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",

@@ -178,7 +178,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, or None without return_lse. Both are undefined for rows of q that belong to no
         sequence.
 
-    Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
+    Differentiable as `flash_attn_func`. Rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.
 
     Raises:

@@ -49,7 +49,8 @@ _contiguous = torch.contiguous_format
 _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a counter, the kernel that combines splits, head_dim_v or 0 for head_dim)
+# whether the function takes a counter, the kernel that combines splits, head_dim_v or 0 for
+# head_dim)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int
 ]

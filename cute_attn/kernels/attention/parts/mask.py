@@ -32,8 +32,8 @@ def mask_row(
 @cute.jit
 def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
     """Set the values of 16 bits whose columns are not in [low, high) to 0. Word j has column 2j in
-    its lower half and 2j + 1 in its upper one, for a multiple of 16 words; a `low` of None is no
-    bound."""
+    its lower half and column 2j + 1 in its upper half. The number of words is a multiple of 16. A
+    `low` of None is no bound."""
     for first in cutlass.range_constexpr(0, 2 * cute.size(words), 32):
         visible = _bits_below(high - first)
         if cutlass.const_expr(low is not None):

@@ -1,8 +1,8 @@
 """Which keys a query sees, and which queries see a key, by tokens and by tiles.
 
-Query i and key j are aligned at the ends of their sequences: with d = i + seqlen_k - seqlen_q, the
-query sees the existing keys j with d - left <= j <= d + right. A row of a query tile is a token;
-with packed heads, `rows_per_token` rows share a token.
+Positions of queries and keys are aligned at the ends of their sequences. With d = i + seqlen_k -
+seqlen_q, query i sees the existing keys j with d - left <= j <= d + right. A row of a query tile is
+a token; with packed heads, `rows_per_token` rows share a token.
 
 All methods work on Python integers and on device integers.
 """

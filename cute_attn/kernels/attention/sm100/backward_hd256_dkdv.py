@@ -1,8 +1,9 @@
 """Gradients of k and v at head_dim 256 for SM100: clusters of four CTAs, two pairs.
 
-A cluster computes dK and dV of 256 keys of a K/V head. It loops over the query heads of the head's
-group, or of a split of it, and over the tiles of 128 queries that see some of the keys.
-The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs' operands.
+A cluster computes dK and dV of 256 keys of a K/V head. The cluster loops over the query heads of
+the head's group or split. For each query head it loops over the tiles of 128 queries that see some
+of the keys. The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs'
+operands.
 
     value pair (CTAs 0 and 1)                   key pair (CTAs 2 and 3)
     S^T = K Q^T        256 x 128, K = 256       dP^T = V dO^T

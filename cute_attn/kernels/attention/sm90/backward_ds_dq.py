@@ -4,9 +4,9 @@ warp-specialised.
     dQ = dS K            64 x head_dim a warpgroup        dS and K in shared memory
 
 The dK/dV kernel has written dS, see `ds_tiles`. A cluster of two CTAs has 256 queries of a head, 64
-for each consumer warpgroup, and goes through the tiles of 64 keys that some of them see. Each CTA
-loads half of K for both CTAs, and its own tiles of dS. A warpgroup leaves out tiles of keys that
-none of its 64 queries sees: dS of such a tile may be unwritten.
+for each consumer warpgroup. The cluster goes through the tiles of 64 keys that some of the queries
+see. Each CTA loads half of K for both CTAs, and its own tiles of dS. A warpgroup leaves out tiles
+of keys that none of its 64 queries sees: dS of such a tile may be unwritten.
 
 If dS is kept for only a part of the keys at once, the kernel runs for one part after the other. In
 between, dQ is in global memory in float32, in the order of the registers (`query_sums`).

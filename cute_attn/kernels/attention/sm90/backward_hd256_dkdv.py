@@ -1,8 +1,8 @@
 """Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
 
 A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
-over the query heads of the head's group, or of a split of it, and over the tiles of queries that
-see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
+over the query heads of the head's group or split. For each query head they loop over the tiles of
+queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
 
 dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one warpgroup has dV, and
 the other warpgroup has dK of the same keys:

@@ -2,8 +2,8 @@
 warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
-warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
-and over the tiles of queries that see some of the keys.
+warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
+each query head it loops over the tiles of queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -40,11 +40,11 @@ cores idle.
     the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
                                           memory
 
-The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n may belong
-to the next tile of keys, the next work. K of up to three works is in use at once: the work of dQ,
-the work of dV and dK, and the work of S^T. V has one buffer, which is loaded again when dP^T of a
-work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T of the
-next work.
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes. So tile n may
+belong to the next tile of keys, the next work. K of up to three works is in use at once: the work
+of dQ, the work of dV and dK, and the work of S^T. V has one buffer, which is loaded again when dP^T
+of a work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T
+of the next work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
-A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups, over its
-visible K/V tiles, from the last to the first.
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. It goes
+over the tile's visible K/V tiles from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
     P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
