@@ -205,8 +205,8 @@ def open_entry(shard: Directory, digest: str, reopen: Callable[[], Directory]) -
     `reopen` opens the entry's directory for each read of a file: the entry keeps only its lock's
     descriptor.
 
-    Raises FileNotFoundError if there is no such entry; DamagedEntry; RefusedEntry; or OSError if
-    the cause is the process or the network, not the entry.
+    Raises FileNotFoundError if there is no such entry, DamagedEntry, or RefusedEntry. Raises
+    OSError if the cause is the process or the network, not the entry.
     """
     try:
         with shard.directory(digest) as directory:

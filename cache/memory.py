@@ -11,10 +11,11 @@ from .key import KernelDef, KeyDescription
 
 Function = Callable[..., Any]
 
-# Each function is stored with the specialisation object that it was loaded for, since equal ones
-# may mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
+# Each function is stored with the specialisation object that it was loaded for. Equal objects may
+# mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
 functions: dict[tuple[KernelDef, Any, str], tuple[Any, Function]] = {}
-# The same by class and canonical text of the specialisation, which differ in all these cases.
+# A second table finds functions by class and canonical text of the specialisation, which differ in
+# all these cases.
 functions_by_text: dict[tuple[KernelDef, type, tuple[tuple[str, str], ...], str], Function] = {}
 functions_by_digest: dict[str, tuple[KeyDescription, Function]] = {}
 _lock = threading.Lock()

@@ -150,7 +150,7 @@ class Directory:
             try:
                 os.fsync(fd)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot
+                if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems refuse
                     raise
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ def host_platform() -> str:
 def _installed_flavours() -> dict[int, Path]:
     """CUDA major version -> runtime library, for each installed wheel.
 
-    Of two wheels with one CUDA version, as in an environment on top of another, Python's path
+    Two wheels may have one CUDA version, as in an environment on top of another. Then Python's path
     decides: the first wheel also has the compiler in use.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")

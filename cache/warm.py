@@ -93,8 +93,8 @@ def warmup(
 
     Raises:
         CompileError: at the end, if kernels failed, or if a table of the file has no kernel for
-            `arch` or was recorded by another version. The message names each; the attribute
-            `report` has details.
+            `arch` or was recorded by another version. The message names each failure; the
+            attribute `report` has details.
         TypeError: as `cute_attn.cache.get`, or an argument has a wrong type.
         ValueError: `arch` is not of the form `sm_90a`, or `jobs` is less than 1.
         CacheError: as `cute_attn.cache.get`; or the file cannot be read, or lists nothing for

@@ -51,7 +51,7 @@ class Worker:
         return answer
 
     def close(self) -> str:
-        """Wait for the process to end; return how it did, in words."""
+        """Wait for the process to end; return in words how the process ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(END)

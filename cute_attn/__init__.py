@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__ as __version__
 
-if TYPE_CHECKING:  # the same for type checkers and editors; tests/test_families.py compares them
+if TYPE_CHECKING:  # public names for type checkers and editors, compared by tests/test_families.py
     from .emulation import emulated as emulated
     from .launch import warmup as warmup
     from .ops import register_operators as register_operators

@@ -149,8 +149,8 @@ def warmup(
 
     Raises:
         cute_attn.cache.CompileError: kernels failed, or tables of the file have no kernel for
-            `arch` or were recorded by another version. The message names each; all other kernels
-            are ready.
+            `arch` or were recorded by another version. The message names each failure; all other
+            kernels are ready.
         cute_attn.cache.FrozenCacheMiss: a kernel is missing after `cute_attn.cache.freeze`.
         cute_attn.cache.CacheError: the file cannot be read, a plan in it fails, or it lists nothing
             for `arch`; or neither a device nor `arch` is given.

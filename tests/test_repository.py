@@ -239,9 +239,6 @@ def test_commits_with_a_long_subject_are_refused(length: int, refused: bool) -> 
 # Beginnings by which a docstring refers to a neighbour that its reader may not see.
 PRONOUNS = re.compile(r"(The same|Those|That of|As of)\b")
 
-# Folders whose docstrings are still to be mended.
-UNMENDED = ("cute_attn/bench/", "cute_attn/kernels/attention/", "cute_attn/ops/attention/")
-
 
 def beginnings_with_a_pronoun(source: str) -> list[tuple[int, str]]:
     """Line and first line of each docstring, attributes' included, that begins with a pronoun."""
@@ -264,7 +261,6 @@ def test_docstrings_name_their_subject() -> None:
     found = [
         f"{name}:{line}: {text}"
         for name, path in sorted(paths.items())
-        if not name.startswith(UNMENDED)
         for line, text in beginnings_with_a_pronoun(path.read_text())
     ]
     assert found == []

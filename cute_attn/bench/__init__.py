@@ -1,5 +1,5 @@
-"""Benchmarks, one module each, run by `python -m cute_attn.bench NAME`.
+"""Benchmarks: each is a module, run by `python -m cute_attn.bench NAME`.
 
-All of them use `harness`, whose `registry` lists them. `peers` compiles other packages' kernels
-without a GPU.
+All benchmarks use `harness`, whose `registry` lists the benchmarks. `peers` compiles other
+packages' kernels without a GPU.
 """

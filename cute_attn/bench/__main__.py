@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_pages(args: argparse.Namespace) -> int:
-    """`pages`: keep the reports given, then write the pages of all."""
+    """The command `pages`: keep the given reports, then write the pages of all reports."""
     directory = output.directory(args.out)
     if directory is None:
         print(f"pages: {Path.cwd()} is not in a checkout of cute_attn: give --out", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Costs of the package before its first launch, on the CPU: imports, cache look-ups, races.
 
 Start-up is measured in fresh processes. The alternatives take turns, so that a busy machine slows
-all of them. Each process times its own statements; starting the interpreter is not included.
+all alternatives. Each process times its own statements; starting the interpreter is not included.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _detect_arch() -> str:
 def _start_up_samples(
     ready: str, env: Mapping[str, str], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """The start-up measurements in turns; the peer's is left out if it is not installed."""
+    """The start-up measurements in turns, without the peer if the peer is not installed."""
     programs = {
         "torch": _TIMED_IMPORT.format(statement=""),
         "cute_attn": _TIMED_IMPORT.format(statement="import cute_attn"),
@@ -150,7 +150,7 @@ def _start_up_samples(
     for _ in track(range(repeats), "cache: fresh processes"):
         for name, text in programs.items():
             with contextlib.ExitStack() as stack:
-                if name == "peer":  # it may be installed but fail to import, as without a GPU
+                if name == "peer":  # the peer may be installed but fail to import without a GPU
                     stack.enter_context(contextlib.suppress(ChildError))
                 samples[name].append(run_child(text, env))
     return samples
@@ -170,7 +170,7 @@ def run_race(text: str, env: Mapping[str, str], racers: int) -> list[dict[str, A
         for process in processes:
             _pipe(process.stdout).readline()
         for process in processes:
-            with contextlib.suppress(BrokenPipeError):  # it died; communicate() will tell
+            with contextlib.suppress(BrokenPipeError):  # the process died; communicate() will tell
                 _pipe(process.stdin).write("go\n")
                 _pipe(process.stdin).flush()
         results = []

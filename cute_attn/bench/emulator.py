@@ -1,8 +1,8 @@
 """Speed of the emulator in warp-instructions per second, with and without its checks.
 
-The yardstick is FlashAttention-4's head_dim 256 forward for sm_100a, because it is not our code; it
-is left out if that package is missing. Lightning decode shows how time grows with size. No GPU is
-needed.
+The yardstick is FlashAttention-4's head_dim 256 forward for sm_100a, because FlashAttention-4 is
+not our code. The yardstick is left out if FlashAttention-4 is missing. Lightning decode shows how
+time grows with size. No GPU is needed.
 """
 
 from __future__ import annotations

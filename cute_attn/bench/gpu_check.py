@@ -1,15 +1,15 @@
 """Everything that needs a GPU, in one offline command of at most eight minutes.
 
-The GPU tests that are not slow come first, for at most 60 % of the time, then compute-sanitizer,
-which slows whatever runs beside it on the GPU. Short runs of the benchmarks that have `gpu_check`
-stages follow, those with the oldest kept reports first. A benchmark that would not end in time is
-left to a later run.
+The GPU tests that are not slow come first, for at most 60 % of the time. Then comes
+compute-sanitizer, alone, because it slows other processes on the GPU. Short runs of the benchmarks
+that have `gpu_check` stages follow; benchmarks with the oldest kept reports come first. A benchmark
+that would not end in time is left to a later run.
 
-Each stage is a process of its own with a time limit, so that a hang or a crash of the driver's
-context does not affect the others. The table comes last; the JSON holds the reports of all parts.
+Each stage is a separate process with a time limit, so that a hang or a crash of the driver's
+context does not affect other stages. The table comes last; the JSON holds the reports of all parts.
 
-The exit code is 0 only if all tests passed and every benchmark ran to its end. What cannot run on
-this machine (without ncu or compute-sanitizer) is reported and does not fail the check.
+The exit code is 0 only if all tests passed and every benchmark ran to its end. A stage that cannot
+run on this machine (without ncu or compute-sanitizer) is reported, and does not fail the check.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEST_LIMIT_S = 280.0
 SANITIZER_LIMIT_S = 140.0
 SANITIZERS = Path("gpu/test_sanitizers.py")
 SPREAD = 1.3  # a benchmark may take this much longer than in its last report
-TEST_PROCESSES = 16  # they compile first, and then take turns on the GPU
+TEST_PROCESSES = 16  # the processes compile first, then take turns on the GPU
 KILL_GRACE_S = 5.0
 
 
@@ -47,9 +47,9 @@ class Stage:
     """A process of the check.
 
     Attributes:
-        result: the file that it writes, JUnit XML or a report's JSON.
-        expected_s: seconds that it may take by its last report; None if it has none.
-        may_skip: of tests, whether this machine may lack what all of them need.
+        result: the file that the process writes, JUnit XML or a report's JSON.
+        expected_s: seconds that the process may take by its last report; None without a report.
+        may_skip: for tests, whether this machine may lack a tool that all tests need.
     """
 
     name: str
@@ -91,7 +91,8 @@ def stages(
     commit: str | None = None,
 ) -> list[Stage]:
     """The stages in order; their files go to `directory`."""
-    # Each process compiles, and awaits the GPU; those that are done take tests of the others.
+    # Each process compiles, then awaits the GPU. Processes that are done take tests of other
+    # processes.
     side_by_side: tuple[str, ...] = ()
     if importlib.util.find_spec("xdist") is not None:
         side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "worksteal")
@@ -123,7 +124,7 @@ def stages(
 
 
 def in_turn(found: Sequence[Stage], results: Path | None) -> list[Stage]:
-    """The tests, and then the benchmarks, those with the oldest reports first."""
+    """The tests, then the benchmarks in the order of their last reports, the oldest first."""
     last: dict[str, tuple[str, float]] = {}
     for path in results.glob("*/gpu-check*.json") if results is not None else ():
         for row in Report.from_json(path.read_text()).rows:
@@ -137,8 +138,9 @@ def in_turn(found: Sequence[Stage], results: Path | None) -> list[Stage]:
 
 
 def with_earlier(report: Report, earlier: Report | None) -> Report:
-    """The report, whose file takes the place of the earlier one's, with what only that one knows:
-    when a benchmark last ran to its end, for how long, and the numbers of those not run now."""
+    """The report, with facts that only the earlier report has. Its file replaces the earlier file.
+    The facts are when a benchmark last ran to its end, for how long, and the numbers of benchmarks
+    not run now."""
     before = {row["stage"]: row for row in earlier.rows} if earlier else {}
     date = str(report.environment["date"])
     rows: list[Row] = []
@@ -212,11 +214,12 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def run_limited(command: Sequence[str], limit_s: float) -> Outcome:
-    """Run a command with the caller's output; end it and its children after `limit_s` seconds."""
+    """Run a command with the caller's output. End the command and its children after `limit_s`
+    seconds."""
     start = time.monotonic()
     if limit_s <= 0:
         return Outcome(None, 0.0)
-    # A session of its own, so that the children (ncu's, pytest's) can be ended with it.
+    # The command has its own session, so that its children (ncu's, pytest's) can be ended too.
     process = subprocess.Popen(command, start_new_session=True)
     try:
         process.wait(limit_s)
@@ -239,7 +242,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def left_out(stage: Stage, why: str) -> Row:
-    """The summary line of what is left to a later run."""
+    """The summary line of stages that are left to a later run."""
     return {"stage": stage.name, "result": "left out", "time_s": 0.0, "detail": why}
 
 

@@ -1,11 +1,11 @@
 """Static analysis of attention kernels, ours compared with FlashAttention-4's.
 
 For Blackwell `cute_attn.machine_code.tile_model` counts the instructions of a tile for each warp
-role, and the clocks for which each unit of an SM is busy with it: an upper bound of a kernel's
-speed, not its speed. For Hopper ("sm90") there are the instructions alone. Nothing is measured, and
-no GPU is needed.
+role, and the clocks for which the tile keeps each unit of an SM busy. The busiest unit bounds a
+kernel's speed. For Hopper ("sm90") only instructions are counted. Nothing is measured, and no GPU
+is needed.
 
-FlashAttention-4's kernels are left out if that package is missing (extras "test" and "bench").
+FlashAttention-4's kernels are left out if FlashAttention-4 is missing (extras "test" and "bench").
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def _calibration_notes(analysed: Sequence[Analysed]) -> list[str]:
 def verdicts(
     analysed: Sequence[Analysed], specialisations: Sequence[Specialisation]
 ) -> list[Verdict]:
-    """Our kernel does not spill, and its busiest unit takes no more clocks than theirs."""
+    """Our kernel does not spill, and its busiest unit takes no more clocks than
+    FlashAttention-4's."""
     at = {(a.program.kernel, a.program.specialisation): a for a in analysed}
     found = [no_spills(analysed)]
     for specialisation in specialisations:

@@ -2,14 +2,14 @@
 
     from cute_attn.compat import flash_attn_func  # in place of: from flash_attn import ...
 
-Names, order and defaults of arguments are those of flash_attn 2.8, and so are the results: a
+Arguments have flash_attn 2.8's names, order and defaults. Results too are flash_attn 2.8's: a
 tensor, or with `return_attn_probs` the triple (o, lse, None). What has no kernel raises
 NotImplementedError, which names the argument: `dropout_p` above 0, `alibi_slopes`, and other head
 dimensions than `cute_attn.flash_attn_func` takes.
 
-Everywhere, heads_k divides heads, -1 in `window_size` is no bound, positions are aligned at the end
-(query i sees the keys up to i + seqlen_k - seqlen_q with `causal`), and a q, k or v whose last
-dimension is not contiguous is copied. The lse of a query that sees no key is -inf.
+In every function, heads_k divides heads, and -1 in `window_size` is no bound. Positions are aligned
+at the end: with `causal`, query i sees the keys up to i + seqlen_k - seqlen_q. A q, k or v whose
+last dimension is not contiguous is copied. The lse of a query that sees no key is -inf.
 """
 
 from __future__ import annotations
@@ -200,10 +200,10 @@ def flash_attn_varlen_func(
         v: as k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b.
-        cu_seqlens_k: likewise for k and v. With block_table only the differences count, which are
-            the lengths.
+        cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
+            With block_table only the differences count, which are the lengths.
         max_seqlen_q: length of the longest sequence, a hint.
-        max_seqlen_k: likewise for the keys.
+        max_seqlen_k: the length of the longest sequence of keys, also a hint.
         dropout_p: as for `flash_attn_func`.
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`.

@@ -2,8 +2,8 @@
 
     from cute_attn.compat.flash_attn_3 import flash_attn_func  # in place of flash_attn_interface
 
-Names, order and defaults of arguments are those of `hopper/flash_attn_interface.py`, and so are the
-results: a tensor, or the pair (o, lse). What has no kernel raises NotImplementedError, which names
+Arguments have the names, order and defaults of `hopper/flash_attn_interface.py`. Results too are as
+there: a tensor, or the pair (o, lse). What has no kernel raises NotImplementedError, which names
 the argument: `qv`, `q_descale`, `k_descale`, `v_descale`, `attention_chunk`, and other head
 dimensions than `cute_attn.flash_attn_func` takes. `pack_gqa`, `sm_margin` and `scheduler_metadata`,
 which tune FlashAttention's kernels, have no effect.
@@ -81,8 +81,8 @@ def flash_attn_func(
     Raises:
         TypeError: as `cute_attn.flash_attn_func`.
         ValueError: as `cute_attn.flash_attn_func`.
-        NotImplementedError: an argument that has only one value has another, or there is no kernel
-            for the head dimension on this GPU.
+        NotImplementedError: an argument that supports only one value has another value, or there is
+            no kernel for the head dimension on this GPU.
     """
     _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     o, lse = _dense(
@@ -190,11 +190,11 @@ def flash_attn_varlen_func(
         v: `[total_k, heads_k, head_dim_v]`, dtype of q.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b.
-        cu_seqlens_k: likewise for k and v.
+        cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
         max_seqlen_q: length of the longest sequence, a hint.
-        max_seqlen_k: likewise for the keys.
+        max_seqlen_k: the length of the longest sequence of keys, also a hint.
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used.
-        seqused_k: `[batch]` int32: likewise for k and v.
+        seqused_k: `[batch]` int32: how many rows of k and v each sequence uses.
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`, within each sequence.
         qv: only None.

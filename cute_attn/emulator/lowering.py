@@ -1,7 +1,7 @@
 """Lowering a parsed kernel to the packed program that the engine runs.
 
-Registers get offsets in the register file, labels become instruction numbers, symbols become
-offsets or addresses, and each instruction gets the form that executes it.
+Registers get offsets in the register file. Labels become instruction numbers, and symbols become
+offsets or addresses. Each instruction gets the form that executes it.
 """
 
 from __future__ import annotations

@@ -506,7 +506,7 @@ def _parse_variables(text: str, linkage: str) -> list[Variable]:
         position = match.end()
         word = match[1]
         if word in ("global", "const", "shared", "local", "param", "reg", "tex"):
-            space = space or word  # a second space, after .ptr, is the space pointed to
+            space = space or word  # after .ptr: the state space that the pointer points to
         elif word == "align":
             number = re.compile(r"\s*(\d+)").match(text, position)
             if number is None:

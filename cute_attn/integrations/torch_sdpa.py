@@ -309,7 +309,8 @@ def _extras(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_strides_of(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient with the strides that compiled graphs count on: those of `empty_like(x)`."""
+    """The gradient with the strides that compiled graphs count on: the strides of
+    `empty_like(x)`."""
     if gradient.stride() == torch.empty_like(x, device="meta").stride():
         return gradient
     return torch.empty_like(x).copy_(gradient)

@@ -47,9 +47,9 @@ def register(name: str = NAME) -> None:
     FlashAttention; eager attention differs if there is padding in between. With padding, k and v
     are copied in each layer, so give a batch without padding no mask, as `generate` does.
 
-    A model raises NotImplementedError if it needs dropout, attention weights as an output, other
-    masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
-    anything that `cute_attn.flash_attn_func` has no kernel for.
+    A model raises NotImplementedError if it needs dropout, attention weights as an output, paged
+    caches, or other masks (packed sequences, chunks, blocks of images, bidirectional windows). It
+    also raises NotImplementedError if `cute_attn.flash_attn_func` has no kernel for a call.
 
     The integration needs transformers 5.16.1 or later.
 

@@ -200,8 +200,8 @@ class Function:
     def path(self, loop: Loop, gain: Callable[[Instruction], float]) -> list[int]:
         """The blocks of one path from a loop's header back to the header.
 
-        The path has the largest sum of `gain`, and among such paths the fewest instructions. It
-        goes through an inner loop at most once.
+        The path has the largest sum of `gain`, and among such paths the fewest instructions. The
+        path goes through an inner loop at most once.
         """
         back = set(self.back_edges)
         best: dict[int, tuple[float, float, list[int]] | None] = {}

@@ -30,7 +30,7 @@ REPEATED_COPIES = ("vector", "cp_async", "cp_async_l1", "bulk", "tensor", "tenso
 
 IN_FLIGHT_KIB = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 SHORT_IN_FLIGHT_KIB = (4, 32, 128)
-MOST_VECTOR_KIB = 32  # that four warps hold in registers
+MOST_VECTOR_KIB = 32  # the most that four warps hold in registers
 LARGEST_TILE = 16 * KIB
 PRODUCER_WARPS = (1, 2, 4)
 LATENCY_ROWS = (8, 16, 32, 64, 128)
@@ -66,7 +66,7 @@ def make_spec(
     whole_tile: bool = True,
     latency: bool = False,
 ) -> AsyncCopySpec:
-    """A spec with four consumer warps, and boxes as large as they may be."""
+    """A spec with four consumer warps and the largest boxes."""
     if box is None:
         swizzled = copy in ("tensor_swizzled", "multicast")
         box = (
@@ -98,7 +98,8 @@ def supported(copy: str, arch: str) -> bool:
     return has_async_proxy(arch) or copy not in BY_ONE_WARP
 
 
-# Copy, producer warps, CTAs that share a tile. "pairs" are those of multicast, without it.
+# Copy, producer warps, CTAs that share a tile. "pairs" has the CTA pairs of multicast, but no
+# multicast.
 STREAMS = {
     **{copy: (copy, producer_warps(copy), 1) for copy in COPIES[:-1]},
     "cp_async_same_warps": ("cp_async", 0, 1),
@@ -150,7 +151,7 @@ def repeated(arch: str, short: bool) -> list[Run]:
 def in_flight(copy: str, arch: str, kib: int, warps: int) -> AsyncCopySpec | None:
     """A ring of two or more tiles with `kib` KiB in flight, or None."""
     if copy == "vector":
-        # Registers hold what is in flight; shared memory has two stages besides.
+        # Registers hold the data in flight; shared memory has two stages in addition.
         if kib > MOST_VECTOR_KIB:
             return None
         rows, stages = kib * KIB // 256, 2
@@ -158,7 +159,7 @@ def in_flight(copy: str, arch: str, kib: int, warps: int) -> AsyncCopySpec | Non
         tile = max(2 * KIB, min(LARGEST_TILE, kib * KIB // 2))
         rows, stages = tile // 256, kib * KIB // tile + (warps == 0)
     if copy == "multicast" and rows < 16:
-        return None  # half of it would be less than a period of the swizzle
+        return None  # half of a tile would be less than a period of the swizzle
     return make_spec(copy, arch, rows=rows, stages=stages, producers=warps)
 
 
@@ -218,7 +219,7 @@ def boxes(arch: str, short: bool) -> list[Run]:
 
 
 def latency(arch: str, short: bool) -> list[Run]:
-    """A tile at a time, by one CTA on an idle GPU."""
+    """Copies of one tile at a time, by one CTA on an idle GPU."""
     return _runs(
         arch,
         (
@@ -248,7 +249,7 @@ WORK = (
 
 
 def with_products(arch: str, short: bool) -> list[Run]:
-    """Loops of a fixed amount of MMAs a tile, of 64 by 128, with four stages."""
+    """Loops with four stages and a fixed number of MMAs for each tile of 64 by 128."""
     return _runs(
         arch,
         (

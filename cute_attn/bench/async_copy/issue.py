@@ -18,8 +18,8 @@ _nvdisasm = cache(find_nvdisasm)
 
 
 def issue_slots(spec: AsyncCopySpec, arch: str) -> tuple[int, int]:
-    """Warp-instructions for each tile, without those of waits: of the warps that use it, and of
-    warps that only copy.
+    """Warp-instructions for each tile, without waits: in the warps that use the tile, and in warps
+    that only copy.
 
     Raises:
         DisassemblyError: no nvdisasm is installed.
@@ -38,7 +38,7 @@ def issue_slots(spec: AsyncCopySpec, arch: str) -> tuple[int, int]:
         return copying + (spec.consumer_warps - 1) * others, 0
     loops = [loop for loop in function.loops() if _has(function, loop, COPYING)]
     warps = 1 if by_one_warp else spec.producer_warps
-    # Without copies, the first tiles are copied all the same.
+    # Even a run without copies copies the first tiles.
     way = ((), COPYING) if spec.copy == "none" else (COPYING, ())
     return (
         spec.consumer_warps * _length(function, using, USING),
@@ -60,7 +60,8 @@ def _length(
     wanted: tuple[str, ...],
     unwanted: tuple[str, ...] = (),
 ) -> int:
-    """Instructions of the largest of the loops, on the shortest path with all that is wanted."""
+    """Instructions of the largest of the loops, on the shortest path that has all wanted
+    instructions."""
 
     def gain(instruction: Instruction) -> float:
         return float(_is(instruction, wanted)) - float(_is(instruction, unwanted))

@@ -77,7 +77,7 @@ def state_passes(
 
 
 def differing(outputs: dict[str, torch.Tensor]) -> list[str]:
-    """A line for each choice whose bits are not those of the first with the same products."""
+    """A line for each choice whose bits differ from the first choice with the same products."""
     first: dict[str, torch.Tensor] = {}
     return [
         f"the state pass with {name} differs from that with other copies"

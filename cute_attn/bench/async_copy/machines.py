@@ -1,5 +1,5 @@
-"""Where the runs of the study take place: on the GPU, timed; or in the emulator. Both check the
-sums of every run."""
+"""The machines that run the study: the GPU, which is timed, and the emulator. Both check the sums
+of every run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .problem import (
 MIB = 1024 * KIB
 MEMORY_BYTES = 1024 * MIB  # many times any L2
 L2_BYTES = 16 * MIB  # within the L2 of one half of any GPU here
-STREAMED_BYTES = 1024 * MIB  # that all CTAs of a run copy together
+STREAMED_BYTES = 1024 * MIB  # copied by all CTAs of a run together
 READ_UNROLL = 8
 READ_CTAS_PER_SM = 8
 SEED = 20261122
@@ -63,8 +63,8 @@ class Gpu:
         return kernels.num_clusters(self.device, cluster) * cluster if cluster > 1 else self.sms
 
     def repeated(self, run: Run, count: int) -> float:
-        """GB/s at which each CTA copies one tile again and again. Since a copy that is left out
-        would not show, the kernel first copies different tiles."""
+        """GB/s at which each CTA copies one tile again and again. The kernel first copies different
+        tiles, because the sums would not show a missing copy of the repeated tile."""
         ctas = self.ctas(run)
         self._time(run, Tiles(ctas, 16 * ctas, 64), timed=False)
         return self._time(run, Tiles(ctas, ctas, count))
@@ -74,8 +74,8 @@ class Gpu:
         return self._time(run, self.tiles_of(run, level))
 
     def tiles_of(self, run: Run, level: str) -> Tiles:
-        """Tiles beyond the L2, each copied once; or few enough for it, in another order each time,
-        so that no CTA finds its own in L1."""
+        """Tiles that exceed the L2, each copied once; or tiles that fit the L2, in another order
+        each time, so that no CTA finds its tiles in L1."""
         spec, ctas = run.spec, self.ctas(run)
         streams = ctas // run.sharing
         count = STREAMED_BYTES // spec.tile_bytes // ctas
@@ -122,7 +122,8 @@ class Gpu:
         return statistics.median(found)
 
     def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
-        """Microseconds of the state pass with each choice of copies, and what differed."""
+        """Microseconds of the state pass with each choice of copies, and notes on choices with
+        different bits."""
         calls, outputs = kda.state_passes(self.arch, self.device, tokens, heads)
         timings = time_cuda_interleaved(calls, flush="zero", rep_ms=REP_MS)
         times: dict[str, float | None] = {n: t.median_us for n, t in timings.items()}
@@ -136,7 +137,7 @@ class Gpu:
         words = self.memory["bits"].view(torch.int32).view(-1, VECTOR_WORDS)
         total = len(words)
         if level == "l2":
-            # Not a multiple of the threads, or each would read its own vectors again.
+            # The count is no multiple of the threads: each thread would read its own vectors again.
             words = words[: L2_BYTES // VECTOR_BYTES // threads * threads + READ_THREADS * 8]
         count = total // threads // READ_UNROLL
         shape = (READ_CTAS_PER_SM * self.sms, READ_THREADS, VECTOR_WORDS)
@@ -160,11 +161,12 @@ class Emulator:
         self.checked = 0
 
     def check(self, run: Run) -> None:
-        """Run with as many tiles as show every stage again, for each producer warp."""
+        """Run with enough tiles that every producer warp uses every stage twice."""
         self.execute(run, 2 * run.spec.num_stages + run.spec.producer_warps)
 
     def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
-        """None for each choice of copies of the state pass, and what differed."""
+        """None for each choice of copies of the state pass, and notes on choices with different
+        bits."""
         with emulated(self.arch):
             calls, outputs = kda.state_passes(self.arch, torch.device("cpu"), tokens, heads)
             for call in calls.values():

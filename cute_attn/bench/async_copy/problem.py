@@ -1,7 +1,7 @@
 """Tiles to copy, calls of the kernels, and the sums that they must return.
 
-Each thread returns a checksum of all words that it read, in order, or exact sums of MMAs. Both are
-computed here from the source alone, and from where each 16-byte unit of a tile belongs.
+Each thread returns a checksum of all words that it read, in order, or exact sums of MMAs. This
+module computes both from the source and from the place where each 16-byte unit of a tile belongs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...kernels.common.spec import VECTOR_BYTES, WARP_SIZE
 if TYPE_CHECKING:
     import torch
 
-FACTOR = 0x9E3779B1  # of the checksum, as in `kernels/async_copy/work.py`
+FACTOR = 0x9E3779B1  # the checksum's factor, as in `kernels/async_copy/work.py`
 SWIZZLE_UNITS = 8  # 16-byte units of a swizzled row of a box
-LARGEST_INTEGER = 8  # of the tiles that are multiplied
-WORDS_AT_ONCE = 2**26  # of an intermediate result
+LARGEST_INTEGER = 8  # in tiles that are multiplied
+WORDS_AT_ONCE = 2**26  # the size of an intermediate result
 
 
 class WrongTiles(AssertionError):
-    """The sums show that a tile was not copied, or not to its place."""
+    """The sums show that a tile was not copied, or was copied to a wrong place."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Tiles:
     """How CTAs take tiles.
 
     Attributes:
-        ctas: CTAs, one an SM.
+        ctas: the number of CTAs, one on each SM.
         tiles: different tiles in memory.
         count: tiles that a CTA copies.
-        sharing: CTAs that copy the same tiles; of a multicast, those of a cluster.
+        sharing: CTAs that copy the same tiles; with multicast, the CTAs of a cluster.
     """
 
     ctas: int
@@ -47,7 +47,7 @@ class Tiles:
     sharing: int = 1
 
     def check(self, spec: AsyncCopySpec) -> None:
-        """Raise ValueError if the kernel of `spec` cannot run this."""
+        """Raise ValueError if the kernel of `spec` cannot copy these tiles."""
         step = self.ctas // self.sharing * spec.turns
         if self.ctas % self.sharing or self.tiles < step or self.count < 1:
             raise ValueError(f"{self}: needs whole groups of CTAs, at least {step} tiles")
@@ -56,7 +56,7 @@ class Tiles:
 
 
 def make_memory(nbytes: int, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    """Flat memory to take tiles from, float16: random "bits", and small "integers" to multiply."""
+    """Flat memory to take tiles from, float16: random "bits", or small "integers" for products."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -104,7 +104,7 @@ def launch(
 
 
 def compare(spec: AsyncCopySpec, how: Tiles, sums: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise `WrongTiles` unless the sums are those of the tiles that each CTA had to copy."""
+    """Raise `WrongTiles` unless the sums match the tiles that each CTA had to copy."""
     import torch
 
     if not torch.equal(sums, expected):
@@ -113,7 +113,7 @@ def compare(spec: AsyncCopySpec, how: Tiles, sums: torch.Tensor, expected: torch
 
 
 def expected_sums(spec: AsyncCopySpec, source: torch.Tensor, how: Tiles) -> torch.Tensor:
-    """What the kernel must return: int32 (CTAs, consumer threads, 4)."""
+    """The sums that the kernel must return: int32 (CTAs, consumer threads, 4)."""
     import torch
 
     streams = how.ctas // how.sharing
@@ -137,8 +137,8 @@ def expected_sums(spec: AsyncCopySpec, source: torch.Tensor, how: Tiles) -> torc
 
 
 def checksums_of_reads(words: torch.Tensor, threads: int, count: int) -> torch.Tensor:
-    """int32 (threads, 4): what each thread of `plain_read` must return that reads `count` vectors
-    of `words`, (vectors, 4)."""
+    """int32 (threads, 4): the sums that each thread of `plain_read` must return, if it reads
+    `count` vectors of `words`, (vectors, 4)."""
     import torch
 
     total = torch.zeros((threads, words.shape[1]), dtype=torch.int32, device=words.device)
@@ -167,7 +167,8 @@ def _products(spec: AsyncCopySpec, source: torch.Tensor) -> torch.Tensor:
     import torch
 
     x = in_shared_memory(spec, source).view(torch.float16).to(torch.int32)
-    # Each warp multiplies what its own lanes read; four lanes hold a column of a right operand.
+    # Each warp multiplies values that its own lanes read; four lanes hold a column of a right
+    # operand.
     shape = (spec.vectors, spec.consumer_warps, WARP_SIZE // 4, 4 * VECTOR_BYTES // ELEMENT_BYTES)
     columns: torch.Tensor = x.unflatten(1, shape).sum((1, 4), dtype=torch.int32)
     scale = spec.products * (spec.products + 1) // 2

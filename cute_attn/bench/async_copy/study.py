@@ -8,9 +8,9 @@
     products    a loop that also does a fixed number of MMAs a tile
     kda         a kernel of this package with other copies than it chooses
 
-The sums that the kernels return show that every tile of every run has landed; a run with a wrong
-sum fails the benchmark. Without a GPU, or with --emulate, all kernels run in the emulator, on a few
-tiles, and the tables have registers and instructions of a tile in place of times.
+The sums that the kernels return show that every tile of every run has landed. A run with a wrong
+sum fails the benchmark. Without a GPU, or with --emulate, all kernels run in the emulator on a few
+tiles. The tables then have registers and instructions of a tile in place of times.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
         parts.append(_part(name, rows))
     if KDA in args.only:
         parts.append(_part(KDA, _kda(machine, course)))
-    # The streams are the report's own table, so that its plots are drawn.
+    # The streams are the report's own table, so that the plots of the streams are drawn.
     first = next((part for part in parts if part.benchmark.endswith("streams")), None)
     report = Report(
         benchmark="async-copy" if on_gpu else f"async-copy-emulated-{machine.arch}",
@@ -151,7 +151,7 @@ def _ceilings(gpu: Gpu, runs: list[Run]) -> dict[str, float | None]:
 
 @dataclass
 class Course:
-    """What a run of the benchmark has found wrong, and its log."""
+    """The problems that a run of the benchmark has found, and the run's log."""
 
     problems: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -194,7 +194,7 @@ def _measure(part: str, gpu: Gpu, runs: Sequence[Run], course: Course) -> list[R
                 continue
             value = course.attempt(part, gpu.stream, run, level)
             if part in ("streams", "producers"):
-                # A column for each copy, a row for the rest.
+                # Each copy has a column; each combination of the other fields has a row.
                 key = (level, *(v for k, v in run.labels if k != "copy"))
                 row = rows.setdefault(key, _wide(level, run, runs))
                 row[f"{run['copy']}_gbps"] = value
@@ -228,7 +228,7 @@ def _finish(part: str, rows: list[Row]) -> list[Row]:
             tma = by_key.get((row["head_dim"], row["block_kv"], "tensor"))
             row["gbps_to_tma_ratio"] = _ratio(row["gbps"], tma)
     if part == "products":
-        # Beside the same loop, with its hand-overs, without copies.
+        # The column compares with a loop that has all hand-overs, but no copies.
         for row in rows:
             warps = "same warps" if "same warps" in str(row["how"]) else "1 producer warp"
             base = next(

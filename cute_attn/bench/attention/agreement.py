@@ -1,4 +1,4 @@
-"""Whether a contender computes attention: its output beside float64, in a few heads."""
+"""Whether a contender computes attention: its output is compared with float64 in a few heads."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from ...reference.attention import attention_in_low_precision, attention_reference
 from ..harness.agreement import relative_error
 
-MAX_ERROR_RATIO = 2.0  # of ours to that of plain low-precision arithmetic
-PEER_MAX_ERROR = 0.02  # of a peer, relative to float64: it only has to compute the same
+MAX_ERROR_RATIO = 2.0  # our error over plain low-precision arithmetic's error
+PEER_MAX_ERROR = 0.02  # relative to float64: a peer only has to compute attention
 BLOCK = 1024  # rows at a time: their scores take memory
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What some rows of a head should be.
+    """The expected output of some rows of a head.
 
     Attributes:
-        rows: of its queries.
-        exact, plain: in float64, and in plain low-precision arithmetic.
+        rows: the rows of the head's queries.
+        exact, plain: the output in float64, and in plain low-precision arithmetic.
     """
 
     batch: int
@@ -31,12 +31,13 @@ class Expected:
     plain: torch.Tensor
 
     def of(self, o: torch.Tensor) -> torch.Tensor:
-        """These rows of an output `[B, SQ, H, D]`."""
+        """The expected rows, cut from an output `[B, SQ, H, D]`."""
         return o[self.batch, self.rows, self.head].double()
 
 
 def error_ratio(o: torch.Tensor, expected: Sequence[Expected]) -> float:
-    """The larger of two errors, in norm and at worst, over that of plain arithmetic."""
+    """The larger of two ratios of our error to plain arithmetic's error: in the norm, and in the
+    worst element."""
     exact = torch.cat([head.exact for head in expected])
     own = (torch.cat([head.of(o) for head in expected]) - exact).abs()
     allowed = (torch.cat([head.plain for head in expected]).double() - exact).abs()
@@ -62,11 +63,11 @@ def expected_in(
     causal: bool,
     max_blocks: int | None = None,
 ) -> list[Expected]:
-    """Of each pair of a batch and a query head. q is `[B, SQ, H, D]`, and k and v are
-    `[B, SK, HK, D]`.
+    """The expected output of each pair of a batch and a query head. q is `[B, SQ, H, D]`, and k and
+    v are `[B, SK, HK, D]`.
 
     Args:
-        max_blocks: so many blocks of BLOCK rows at most, the first and the last among them.
+        max_blocks: the most blocks of BLOCK rows; the first and the last block are always checked.
     """
     group = q.shape[2] // k.shape[2]
     found = []
@@ -91,7 +92,7 @@ def _blocks(rows: int, most: int | None) -> Sequence[tuple[int, int]]:
 def _block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # So many keys that the last row sees the last one.
+    # The keys up to the last key that the last row sees.
     keys = k.shape[1] - (q.shape[1] - end) if causal else k.shape[1]
     rows = q[:, start:end], k[:, :keys], v[:, :keys]
     exact, plain = (

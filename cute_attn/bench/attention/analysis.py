@@ -1,4 +1,4 @@
-"""What the report of every attention kernel's machine code has: its analysis, rows and notes."""
+"""Analysis, rows and notes that the reports on all attention kernels' machine code share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Analysed:
     """A program, and the cost of a tile in one kind of its CTAs.
 
     Attributes:
-        part: which kind, if there are several.
+        part: the kind of CTA, if there are several.
     """
 
     program: Program

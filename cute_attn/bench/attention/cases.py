@@ -15,7 +15,7 @@ FA4, CUDNN, FA2 = "fa4", "cudnn", "fa2"  # the last one is PyTorch's flash backe
 PEERS = (FA4, CUDNN, FA2)
 
 HEAD_DIMS = (64, 128, 256)
-TOKENS = 16384  # of a batch, or one longer sequence
+TOKENS = 16384  # tokens of a batch, or of one longer sequence
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GROUPS = (1, 4, 8)
 WIDTH = 2048  # heads times head_dim
@@ -25,7 +25,7 @@ DECODE_BATCHES = (1, 4, 16, 64, 256)
 DECODE_KEYS = (1024, 8192, 32768, 131072)
 PAGE_SIZE = 64
 PAGE_SIZES = (16, 64, 128, 256)
-SHORT_QUERIES = 128  # heads share tiles up to so many
+SHORT_QUERIES = 128  # heads share tiles up to this many queries
 
 ELEMENT = 2  # bytes
 
@@ -37,7 +37,7 @@ BACKWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
     64: {FA4: 1.0}, 128: {FA4: 1.0}, 256: {"best": 1.5},
 }  # fmt: skip
 TARGET_SEQLEN = 4096
-BACKWARD_TFLOPS = 560.0  # of head_dim 256, dense
+BACKWARD_TFLOPS = 560.0  # at head_dim 256, dense
 LARGE_CACHE = 64 * 10**6  # bytes of K and V, above which decode is held to the copy bandwidth
 DECODE_SHARE = 0.9
 MAX_PAGE_LOSS_PCT, LOSS_PAGE_SIZE = 5.0, 64
@@ -71,12 +71,13 @@ class Case:
 
     @property
     def cached(self) -> bool:
-        """Whether K and V are a cache, whose lengths the device knows."""
+        """Whether K and V are a cache, with lengths on the device."""
         return self.part in ("decode", "pages")
 
     @property
     def flops(self) -> float:
-        """Of the products; with a causal mask half of the pairs of a square count."""
+        """Floating-point operations of the products. With a causal mask, half of a square's pairs
+        count."""
         pairs = self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
         forward = 4.0 * self.batch * self.heads * pairs * self.head_dim
         return 2.5 * forward if self.part == "backward" else forward
@@ -87,23 +88,24 @@ class Case:
 
     @property
     def min_bytes(self) -> int:
-        """K and V, q and o, once."""
+        """Bytes of K, V, q and o, each moved once."""
         return self.kv_bytes + 2 * self.batch * self.seqlen_q * self.heads * self.head_dim * ELEMENT
 
     @property
     def memory_bytes(self) -> int:
-        """A rough upper bound, of all contenders: K and V in pages are a copy of those in one piece
-        if both are timed; a backward has gradients, in float32 too, and what autograd keeps."""
+        """A rough upper bound of the memory of all contenders. If K and V are timed in pages and in
+        one piece, both copies count. A backward has gradients, in float32 too, and tensors that
+        autograd keeps."""
         return self.min_bytes * {"forward": 3, "backward": 10, "decode": 3, "pages": 3}[self.part]
 
     @property
     def num_splits(self) -> int:
-        """As the call has it: of a step the operator chooses."""
+        """The call's num_splits: for a decode step the operator chooses."""
         return 0 if self.cached and self.seqlen_q <= SHORT_QUERIES else 1
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Of `cute_attn.ops.attention.plan_attention`."""
+        """Arguments of `cute_attn.ops.attention.plan_attention`."""
         return {
             "head_dim": self.head_dim, "dtype": self.dtype, "heads": self.heads,
             "heads_k": self.heads_k, "causal": self.causal, "seqused_k": self.cached,
@@ -197,7 +199,8 @@ def short_cases() -> list[Case]:
 
 
 def peer_columns(timings: Mapping[str, Timing]) -> Row:
-    """Of the times of the peers, and ours beside each and beside the fastest."""
+    """Columns of the peers' times, of our speed over each peer, and of our speed over the
+    fastest."""
     us = {who: timing.median_us for who, timing in timings.items()}
     peers = {who: us[who] for who in PEERS if who in us}
     speedup = {who: peer_us / us["ours"] for who, peer_us in peers.items() if "ours" in us}
@@ -216,7 +219,8 @@ def time_columns(timings: Mapping[str, Timing]) -> Row:
 
 
 def whole_row(case: Case, timings: Mapping[str, Timing], roofline: Roofline) -> Row:
-    """Of a forward or a backward, by products. Without timings there is no kernel of ours."""
+    """The row of a forward or a backward, with its rate of products. Without timings we have no
+    kernel."""
     tflops = {who: case.flops / timing.median_us / 1e6 for who, timing in timings.items()}
     limit = roofline.matmul_tflops
     judged = "ours" in tflops and limit is not None
@@ -243,7 +247,7 @@ def decode_row(case: Case, timings: Mapping[str, Timing], roofline: Roofline) ->
 
 
 def pages_row(case: Case, timings: Mapping[str, Timing]) -> Row:
-    """Of K and V in pages beside the same in one piece, "contiguous"."""
+    """The row that compares K and V in pages with K and V in one piece, "contiguous"."""
     ours, contiguous = timings["ours"].median_us, timings["contiguous"].median_us
     return {
         **case.row,
@@ -258,7 +262,7 @@ def pages_row(case: Case, timings: Mapping[str, Timing]) -> Row:
 
 
 def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
-    """The targets, for every row that they are set for; `tables` are rows by part."""
+    """The targets, for every row that has a target; `tables` are rows by part."""
     found: list[Verdict] = []
     for part, targets in (("forward", FORWARD_TARGETS), ("backward", BACKWARD_TARGETS)):
         for row in tables.get(part, ()):

@@ -1,6 +1,7 @@
 """The rate at which CTAs of a cluster of four hand P' to one another, by st.async.
 
-The dK/dV kernel at head_dim 256 needs 32 KB for each of two CTAs in 2048 clocks: 16 bytes a clock.
+The dK/dV kernel at head_dim 256 needs 32 KB for each of two CTAs in 2048 clocks: 16 bytes per
+clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..harness.report import Report, Row, Verdict
 KERNEL = KernelDef(
     name="bench_exchange", target="cute_attn.bench.attention.exchange_kernel:Exchange"
 )
-NEEDED = 16.0  # bytes a clock of each sending CTA
+NEEDED = 16.0  # bytes per clock of each sending CTA
 TILES = 2000
 
 

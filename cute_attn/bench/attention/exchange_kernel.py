@@ -1,8 +1,10 @@
-"""What the dK/dV kernel's pairs exchange, and nothing else: P' of tile after tile by st.async.
+"""The exchange between the dK/dV kernel's pairs, and nothing else: P' of tile after tile, by
+st.async.
 
-A cluster has four CTAs. The warps of CTAs 0 and 1 each send 4 KB a tile to the same warp of CTA 2
-or 3, which reads it and grants the buffer again, with the mbarriers and the addresses of
-`kernels/attention/sm100/backward_hd256_dkdv.py`. Every CTA takes all of an SM's shared memory.
+A cluster has four CTAs. Each warp of CTAs 0 and 1 sends 4 KB for each tile to the same warp of CTA
+2 or 3. The receiving warp reads the data and grants the buffer again. Mbarriers and addresses are
+as in `kernels/attention/sm100/backward_hd256_dkdv.py`. Every CTA takes all of an SM's shared
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ...kernels.common.spec import MAX_SMEM_BYTES, WARP_SIZE, Spec
 CLUSTER = 2 * CTAS
 WARPS = Role("elementwise", range(8))
 ROWS = 128
-CHUNKS = 8  # of 16 bytes, that a thread sends
+CHUNKS = 8  # chunks of 16 bytes that a thread sends
 EXCHANGE_BYTES = len(WARPS) * WARP_SIZE * CHUNKS * 16
 
 
@@ -68,8 +70,8 @@ class Exchange:
 
     @cute.jit
     def __call__(self, clocks: cute.Tensor, tiles: Int32, stream: Any) -> None:
-        """Exchange `tiles` tiles in each cluster, and write the clocks of each CTA to `clocks`,
-        `[clusters, 4]`."""
+        """Exchange `tiles` tiles in each cluster. Write each CTA's clocks to `clocks`, `[clusters,
+        4]`."""
         self.kernel(clocks, tiles).launch(
             grid=[CLUSTER * clocks.shape[0], 1, 1],
             block=[len(WARPS) * WARP_SIZE, 1, 1],

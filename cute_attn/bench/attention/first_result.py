@@ -1,8 +1,8 @@
 """How long a fresh process waits for its first result of softmax attention, with cold and with warm
-caches: of a forward, of a training step (forward and backward) and of a decoding step that chooses
-its number of splits. See `harness.first_result`.
+caches. The results are of a forward, of a training step (forward and backward) and of a decoding
+step that chooses its number of splits. See `harness.first_result`.
 
-Nothing is tuned, here or by FlashAttention-4, whose disk cache is switched on.
+Neither library tunes anything. FlashAttention-4's disk cache is switched on.
 """
 
 from __future__ import annotations

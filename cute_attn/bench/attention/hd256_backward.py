@@ -1,7 +1,7 @@
 """Machine code of the backward at head_dim 256, ours and FlashAttention-4's, by specialisation.
 
-Both have a kernel for dQ and one for dK and dV. Their tiles and clusters differ, so that they are
-compared by the clocks for 128 queries and 128 keys on a pair of SMs.
+Both packages have a kernel for dQ and a kernel for dK and dV. Tiles and clusters differ, so the
+kernels are compared by the clocks for 128 queries and 128 keys on a pair of SMs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from . import programs
 from .analysis import NOTES, Analysed, analyse, counts, no_spills, presumed_shapes, summary, units
 from .programs import ARCH, OURS, THEIRS, Program
 
-GOAL = 0.8  # of their clocks for a tile of both kernels
+GOAL = 0.8  # share of FlashAttention-4's clocks, both kernels together
 SEQLENS = (2048, 8192, 32768)
 KIB = 1024
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A specialisation of our kernels, and that of FlashAttention-4 to compare it with.
+    """A specialisation of our kernels, and FlashAttention-4's specialisation to compare with.
 
     Attributes:
-        ours: fields of our spec that differ from the plain one.
+        ours: fields of our spec that differ from the plain spec.
         theirs: options of FlashAttention-4's backward; None if it has no such specialisation.
-        beside: without `theirs`, the specialisation whose `theirs` this one is compared with.
+        beside: if `theirs` is None, another specialisation; its `theirs` is compared with `ours`.
     """
 
     name: str
@@ -85,7 +85,7 @@ FROM_SHARED = Product((128, 256, 16), 8)
 DQ, DKDV, VALUE, KEY = "dQ", "dK/dV", "dK/dV, value pair", "dK/dV, key pair"
 
 # dQ, both: S = Q K^T, dP = dO V^T, dQ += dS K with dS in tensor memory. K, V and the columns of K
-# arrive, 32 KiB each: ten boxes. Theirs has a thread for a row, ours two.
+# arrive, 32 KiB each: ten boxes. FlashAttention-4's kernel has one thread for a row, ours two.
 THEIR_DQ = Geometry(
     tile=(256, 128),
     cluster=2,
@@ -111,7 +111,8 @@ OUR_DQ = Geometry(
     },
 )
 
-# Their dK/dV: every operand is in shared memory. Q and dO arrive twice, as rows and as columns.
+# FlashAttention-4's dK/dV: every operand is in shared memory. Q and dO arrive twice, as rows and as
+# columns.
 THEIR_DKDV = Geometry(
     tile=(128, 128),
     cluster=2,
@@ -131,7 +132,8 @@ THEIR_DKDV = Geometry(
 
 
 def _our_pair(owns: Any, exchanged: int) -> Geometry:
-    """Of our dK/dV: one pair makes S^T and dV, the other dP^T and dK. Each loads Q and dO."""
+    """A pair of our dK/dV kernel: one pair makes S^T and dV, the other dP^T and dK. Each pair loads
+    Q and dO."""
     return Geometry(
         tile=(128, 256),
         cluster=4,
@@ -204,7 +206,7 @@ BACKWARD_NOTES = (
 
 
 def analyse_parts(program: Program, part: str, nvdisasm: Path) -> list[Analysed]:
-    """Of each kind of CTA of a kernel, dQ or dK/dV."""
+    """The analyses of each kind of CTA of a kernel, dQ or dK/dV."""
     kinds = PARTS[program.kernel, part]
     return [analyse(program, nvdisasm, geometry, name) for name, geometry in kinds.items()]
 
@@ -269,14 +271,15 @@ def _summary(analysed: Analysed) -> Row:
 
 
 def square_clocks(analysed: Analysed) -> float:
-    """Of the busiest unit, for 128 queries and 128 keys on a pair of SMs."""
+    """The busiest unit's clocks for 128 queries and 128 keys on a pair of SMs."""
     return analysed.tile.clocks.bound / analysed.geometry.squares
 
 
 def step_clocks(
     analysed: Sequence[Analysed], kernel: str, specialisation: str, seqlen: int, causal: bool
 ) -> float | None:
-    """Of both kernels, for the backward of one head on a pair of SMs; None if one is missing."""
+    """Both kernels' clocks for the backward of one head on a pair of SMs; None if a kernel is
+    missing."""
     clocks = {
         a.part: a.tile.clocks.bound
         * a.geometry.tiles(seqlen, causal)
@@ -309,14 +312,15 @@ def _steps(analysed: Sequence[Analysed]) -> Iterator[Row]:
 def verdicts(
     analysed: Sequence[Analysed], specialisations: Sequence[Specialisation]
 ) -> list[Verdict]:
-    """Our kernels do not spill, and take at most `GOAL` of the clocks of theirs."""
+    """Our kernels do not spill, and take at most `GOAL` of the clocks of FlashAttention-4's
+    kernels."""
     found = [no_spills(analysed)]
     for specialisation in specialisations:
         name, beside = specialisation.name, specialisation.beside or specialisation.name
         question = f"{name}: busiest units of both kernels, at most {GOAL:g} of theirs"
         if specialisation.beside:
             question += f" (theirs {beside})"
-        # One tile of each kernel, or rather as much of it as there are 128 queries and 128 keys.
+        # The clocks of one tile of each kernel, scaled to 128 queries and 128 keys.
         ours, theirs = (
             step_clocks(analysed, kernel, which, 2 * model.SQUARE, causal=False)
             for kernel, which in ((OURS, name), (THEIRS, beside))

@@ -19,12 +19,12 @@ PUBLISHED_TFLOPS = {4096: 1488, 8192: 1608, 16384: 1680, 32768: 1726}
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A specialisation of our kernel, and that of FlashAttention-4 to compare it with.
+    """A specialisation of our kernel, and FlashAttention-4's specialisation to compare with.
 
     Attributes:
-        ours: fields of our spec that differ from the plain one.
+        ours: fields of our spec that differ from the plain spec.
         theirs: options of FlashAttention-4's forward; None if it has no such specialisation.
-        beside: without `theirs`, the specialisation whose `theirs` this one is compared with.
+        beside: if `theirs` is None, another specialisation; its `theirs` is compared with `ours`.
     """
 
     name: str

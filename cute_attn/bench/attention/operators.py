@@ -1,12 +1,14 @@
 """Softmax attention, forward, backward and decode, beside FlashAttention-4, cuDNN and PyTorch's
 flash backend.
 
-16k tokens in all by length (or one sequence of 32k), of 2048 columns of query heads; decode: one
-query of 16 heads and 2 K/V heads over a cache, contiguous and in pages; and what pages cost. Every
-contender is checked before it is timed: outputs of some heads against float64 (the error of ours at
-most twice that of plain arithmetic, a peer's at most 2 %), gradients of few tokens against float64
-and of the case beside the peers'. An H200 lowers its clocks under load, so each is timed after a
-rest, in rounds. On Hopper FlashAttention-4 has no split-KV: decode is compared with its one pass.
+Forward and backward have 16k tokens in sequences of several lengths (or one sequence of 32k), with
+2048 columns of query heads. Decode has one query of 16 heads and 2 K/V heads over a cache,
+contiguous and in pages. A further part shows the cost of pages. Every contender is checked before
+it is timed. Outputs of some heads are compared with float64: our error may be twice plain
+arithmetic's error, a peer's at most 2 %. Gradients of few tokens are compared with float64, and the
+case's gradients with the peers'. An H200 lowers its clocks under load, so each contender is timed
+after a rest, in rounds. On Hopper FlashAttention-4 has no split-KV: decode is compared with
+FlashAttention-4's single pass.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ PARTS = {
     "decode": "Decode, one query",
     "pages": "K and V in pages beside the same in one piece",
 }
-# What a caller waits for, and, of a step, the device's part of it.
+# The time that a caller waits, and for a decode step also the device's part of this time.
 DEFAULT_MODES: Mapping[str, Mode] = {
     "forward": "do_bench", "backward": "do_bench", "decode": "graph", "pages": "graph",
 }  # fmt: skip
-# A decode step writes next to nothing: it would wait for the write-back of what a flush with zeros
-# has left in L2, 9 us on an H200, of which a copy waits for 2 to 4.
+# A flush with zeros leaves dirty lines in L2. A decode step writes almost nothing, and would wait
+# for their whole write-back, 9 us on an H200; a copy waits for 2 to 4 us.
 DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "pages": "read"}
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
@@ -100,13 +102,13 @@ def run(args: argparse.Namespace) -> Report:
         for case in track(fit, "attention"):
             timer.time(case)
             done += 1
-    except KeyboardInterrupt:  # what has been measured is worth a report
+    except KeyboardInterrupt:  # the results so far are worth a report
         notes.append(f"interrupted: {done} of {len(fit)} cases are done")
     return report(args, timer, roofline, notes)
 
 
 class Timer:
-    """Times cases; `tables` are its rows by part, `failures` what is wrong with ours."""
+    """Times cases. `tables` has the rows by part, `failures` the errors of our kernels."""
 
     def __init__(
         self, args: argparse.Namespace, roofline: Roofline, theirs: Mapping[str, Any] | None
@@ -130,7 +132,7 @@ class Timer:
             reason = (str(error).splitlines() or [""])[0]
             self.failures.append(f"FAILED: {case}: {type(error).__name__}: {reason}")
             print(self.failures[-1], file=sys.stderr, flush=True)
-        contenders = {}  # and the tensors that they hold
+        contenders = {}  # and the tensors that contenders hold
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -182,7 +184,7 @@ class Timer:
             contenders = {**contenders, **copies(case.min_bytes, problem.DEVICE)}
         short = self.args.short
         flush = self.args.flush or DEFAULT_FLUSHES.get(case.part, "zero")
-        flush = "zero" if mode == "do_bench" else flush  # which has its own
+        flush = "zero" if mode == "do_bench" else flush  # do_bench has its own flush
         timings = time_rested(
             contenders,
             mode=mode,
@@ -198,7 +200,7 @@ class Timer:
         else:
             row = whole_row(case, timings, self.roofline)
         self.tables[case.part].append(row | {"mode": mode, "flush": flush})
-        # Rows are printed at once, since a run may be cut.
+        # Rows are printed at once, since a run may be cut short.
         times = [f"{who} {timing.median_us:.4g} us" for who, timing in timings.items()]
         print(f"{case} ({mode}): {', '.join(times) or 'no kernel'}", file=sys.stderr, flush=True)
 
@@ -206,7 +208,7 @@ class Timer:
 def report(
     args: argparse.Namespace, timer: Timer, roofline: Roofline, notes: Sequence[str]
 ) -> Report:
-    """The report of the part that was timed, or one whose parts are these reports."""
+    """The report of the part that was timed; with several parts, a report of their reports."""
     plots = {
         "forward": whole_plots(timer.tables["forward"], roofline),
         "backward": whole_plots(timer.tables["backward"], roofline),

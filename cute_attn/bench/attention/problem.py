@@ -28,19 +28,19 @@ from .cases import CUDNN, FA2, FA4, PEERS, SHORT_QUERIES, Case
 
 DEVICE = "cuda"
 SEED = 20261122
-CHECKED_BLOCKS = 3  # of the rows of a head
-CHECKED_TOKENS = 512  # of the gradients that are compared with float64
+CHECKED_BLOCKS = 3  # blocks of rows of a head
+CHECKED_TOKENS = 512  # tokens of gradients that are compared with float64
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a call.
+    """Inputs of a call.
 
     Attributes:
         k, v: `[B, S, HK, D]`, or `[pages, page_size, HK, D]` with a page table.
-        seqused_k: of a cache, all of which is used.
+        seqused_k: lengths of a cache, all of whose rows are used.
     """
 
     q: torch.Tensor
@@ -50,7 +50,7 @@ class Inputs:
     page_table: torch.Tensor | None = None
 
     def in_one_piece(self, batches: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of these sequences without pages."""
+        """k and v of the sequences, without pages."""
         if self.page_table is None:
             return self.k[batches], self.v[batches]
         pages = self.page_table[batches].long()
@@ -59,7 +59,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = SEED) -> Inputs:
-    """Random ones; pages are in random order."""
+    """Random inputs; pages are in random order."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -81,8 +81,8 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
 
 
 def compile_all(cases: Sequence[Case]) -> None:
-    """Compile the forward's kernels on all cores, instead of one by one when called; one that does
-    not compile fails again when it is called."""
+    """Compile the forward's kernels on all cores, instead of one by one when called. A kernel that
+    does not compile fails again when it is called."""
     from cute_attn import cache, warmup
     from cute_attn.ops.attention import plan_attention
 
@@ -93,14 +93,14 @@ def compile_all(cases: Sequence[Case]) -> None:
 
 
 def with_kernel(cases: Sequence[Case]) -> tuple[list[Case], list[str]]:
-    """The cases for whose forward there is a kernel, and notes on the others."""
+    """The cases whose forward has a kernel, and notes on all other cases."""
     missing = {case: reason for case in cases if (reason := _no_kernel(case)) is not None}
     found = [case for case in cases if case not in missing]
     return found, list(dict.fromkeys(missing.values()))
 
 
 def _no_kernel(case: Case) -> str | None:
-    """Why there is none."""
+    """The reason why no kernel exists."""
     from cute_attn import cache
     from cute_attn.ops.attention import plan_attention
 
@@ -115,7 +115,7 @@ def _no_kernel(case: Case) -> str | None:
 
 
 def peer_functions() -> tuple[dict[str, Callable[..., Any]], list[str]]:
-    """FlashAttention-4's functions by name, if it is installed, and a note if not."""
+    """FlashAttention-4's functions by name, or a note if FlashAttention-4 is not installed."""
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
@@ -167,7 +167,7 @@ def _sdpa(who: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Cas
 
 
 def output(result: Any) -> torch.Tensor:
-    """o of what a contender returns."""
+    """o from the value that a contender returns."""
     o: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return o
 
@@ -175,8 +175,8 @@ def output(result: Any) -> torch.Tensor:
 def backward_calls(
     case: Case, given: Inputs, theirs: Mapping[str, Callable[..., Any]] | None
 ) -> tuple[dict[str, Call], list[str]]:
-    """The gradients (dq, dk, dv) of each contender, whose forward has run, and notes on those that
-    failed.
+    """Calls that return the gradients (dq, dk, dv) of each contender, whose forward has run. Also
+    notes on contenders that failed.
 
     Raises:
         NotImplementedError: there is no kernel of ours.
@@ -207,8 +207,8 @@ def has_forward(head_dim: int) -> bool:
 
 
 def launch_paths(public_name: str, head_dim: int) -> dict[str, Call]:
-    """Calls of the operator on small tensors, whose kernel takes less time than its launch; in
-    pages where there is a kernel."""
+    """Calls of the operator on small tensors: the kernel takes less time than its launch. K and V
+    are in pages if a kernel for pages exists."""
     from cute_attn import flash_attn_func, flash_attn_varlen_func
 
     dense = make_inputs(Case("forward", head_dim, 1, 128, 128, 1, 1, False))
@@ -242,7 +242,8 @@ def _failed(who: str, case: Case, error: Exception) -> str:
 
 
 def expected(case: Case, given: Inputs) -> list[Expected]:
-    """What some heads should be: of a step all heads of two sequences, since it has few rows."""
+    """The expected output of some heads; for a decode step, all heads of two sequences, since a
+    step has few rows."""
     found = []
     ends = sorted({0, case.batch - 1})
     heads = range(case.heads) if case.seqlen_q <= SHORT_QUERIES else {0, case.heads - 1}
@@ -260,8 +261,8 @@ def expected(case: Case, given: Inputs) -> list[Expected]:
 def agreeing(
     case: Case, given: Inputs, contenders: Mapping[str, Call]
 ) -> tuple[dict[str, Call], dict[str, float], list[str]]:
-    """(the contenders to time, errors by contender, notes on the others). The error of ours is a
-    multiple of plain arithmetic's, that of a peer is relative.
+    """(the contenders to time, errors by contender, notes on all other contenders). Our error is a
+    multiple of plain arithmetic's error; a peer's error is relative.
 
     Raises:
         Disagreement: ours is wrong.
@@ -295,12 +296,12 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def check_gradients(case: Case) -> dict[str, float]:
-    """The errors of ours on few tokens, of the first K/V head and its query heads, as multiples of
-    plain arithmetic's.
+    """Our errors on few tokens, in the first K/V head and its query heads, as multiples of plain
+    arithmetic's errors.
 
     Raises:
         NotImplementedError: there is no kernel.
-        Disagreement: one is above MAX_ERROR_RATIO.
+        Disagreement: an error is above MAX_ERROR_RATIO.
     """
     small = replace(case, batch=1, seqlen_q=CHECKED_TOKENS, seqlen_k=CHECKED_TOKENS)
     given = make_inputs(small)
@@ -327,8 +328,8 @@ def check_gradients(case: Case) -> dict[str, float]:
 def agreeing_gradients(
     case: Case, contenders: Mapping[str, Call]
 ) -> tuple[dict[str, Call], list[str]]:
-    """The contenders to time: ours, and the peers whose gradients are close to ours; and notes on
-    the others."""
+    """The contenders to time: ours, and peers whose gradients are close to ours. Also notes on all
+    other peers."""
     ours = contenders["ours"]()
     timed, notes = {"ours": contenders["ours"]}, []
     if not all(bool(torch.isfinite(x).all()) for x in ours):
@@ -349,7 +350,7 @@ def agreeing_gradients(
 
 
 def capturable(case: Case, contenders: Mapping[str, Call]) -> tuple[dict[str, Call], list[str]]:
-    """The contenders that a CUDA graph can capture, and notes on the others."""
+    """The contenders that a CUDA graph can capture, and notes on all other contenders."""
     from ..harness.timing import CudaDevice
 
     timed, notes = {}, []

@@ -25,8 +25,8 @@ class Program:
     """One compiled kernel.
 
     Attributes:
-        kernel: whose it is, OURS or THEIRS.
-        name: its symbol, or the part of it that tells the kernels of a module apart.
+        kernel: the package that the kernel comes from, OURS or THEIRS.
+        name: the kernel's symbol, or the part of the symbol that tells a module's kernels apart.
         spilled: bytes of spills that ptxas reports; None if there is no report.
         shared: bytes of shared memory of a CTA, static and dynamic.
     """
@@ -43,11 +43,11 @@ class Program:
 
 
 def our_program(kernel: KernelDef, spec: Any, specialisation: str, *, arch: str = ARCH) -> Program:
-    """Compile a kernel of ours, or take it from the cache.
+    """Compile our kernel, or take our kernel from the cache.
 
     Raises:
         Unavailable: there is no compiler.
-        cute_attn.cache.CompileError: it does not compile.
+        cute_attn.cache.CompileError: the kernel does not compile.
     """
     if importlib.util.find_spec("cutlass") is None:
         raise Unavailable("needs nvidia-cutlass-dsl, which is not installed")
@@ -76,7 +76,7 @@ def their_programs(
     """FlashAttention-4's programs, compiled into `directory` or found there, and notes on failures.
 
     Args:
-        requests: by specialisation.
+        requests: requests by specialisation.
         call: which call of a request has the kernels.
 
     Raises:
@@ -121,7 +121,8 @@ def _their_programs(name: str, captured: peers.Captured, call: int) -> Iterator[
 
 
 def _dynamic_shared(captured: peers.Captured, call: int) -> dict[str, int]:
-    """Bytes of dynamic shared memory that the host code requests; it runs without launching."""
+    """Bytes of dynamic shared memory that the host code requests. The host code runs without
+    launching."""
     from ...emulator import EmulatorUnavailable
     from ...emulator.host import HostFunction, Launch
 

@@ -1,5 +1,5 @@
-"""What a warp of the SM90 kernels executes for a tile, ours and FlashAttention-4's: the forward,
-and the backward's kernel of five products at head_dim 64 and 128."""
+"""Instructions that a warp of an SM90 kernel executes for a tile, ours and FlashAttention-4's. The
+kernels are the forward, and the backward's kernel of five products at head_dim 64 and 128."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from .. import peers
 
 ARCH = "sm_90a"
-SEQLEN = 4096  # their kernels are compiled for a request; tiles depend on the mask alone
+SEQLEN = 4096  # for FlashAttention-4's kernels; a tile depends only on the mask
 
-# Opcodes by column; "uniform" are those of the uniform data path, and the rest is "other".
+# Opcodes by column. "uniform" has opcodes of the uniform data path, "other" all further opcodes.
 KINDS = {
     "mma": MMAS,
     "exponentials": ("MUFU",),
@@ -41,8 +41,8 @@ KINDS = {
 _KIND = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 COLUMNS = (*KINDS, "uniform", "other")
 
-# By what a tile in the middle is recognised beside its MMAs. P is rounded in the forward, where the
-# rescaling of O has exponentials too; in the backward stores of dK and dV round.
+# Opcodes by which a middle tile is recognised beside its MMAs. The forward rounds P, and the
+# rescaling of O has exponentials too. In the backward the stores of dK and dV round.
 THROUGH = {"forward": ("F2FP",), "backward": ("MUFU",)}
 ROUNDED = {"forward": 1, "backward": 2}  # tiles: P, and dS
 
@@ -59,7 +59,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of both."""
+    """A kernel that both packages have."""
 
     direction: str
     head_dim: int
@@ -75,13 +75,13 @@ CASES = tuple(
     for direction in ("forward", "backward")
     for head_dim in head_dims("forward", SM90)
     for causal in (False, True)
-    if (direction, head_dim) != ("backward", 256)  # theirs has other products than our kernels
+    if (direction, head_dim) != ("backward", 256)  # FlashAttention-4's has other products
 )
 SHORT = (Case("backward", 128, False),)
 
 
 def report(options: argparse.Namespace, nvdisasm: Path, captures: Path) -> Report:
-    """The counts of all cases, with `options.short` of few."""
+    """The counts of all cases; with `options.short`, of a few cases."""
     cases = SHORT if options.short else CASES
     rows = [_of_ours(case) for case in track(cases, f"compiling {OURS}")]
     theirs, notes = _of_theirs(cases, captures)
@@ -139,8 +139,8 @@ def _of_ours(case: Case) -> Row:
 
 
 def _of_theirs(cases: Sequence[Case], captures: Path) -> tuple[list[Row], list[str]]:
-    """The counts of FlashAttention-4, whose kernels are compiled into `captures` or found there,
-    and notes on what is missing."""
+    """The counts of FlashAttention-4, and notes on missing kernels. `captures` holds its compiled
+    kernels; missing kernels are compiled first."""
     from .. import peers  # imports torch
 
     if reason := peers.missing("flash_attention_4"):

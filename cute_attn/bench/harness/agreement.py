@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-ROWS = 32  # of the first dimension at a time, since float64 takes two or four times the memory
+ROWS = 32  # at a time, since float64 takes two or four times the memory
 
 
 class Disagreement(AssertionError):

@@ -1,4 +1,4 @@
-"""The option --only, which chooses cases by their fields."""
+"""The option --only, which chooses cases by the cases' fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def chosen(
     only: Sequence[Filter] | None,
     value_of: Callable[[AnyCase, str], Any] = getattr,
 ) -> list[AnyCase]:
-    """The cases that pass one of the filters. A case without a field fits no filter on it."""
+    """The cases that pass one of the filters. A case without a field passes no filter on the
+    field."""
     if not only:
         return list(cases)
     return [

@@ -40,7 +40,7 @@ def checkout() -> Path | None:
 
 
 def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
-    """The environment of a report as plain values; those that do not apply are left out.
+    """The environment of a report as plain values; values that do not apply are left out.
 
     Args:
         argv: arguments after `python -m cute_attn.bench`.
@@ -74,7 +74,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 def _gpu() -> Facts:
     if "torch" not in sys.modules:
-        return {}  # CPU benchmarks do not load torch, and must not pay for the import
+        return {}  # CPU benchmarks must not pay for importing torch
     import torch
 
     if not torch.cuda.is_available():

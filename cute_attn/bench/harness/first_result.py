@@ -1,10 +1,10 @@
 """How long a fresh process waits for its first result, with cold and with warm caches.
 
-Each program runs in a process of its own: it makes random inputs, waits for the device, and then
-times importing the library, the first call and the first call of another size. A call's time ends
-when its result is complete. The first result is import and first call together. Cold: the
-compilers' caches are empty directories, as on a new machine; warm: the same directories, filled by
-the run before.
+Each program runs in its own process. The program makes random inputs and waits for the device. Then
+the program times importing the library, the first call, and the first call of another size. A
+call's time ends when its result is complete. The first result is import and first call together.
+Cold: the compilers' caches are empty directories, as on a new machine. Warm: the previous run has
+filled these directories.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Peer:
     """Another library.
 
     Attributes:
-        key: in rows.
-        name: in prose.
-        package: that is imported.
+        key: the name in rows.
+        name: the name in prose.
+        package: the package that is imported.
     """
 
     key: str
@@ -78,14 +78,15 @@ class Peer:
 
 @dataclass(frozen=True)
 class Study:
-    """What is timed.
+    """A measurement of first results.
 
     Attributes:
-        benchmark: its name.
+        benchmark: the benchmark's name.
         calls: the sizes of each call, in words.
-        modules: what a user imports, by library and call.
-        setup: source that makes `inputs`, of two sizes, and a function `call_of` of one of them;
-            it knows `who` and `call`, and must not import what is timed.
+        modules: the modules that a user imports, by library and call.
+        setup: source that makes `inputs`, of two sizes, and a function `call_of` of one of the
+            inputs. The source knows `who` and `call`, and must not import a library whose import is
+            timed.
     """
 
     benchmark: str
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser, calls: Sequence[str], peer: s
 def run(
     study: Study, args: argparse.Namespace, short_calls: Sequence[str], parameters: Row
 ) -> Report:
-    """The report of `args.calls`, or of all calls; of `short_calls` if the run is a short one."""
+    """The report of `args.calls`, or of all calls; of `short_calls` in a short run."""
     repeats = args.repeats or (1 if args.short else 3)
     notes = []
     peer = study.peer
@@ -139,10 +140,11 @@ def run(
 
 
 def measure(study: Study, call: str, who: str, repeats: int) -> tuple[list[Row], list[str]]:
-    """A row with cold caches and one with warm ones, the shortest times of `repeats`; and notes.
+    """A row with cold caches, a row with warm caches, and notes. Times are the shortest of
+    `repeats`.
 
-    A process that takes longer than LIMIT_S ends the measurement with a note, as does an error of
-    the peer's. Rows are printed to stderr at once, since a peer with an autotuner takes minutes for
+    A process that takes longer than LIMIT_S ends the measurement with a note. An error of the peer
+    also does. Rows are printed to stderr at once, since a peer with an autotuner takes minutes for
     each.
     """
     code = study.program(who, call)

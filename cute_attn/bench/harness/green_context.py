@@ -1,9 +1,9 @@
 """A part of the GPU: a CUDA green context with a given number of SMs.
 
-Work belongs to a green context through its stream, not through the current context: code that
-selects its device (and so the primary context) on every launch stays inside the partition. So the
-benchmark runs on a stream created in the green context. `visible_sms` counts the SMs that a kernel
-really uses, which confirms it.
+Work belongs to a green context through its stream, not through the current context. So code that
+selects its device (and with it the primary context) on every launch stays inside the partition. So
+the benchmark runs on a stream created in the green context. `visible_sms` counts the SMs that a
+kernel really uses, which confirms it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def sm_partition(num_sms: int, device: int = 0, *, driver: Any = None) -> Iterat
 
     The driver rounds the count up to its granularity: 78 becomes 80 on Hopper.
 
-    Yields:
-        (handle of a stream inside the context, number of SMs it got).
+    Yields: (handle of a stream inside the context, number of SMs of the context).
 
     Raises:
         GreenContextError: the driver has no green contexts, or fewer SMs than asked for.
@@ -78,7 +77,7 @@ def torch_sm_partition(num_sms: int) -> Iterator[int]:
 
     torch.cuda.init()
     device = torch.cuda.current_device()
-    torch.cuda.synchronize()  # also makes the primary context current, which the driver asks for
+    torch.cuda.synchronize()  # makes the primary context current, as the driver requires
     with sm_partition(num_sms, device) as (handle, granted):
         stream = torch.cuda.ExternalStream(handle, device=device)
         with torch.cuda.stream(stream):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .registry import Unavailable
 
-# Sections rather than metric names: ncu resolves them to what the chip calls its counters.
+# Sections rather than metric names: ncu resolves sections to the chip's names of counters.
 SECTIONS = (
     "SpeedOfLight",
     "MemoryWorkloadAnalysis",
@@ -126,7 +126,7 @@ def command(
         ncu,
         "--profile-from-start", "off",
         "--clock-control", "none",  # measure the GPU as it runs in the other benchmarks
-        "--cache-control", "all",  # flush the caches before each pass: a cold L2, as there
+        "--cache-control", "all",  # a cold L2 before each pass, as in the benchmarks
         "--kernel-name-base", "function",
         "--kernel-name", name_pattern(kernel_word),
         "--launch-count", str(launches),
@@ -147,7 +147,7 @@ def profile(
 
     Raises:
         Unavailable: there is no ncu, or the driver denies access to the counters.
-        NcuError: it failed otherwise, or profiled no kernel.
+        NcuError: ncu failed otherwise, or profiled no kernel.
     """
     ncu = find_ncu()
     with tempfile.TemporaryDirectory() as directory:
@@ -201,7 +201,8 @@ def _number(text: str) -> float | None:
 
 
 def median_kernel(kernels: Sequence[Kernel]) -> Kernel:
-    """Launches of one kernel merged: the median of each metric over those that have it.
+    """Launches of one kernel merged: the median of each metric over the launches that have the
+    metric.
 
     Raises:
         NcuError: the launches are of several kernels.

@@ -48,7 +48,7 @@ def kept_in(args: argparse.Namespace) -> Path | None:
 
 
 def deliver(report: Report, out: Path | None, json: Path | None) -> None:
-    """Write the report to `out` and `json` where they are given, then print it."""
+    """Write the report to `out` and `json`, if given, then print the report."""
     written = []
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
@@ -62,12 +62,13 @@ def deliver(report: Report, out: Path | None, json: Path | None) -> None:
 
 
 def path_of(report: Report, directory: Path) -> Path:
-    """The report's file below `directory`, which a later run of the same writes again."""
+    """The report's file below `directory`. A later run of the same benchmark overwrites the
+    file."""
     return directory / report.machine / f"{report.stem}.json"
 
 
 def write_report(report: Report, directory: Path) -> list[Path]:
-    """Write the JSON of its runs over those of the last ones, and return their paths.
+    """Write the JSON of the report's runs over the JSON of earlier runs, and return the paths.
 
     Raises:
         ReportError: see `Report.validate`; nothing is written.

@@ -1,4 +1,5 @@
-"""A page of results for each GPU, made of the JSON of its reports, and the reports' plots."""
+"""A page of results for each GPU, made from the JSON of the GPU's reports, and the reports'
+plots."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def write_pages(directory: Path) -> list[Path]:
 
 
 def folders(directory: Path) -> list[Path]:
-    """The folders of reports, one for each GPU and one for what runs without."""
+    """The folders of reports: one for each GPU, and one for benchmarks that run without a GPU."""
     return sorted({path.parent for path in directory.glob("*/*.json")})
 
 
@@ -74,7 +75,7 @@ def page(folder: Path) -> str:
 
 
 def short_runs(reports: Sequence[Report]) -> list[Report]:
-    """Of the parts that are runs of their own, those whose benchmark has no report here."""
+    """The parts that are separate runs and whose benchmark has no report in this folder."""
     return [
         part
         for report in reports

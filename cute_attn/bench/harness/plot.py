@@ -14,11 +14,11 @@ from typing import Any
 from .report import UNIT_SUFFIXES, Plot, Report
 
 PANEL_INCHES = (4.2, 3.5)
-WIDE_PANEL_INCHES = (6.4, 4.8)  # with a legend beside it, or many bars
-FONT_SIZE = 11  # read at about half its size, in a column of text
+WIDE_PANEL_INCHES = (6.4, 4.8)  # for a panel with a legend beside it, or many bars
+FONT_SIZE = 11  # a page shows the plot at about half its size
 STYLE = {"font.size": FONT_SIZE, "axes.titlesize": FONT_SIZE, "figure.titlesize": FONT_SIZE + 1}
-CHARACTERS_IN_AN_INCH = 11  # of that size
-COLOURS = 10  # that matplotlib has; lines beyond are dashed
+CHARACTERS_IN_AN_INCH = 11  # at FONT_SIZE
+COLOURS = 10  # matplotlib's colours; further lines are dashed
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_INSIDE = 8  # entries of a legend that finds room beside the lines
 
@@ -40,7 +40,7 @@ SERIES = {  # a column's name without its unit -> the name of its line
     "copy": "copying as many bytes",
     "roofline": "its bytes at copy bandwidth",
 }
-AXES = {  # a column that a plot is over, or a unit -> the name of the axis
+AXES = {  # a plot's x column, or a unit -> the name of the axis
     "batch": "batch (sequences)",
     "in_flight_kib": "in flight on an SM (KiB)",
     "seqlen": "length of a sequence (tokens)",
@@ -63,7 +63,7 @@ def columns_of(count: int) -> int:
 
 
 def chosen(report: Report, titles: Collection[str] | None = None) -> list[tuple[Report, Plot]]:
-    """The plots of a report and of those parts that are its tables, each with its table.
+    """The plots of a report, and of parts that are tables of the report, each with its table.
 
     Args:
         titles: only the plots with these titles.
@@ -90,7 +90,7 @@ def fingerprint(report: Report, titles: Collection[str] | None = None) -> str:
 
 
 def fingerprint_in(picture: Path) -> str:
-    """The fingerprint that a PNG of `draw` has; "" of another."""
+    """The fingerprint that a PNG of `draw` has; "" for any other PNG."""
     data = picture.read_bytes()
     at = len(PNG_SIGNATURE)
     while at < len(data):
@@ -106,8 +106,8 @@ def draw(report: Report, path: Path, titles: Collection[str] | None = None) -> P
     """Draw what is `chosen` of `report` into the PNG at `path`.
 
     Returns:
-        `path`, or None if there is nothing to draw or matplotlib is not installed. The latter is
-        reported on stderr: the JSON holds all that a later `pages` needs.
+        `path`, or None if there is nothing to draw or matplotlib is not installed. A missing
+        matplotlib is reported on stderr: the JSON holds all that a later `pages` needs.
     """
     plots = chosen(report, titles)
     if not plots:
@@ -154,8 +154,8 @@ def _entries(plot: Plot) -> int:
 
 
 def _legends(figure: Any, drawn: Sequence[Any], empty: Sequence[Any], columns: int) -> None:
-    """One legend for plots with the same lines, in an empty place if there is one, or below in at
-    most `columns`; else one in each."""
+    """Draw one legend if all plots have the same lines: in an empty place, or below in at most
+    `columns` columns. Otherwise draw a legend in each plot."""
     for axes in empty:
         axes.set_axis_off()
     entries = [axes.get_legend_handles_labels() for axes in drawn]

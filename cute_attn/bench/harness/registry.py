@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...families import FAMILIES
 from .report import Report
 
-EXIT_UNAVAILABLE = 3  # of the command, for Unavailable
+EXIT_UNAVAILABLE = 3  # the command's exit status for Unavailable
 
 
 class Listed(NamedTuple):
@@ -53,7 +53,7 @@ class Unavailable(RuntimeError):
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """`Benchmark.add_arguments` of a benchmark without options of its own."""
+    """`Benchmark.add_arguments` of a benchmark that adds no options."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Benchmark:
 
     Attributes:
         run: measures and returns the report. Its argument holds the parsed options, including
-            `short`, and the command line as `argv`. Raises `Unavailable` if it cannot run.
-        needs_gpu: whether it is refused on a machine without a GPU.
-        add_arguments: adds its own options to a parser.
+            `short`, and the command line as `argv`. Raises `Unavailable` if the benchmark cannot
+            run.
+        needs_gpu: whether the benchmark is refused on a machine without a GPU.
+        add_arguments: adds the benchmark's own options to a parser.
         gpu_check: the command lines, without the name, that `gpu-check` runs.
     """
 

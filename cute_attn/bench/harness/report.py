@@ -54,8 +54,8 @@ class Plot:
 
     Attributes:
         lines: a horizontal line at each value, by label.
-        kind: "lines", or "waterfall": bars for the one row that matches, each from the value of
-            the column before it to its own.
+        kind: "lines", or "waterfall": bars for the one row that matches. A bar runs from the
+            previous column's value to its own column's value.
     """
 
     x: str
@@ -74,7 +74,7 @@ class Plot:
 
 @dataclass
 class Report:
-    """A benchmark's numbers and all that is needed to understand and repeat them.
+    """A benchmark's numbers, and all that is needed to understand and repeat the measurement.
 
     Attributes:
         benchmark: name on the command line.
@@ -84,7 +84,7 @@ class Report:
         roofline: ceilings measured in the same run, units in the names.
         rows: the table; all rows have the same keys, units in the names.
         verdicts: the targets; notes: lines of text; plots: to draw from the rows.
-        parts: reports that this one summarises.
+        parts: reports that this report summarises.
         log: lines, in the order of time.
         succeeded: False if the run itself failed, whatever its numbers.
         tag: part of the file name, to distinguish runs.
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """File name without suffix, in every run the same: benchmark and tag."""
+        """File name without suffix: benchmark and tag. It is the same in every run."""
         return "-".join(filter(None, (self.benchmark, slug(self.tag))))
 
     @property
@@ -121,7 +121,8 @@ class Report:
 
     @property
     def runs(self) -> list[Report]:
-        """What is kept: the report, or its parts if it has nothing else and they have machines."""
+        """The reports to keep: this report, or its parts if this report has nothing else and the
+        parts have machines."""
         parts = [part for part in self.parts if part.environment]
         return parts if parts and not self.rows else [self]
 
@@ -189,7 +190,7 @@ class Report:
         return cls.from_dict(json.loads(text))
 
     def to_markdown(self, name: str, picture: str | None = None) -> str:
-        """A section `name` of a Markdown page, with those parts that are tables of this run;
+        """A section `name` of a Markdown page, with the parts that are tables of this run.
         `picture` is the address of the plots."""
         lines = [f"## {name}", "", f"**{self.title}**", "", *self._origin()]
         if picture is not None:

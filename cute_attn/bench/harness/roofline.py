@@ -10,7 +10,7 @@ from .timing import Call, Flush, Mode, Timing, time_cuda, time_cuda_interleaved
 
 COPY_BYTES = 2**30  # large enough that launch and drain are under 1 % of the time
 MATMUL_SIZE = 8192
-MAX_COPY_RATIO = 1.01  # of a memory-bound call to a copy of as many bytes
+MAX_COPY_RATIO = 1.01  # time of a memory-bound call over an equally large copy
 
 
 def gbps(num_bytes: float, time_us: float) -> float:
@@ -24,7 +24,8 @@ class Roofline:
 
     Attributes:
         memcpy_gbps: `Tensor.copy_` of 1 GiB, which is a driver memcpy; bytes read plus written.
-        kernel_copy_gbps: an elementwise torch kernel from one 1 GiB tensor to another, likewise.
+        kernel_copy_gbps: an elementwise torch kernel from one 1 GiB tensor to another; bytes read
+            plus written.
         matmul_tflops: an 8192-cubed bf16 matrix product on random data; None if not measured.
     """
 
@@ -54,14 +55,15 @@ def copies(num_bytes: int, device: str = "cuda") -> dict[str, Call]:
 
 
 def copy_columns(timings: Mapping[str, Timing], mode: Mode) -> dict[str, float]:
-    """Columns: the time of a copy of as many bytes, and that of "ours" over it. The copy is
-    `Tensor.copy_`, but the kernel in a graph, where a memcpy node takes half as long again."""
+    """Columns: the time of a copy of as many bytes, and our time over the copy's time. The copy is
+    `Tensor.copy_`; in a graph it is the copy kernel, because a memcpy node takes half as long
+    again."""
     copy_us = timings["kernel_copy" if mode == "graph" else "memcpy"].median_us
     return {"copy_us": copy_us, "time_to_copy_ratio": timings["ours"].median_us / copy_us}
 
 
 def beside_copy(what: str, row: Row) -> Verdict:
-    """Whether a row's time is at most that of a copy of as many bytes, within 1 %."""
+    """Whether a row's time is at most a copy's time for as many bytes, within 1 %."""
     ratio = row["time_to_copy_ratio"]
     assert isinstance(ratio, float)
     detail = f"{ratio:.3f}, {row['time_us']:.1f} us, the copy {row['copy_us']:.1f} us"

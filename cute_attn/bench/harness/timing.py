@@ -1,17 +1,17 @@
 """Timing, for all benchmarks.
 
-Device times come from CUDA events around one call, after a warm-up, with the L2 cache flushed
-before each call: a decode step finds its state in device memory, not in a cache that the previous
-step of the same layer filled. Functions that are compared take turns in one loop, so that a change
-of clocks or temperature affects all of them.
+Device times come from CUDA events around one call, after a warm-up. The L2 cache is flushed before
+each call: a decode step finds its state in device memory, not in a cache that the layer's previous
+step filled. Compared functions take turns in one loop, so that a change of clocks or temperature
+affects all functions.
 
 Three modes:
 
 - `do_bench`: `triton.testing.do_bench`, one function after the other. The flush is queued before
   the call and hides up to its own duration (about 0.1 ms) of the host's work; the rest of the
   host's work counts, as an eager caller would wait for it.
-- `eager`: the same, but in turns, so that the host runs ahead during longer calls: only the
-  device's time, including launch gaps.
+- `eager`: as `do_bench`, but in turns, so that the host runs ahead during longer calls. Only the
+  device's time counts, including launch gaps.
 - `graph`: the replay of a CUDA graph in which the call was captured once, as in an inference
   server. Any replay costs the host the same few microseconds.
 
@@ -37,12 +37,12 @@ Flush = Literal["zero", "read", "none"]
 MODES: tuple[Mode, ...] = ("do_bench", "eager", "graph")
 FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 
-# Several times the L2 of any GPU supported here (H100 50 MB, B200 126 MB).
+# Several times the L2 of any supported GPU (H100 50 MB, B200 126 MB).
 FLUSH_BYTES = 256 * 2**20
 
 REST_S = 0.12  # before a timing in `time_rested`
 
-# Fewer samples give poor quantiles; more only take longer.
+# Fewer samples give poor quantiles; more samples only take longer.
 MIN_SAMPLES, MAX_SAMPLES = 20, 500
 
 Call = Callable[[], object]
@@ -96,7 +96,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What timing needs of a device; `CudaDevice` in use, a simulated one in tests."""
+    """The methods that timing needs from a device: `CudaDevice`, or a simulated device in tests."""
 
     def event(self) -> Event: ...
     def synchronize(self) -> None: ...
@@ -186,8 +186,8 @@ def time_cuda_interleaved(
         fns: the functions, by name. Each launches on the current stream.
         mode, flush: see the module's docstring.
         warmup_ms: milliseconds of running all functions before the first sample.
-        rep_ms: milliseconds that the timed calls of the slowest function add up to; between
-            MIN_SAMPLES and MAX_SAMPLES samples of each are taken in any case.
+        rep_ms: milliseconds that the timed calls of the slowest function add up to. Each function
+            has between MIN_SAMPLES and MAX_SAMPLES samples in any case.
     """
     if not fns:
         raise ValueError("no functions to time")
@@ -254,7 +254,7 @@ def time_rested(
 
     Args:
         mode, flush, warmup_ms, rep_ms, device: as for `time_cuda`.
-        rounds: how often each is timed; the round with the median time counts.
+        rounds: how often each function is timed; the round with the median time counts.
         rest_s: seconds that the GPU idles before each timing.
     """
     device = CudaDevice() if device is None else device
@@ -280,9 +280,9 @@ def time_rested(
 
 
 def time_cudagraph(fn: Call, rep_ms: float = 20.0) -> Timing:
-    """Device times in microseconds by `triton.testing.do_bench_cudagraph`: a graph with as many
-    calls as fill `rep_ms`, replayed ten times; each sample is the mean of a replay. The L2 holds
-    what the previous call left."""
+    """Device times in microseconds by `triton.testing.do_bench_cudagraph`. A graph has enough calls
+    to fill `rep_ms`, and is replayed ten times. Each sample is the mean of a replay. The L2 holds
+    the data that the previous call left."""
     from triton.testing import do_bench_cudagraph
 
     samples_ms = do_bench_cudagraph(fn, rep=rep_ms, return_mode="all")
@@ -303,7 +303,8 @@ def time_host(
     the depth of the launch queue (1024), or the host waits for the device within a batch.
 
     Args:
-        synchronize: called before and after each batch, outside the time; drains the device.
+        synchronize: drains the device; called before and after each batch, outside of the timed
+            section.
     """
     if not fns:
         raise ValueError("no functions to time")
@@ -323,7 +324,8 @@ def time_host(
 
 
 def first_drop(values: Sequence[float], noise: Sequence[float]) -> int | None:
-    """Index of the first value below its predecessor by more than both their noises, or None.
+    """Index of the first value that is below its predecessor by more than the noise of both values,
+    or None.
 
     `values` ought to be non-decreasing; `noise` is the spread of each, in the same unit.
     """

@@ -1,14 +1,14 @@
 """The gradient of chunk_kda, as training needs it, against FLA's.
 
 Dense and packed sequences, without states at the ends; the kernels apply gate, normalisation and
-sigmoid. On few tokens of each number of heads the gradients are compared with the float64
-reference. Each case's gradients are compared with FLA's, then timed: the forward, also as a
-training step calls it, and the backward, in the modes do_bench, in which a call waits for the host,
-and eager, in which the host runs ahead; and 16 layers in a row, forward and backward. Each
-kernel's time, as CUPTI reports it, stands beside the time in which a copy moves the bytes that it
-must move, see docs/kernels/kda_backward.md. Kernels of both sides are grouped by what they compute.
-`--stage` compares the public stages of the backward with FLA's. The memory of a training step is
-measured at B=1 T=32768 H=32.
+sigmoid. For each number of heads, gradients of few tokens are compared with the float64 reference.
+Each case's gradients are compared with FLA's. Then the case is timed: the forward, the forward as a
+training step calls it, the backward, and 16 layers in a row, forward and backward. In the mode
+do_bench a call waits for the host; in the mode eager the host runs ahead. Each kernel's time, as
+CUPTI reports it, stands beside a copy's time for the bytes that the kernel must move, see
+docs/kernels/kda_backward.md. Kernels of both packages are grouped by task. `--stage` compares the
+public stages of the backward with FLA's. The memory of a training step is measured at B=1 T=32768
+H=32.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ MODES: tuple[Mode, ...] = ("do_bench", "eager")
 # Targets, from this many tokens on.
 TARGET_TOKENS = 4096
 TARGET, FEW_HEADS_TARGET, FEW_HEADS = 2.5, 3.0, 12
-STEP_TARGET = 2.5  # of forward and backward
-MAX_RATIO = 2.5  # of our backward to our forward
+STEP_TARGET = 2.5  # forward and backward together
+MAX_RATIO = 2.5  # our backward's time over our forward's
 
-# Our kernels by a part of their names, and the bytes that each must move.
+# Our kernels by a part of the name, and the bytes that each kernel must move.
 KERNELS = {
     "prepare": ("KdaPrepare", attrgetter("prepare_bytes")),
     "adjoint_pass": ("KdaAdjointPass", attrgetter("adjoint_pass_bytes")),
@@ -66,7 +66,7 @@ KERNELS = {
 }
 OTHERS = "others"
 
-# What kernels of either side compute, by a part of their names.
+# The task of both packages' kernels, by a part of the kernel's name.
 GROUPS = {
     "KdaPrepare": "records, states again",
     "KdaAdjointPass": "gradients of states",
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> Report:
             for disable_recompute in keep:
                 with freed():
                     timer.time(case, disable_recompute=disable_recompute)
-    except KeyboardInterrupt:  # what has been measured is worth a report
+    except KeyboardInterrupt:  # the results so far are worth a report
         notes.append(f"interrupted: {len(timer.rows)} rows of {len(cases)} cases")
     memory = memory_rows(with_peer=with_peer) if MEMORY_CASE in cases else []
     parts = [
@@ -220,7 +220,7 @@ class Timer:
         self.stages: list[Row] = []
         self.groups: list[Row] = []
         self.notes: list[str] = []
-        self.beside: dict[str, float] = {}  # the largest difference of each of FLA's gradients
+        self.beside: dict[str, float] = {}  # FLA's largest difference, for each gradient
 
     def time(self, case: Case, *, disable_recompute: bool) -> None:
         """Compare the gradients of both sides, then add the case's rows."""
@@ -320,7 +320,8 @@ class Timer:
             self.groups += [sizes | row for row in group_rows(found)]
 
     def time_stages(self, sizes: Row, given: Arguments, *, with_peer: bool) -> None:
-        """Compare each public stage of the backward with the peer's, then add its row."""
+        """Compare each public stage of the backward with the peer's stage, then add the stage's
+        row."""
         from . import training_stages
         from .problem import agreed, time_calls
 
@@ -363,7 +364,7 @@ def memory_rows(*, with_peer: bool) -> list[Row]:
 
 
 def kernel_rows(case: Case, found: Mapping[str, float], roofline: Roofline) -> list[Row]:
-    """Rows of our kernels, from the microseconds of each by its full name."""
+    """Rows of our kernels, from each kernel's microseconds by full name."""
     rows: list[Row] = []
     rest = dict(found)
     for kernel, (part, of_case) in KERNELS.items():
@@ -384,7 +385,7 @@ def kernel_rows(case: Case, found: Mapping[str, float], roofline: Roofline) -> l
 
 
 def group_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """Rows of groups of a backward's kernels, from the microseconds of kernels by contender."""
+    """Rows of groups of a backward's kernels, from the kernels' microseconds by contender."""
     sums: dict[str, dict[str, float]] = {who: {} for who in found}
     for who, kernels in found.items():
         for name, us in kernels.items():
@@ -430,7 +431,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def memory_verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Whether our peak of a training step is at most FLA's."""
+    """Whether our peak memory of a training step is at most FLA's."""
     found = []
     for ours in [row for row in rows if row["who"] == "ours"]:
         same = [r for r in rows if r["disable_recompute"] == ours["disable_recompute"]]

@@ -22,23 +22,23 @@ from ..harness.timing import Timing
 CHUNK = 64
 SEED = 20261121
 LOWER_BOUND = -5.0
-ELEMENT, FLOAT = 2, 4  # bytes: of bfloat16 and float16, of float32
+ELEMENT, FLOAT = 2, 4  # bytes of bfloat16 or float16, and of float32
 
-Path = Literal["fused", "modular"]  # of `chunk_kda`
+Path = Literal["fused", "modular"]  # the paths of `chunk_kda`
 PATHS: tuple[Path, ...] = ("fused", "modular")
 GATES = ("lower_bound", "softplus", "lower_bound-strong", "softplus-strong")
 LENGTHS = ("uniform", "skewed", "random")
-Slots = Literal["batch", "random"]  # of `DecodeCase`
+Slots = Literal["batch", "random"]  # values of `DecodeCase.slots`
 SLOTS: tuple[Slots, ...] = ("batch", "random")
 
-# Of q and k, of v.
+# Heads of q and k, and heads of v.
 HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))
 PACKED_HEADS = ((64, 64), (32, 64))
 PACKED_TOKENS = (8192, 32768)
 SEQUENCES = (8, 20)
-JUDGED_TOKENS = 8192  # of the cases that a peer is tuned for
+JUDGED_TOKENS = 8192  # tokens of the cases that a peer is tuned for
 
-# The share of a GPU's memory that the tensors of a call, and of a peer's, may take.
+# The share of a GPU's memory that the tensors of our call, and of a peer's call, may take.
 MEMORY_SHARE = 0.75
 
 
@@ -47,11 +47,11 @@ class Case:
     """The sizes of a call over whole sequences.
 
     Attributes:
-        heads, heads_v: of q and k, and of v.
-        tokens: of one row of the batch; with packed sequences, of all sequences together.
+        heads, heads_v: heads of q and k, and heads of v.
+        tokens: tokens of one row of the batch; with packed sequences, of all sequences together.
         sequences: packed sequences in the single row; 0 for a dense batch.
-        lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens) or
-            "random"; "" for a dense batch.
+        lengths: lengths of packed sequences: "uniform", "skewed" (the last sequence has half of the
+            tokens) or "random"; "" for a dense batch.
         gate: one of GATES: the kind and its strength, see `problem.gate_parameters`.
     """
 
@@ -205,28 +205,31 @@ class Case:
 
     @property
     def gradients_bytes(self) -> int:
-        """`gradients`: q, k, their norms, g, beta, do, dv, v_new, states and their gradients in;
-        dq, dk, dg, dbeta out."""
+        """`gradients`: q, k, norms of q and k, g, beta, do, dv, v_new, states and gradients of
+        states in; dq, dk, dg, dbeta out."""
         tokens = 2 * self.qk_bytes + self.k_wide + self.beta
         return 2 * tokens + self.norms + 3 * self.v_wide + 2 * self.chunk_states
 
     @property
     def training_bytes(self) -> int:
-        """A rough upper bound of the memory of a training step, ours or the peer's: G, gradients of
-        q, k and g in float32, states and their gradients, and 12 tensors of 16 bits."""
+        """A rough upper bound of the memory of a training step, ours or the peer's. It counts G,
+        gradients of q, k and g in float32, states and gradients of states, and 12 tensors of 16
+        bits."""
         wide = max(self.k_wide, self.v_wide)
         return 4 * self.sums + 2 * self.chunk_states + 12 * wide + 6 * self.scores
 
     @property
     def layer_bytes(self) -> int:
-        """A rough upper bound of what a layer leaves to its backward, and of its gradients."""
+        """A rough upper bound of the tensors that a layer keeps for its backward, and of the
+        layer's gradients."""
         return self.sums + 2 * self.scores + 8 * max(self.k_wide, self.v_wide)
 
     # ---- memory
 
     @property
     def peak_bytes(self) -> int:
-        """A rough upper bound of a call's memory: its inputs, and the stages' results (h as G)."""
+        """A rough upper bound of a call's memory: the inputs, and the stages' results (h counts as
+        much as G)."""
         given = 2 * self.qk_bytes + self.v_wide + self.sums
         kept = 2 * self.qk_bytes + 2 * self.sums + 2 * self.k_wide + 3 * self.v_wide
         return given + kept + 3 * self.scores
@@ -252,7 +255,7 @@ class DecodeCase:
     """A decode step: one token of each sequence of a batch.
 
     Attributes:
-        slots: places of the states. "batch": in the order of the batch, without indices; "random":
+        slots: places of the states. "batch": in the order of the batch, without indices. "random":
             in a pool, with indices in random order, as in a server that has run for a while.
     """
 
@@ -367,7 +370,7 @@ def that_fit(
     free_bytes: int,
     need: Callable[[Case], int] = operator.attrgetter("peak_bytes"),
 ) -> tuple[list[Case], list[str]]:
-    """The cases that fit into the GPU's memory, and a note for each of the others."""
+    """The cases that fit into the GPU's memory, and a note for each case that does not fit."""
     fit = [case for case in cases if need(case) <= MEMORY_SHARE * free_bytes]
     notes = [
         f"left out for want of memory: {case} (about {need(case) / 2**30:.0f} GiB)"

@@ -1,9 +1,9 @@
 """chunk_kda, whole prompts from raw projections to outputs and final states, against FLA.
 
 Dense and packed sequences; the kernels apply gate, normalisation and sigmoid. Each case is checked
-against the float64 reference, then timed: do_bench medians, the cost of a call, and the replay of a
-CUDA graph, the device's part of it. The roofline is the time in which a copy moves the bytes that
-the path's kernels must move, see docs/kernels/kda.md. `--path fused modular` also times the modular
+against the float64 reference, then timed. The do_bench median is the cost of a call; the replay of
+a CUDA graph is the device's part of this cost. The roofline is a copy's time for the bytes that the
+path's kernels must move, see docs/kernels/kda.md. `--path fused modular` also times the modular
 path, which runs stage by stage, as with `return_intermediate_states=True`.
 """
 

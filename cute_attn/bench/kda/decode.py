@@ -1,11 +1,12 @@
 """kda_decode, one token of each sequence, against FLA's fused_recurrent_kda and the copy bandwidth.
 
-The kernels apply gate, normalisation and sigmoid. Ours updates the float32 state in place; FLA's
-writes a new one. With slots "batch" states are in the order of the batch, as FLA's call takes them;
-with "random", which only ours supports, indices point into a pool in another order. Each case is
-checked against the float64 reference, then timed: do_bench medians, the cost of a call, and the
-replay of a CUDA graph. The roofline is the time of moving the states twice and the other tensors
-once at the bandwidth of a large copy; copy_us is the time of a copy of as many bytes.
+The kernels apply gate, normalisation and sigmoid. Our kernel updates the float32 state in place;
+FLA's kernel writes a new state. With slots "batch" the states are in the order of the batch, as
+FLA's call needs. With "random", which only our kernel supports, indices point into a pool in
+another order. Each case is checked against the float64 reference, then timed: do_bench medians (the
+cost of a call), and the replay of a CUDA graph. The roofline is the time of moving the states twice
+and all other tensors once, at the bandwidth of a large copy. copy_us is the time of a copy of as
+many bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ..harness.roofline import (
 from ..harness.timing import Mode
 from .cases import SLOTS, DecodeCase, add_arguments, at_least, chosen, timing_columns
 
-HEADS = ((64, 64), (32, 64), (8, 64), (64, 128), (32, 128), (8, 128))  # of q and k, of v
+HEADS = ((64, 64), (32, 64), (8, 64), (64, 128), (32, 128), (8, 128))  # heads of q and k, of v
 SHORT_HEADS = ((64, 64), (32, 128))
 PLOTTED_HEADS = ((64, 64), (64, 128))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_BATCHES = (1, 8, 64, 256)
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
-SMALL_BATCH, SMALL_SPEEDUP = 8, 4.0  # of a call
-LARGE_BATCH = 64  # from which on a call is held to a copy of as many bytes
+SMALL_BATCH, SMALL_SPEEDUP = 8, 4.0  # speedup of a call
+LARGE_BATCH = 64  # from this batch on, a call is compared with a copy
 SPEEDUP = 1.13
 
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
     errors = []
     with torch.no_grad():
         for case in track(cases, "kda-decode"):
-            beside = with_peer and case.slots == "batch"  # FLA's has no slots
+            beside = with_peer and case.slots == "batch"  # FLA's kernel has no slots
             found, made, more = time_case(case, beside, args.mode, roofline, rep_ms)
             errors.append(found)
             rows += made
@@ -126,7 +127,7 @@ def time_case(
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Verdicts on a call's time against FLA's and that of a copy of as many bytes."""
+    """Verdicts on a call's time against FLA's time and the time of a copy of as many bytes."""
     found = []
     for row in rows:
         batch = row["batch"]

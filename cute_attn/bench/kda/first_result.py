@@ -1,8 +1,9 @@
-"""How long a fresh process waits for its first KDA result, with cold and with warm caches: of
-chunk_kda, of a training step (forward and backward) and of kda_decode. See `harness.first_result`.
+"""How long a fresh process waits for its first KDA result, with cold and with warm caches. The
+results are of chunk_kda, of a training step (forward and backward) and of kda_decode. See
+`harness.first_result`.
 
-Ours compiles without tuning; FLA's autotuner times every configuration of every kernel for each
-number of heads.
+Our package compiles without tuning; FLA's autotuner times every configuration of every kernel for
+each number of heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CALLS = {
     "training_step": "the same, forward and backward",
     "kda_decode": "B=8, then B=24",
 }
-MODULES = {  # what a user imports
+MODULES = {  # the modules that a user imports
     ("ours", "chunk_kda"): "cute_attn.ops.kda.chunk",
     ("ours", "training_step"): "cute_attn.ops.kda.chunk",
     ("ours", "kda_decode"): "cute_attn.ops.kda.decode",

@@ -1,11 +1,12 @@
 """Preparation of flash-linear-attention for timing, as its autotuner alone would take minutes.
 
 For every number of heads the autotuner compiles some 80 configurations, one after the other, and
-times each. `compile_peer` compiles them in several processes beforehand, so that the autotuner
-finds them in Triton's cache. `bound_timing` shortens the timing of each. `share` keeps the norms,
-whose key depends on the number of tokens, from being tuned for each size, and on request packed
-sequences from being tuned beside dense ones. `keep_tuning` writes the choices to files that
-flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
+times each configuration. `compile_peer` compiles the configurations in several processes
+beforehand, so that the autotuner finds compiled kernels in Triton's cache. `bound_timing` shortens
+the timing of each configuration. The norms' tuning key depends on the number of tokens: `share`
+keeps the norms from being tuned for each size. On request, `share` also gives packed sequences the
+choices for dense sequences. `keep_tuning` writes the choices to files that flash-linear-attention
+reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ with torch.no_grad():
 def compiled_peer(
     kind: str, cases: Sequence[Case], args: argparse.Namespace
 ) -> tuple[bool, list[str]]:
-    """Compile and tune the peer for `cases`. Returns whether it can be timed, and notes.
+    """Compile and tune the peer for `cases`. Returns whether the peer can be timed, and notes.
 
-    Its autotuner chooses at the first call with a number of heads, whatever the number of tokens,
-    so these cases are called first.
+    The peer's autotuner chooses at the first call with a number of heads, whatever the number of
+    tokens, so these cases are called first.
     """
     if args.no_peer:
         return False, ["FLA was left out (--no-peer)"]
@@ -83,7 +84,7 @@ def compiled_peer(
 
 
 def warm(kind: str, case: Case) -> None:
-    """Call the peer once, so that it compiles and tunes."""
+    """Call the peer once, so that the peer compiles and tunes."""
     call: problem.Call | None
     if kind == "training":
         step = training.steps(training.arguments(case), with_peer=True).get("fla")
@@ -99,8 +100,8 @@ def warm(kind: str, case: Case) -> None:
 
 
 def compile_tokens(case: Case, jobs: int) -> int:
-    """The tokens of a call that compiles only: those of the case, on which the norms' kernels
-    depend, unless `jobs` such calls at once need too much memory."""
+    """The tokens of a call that only compiles. The norms' kernels depend on the number of tokens,
+    so the call has the case's tokens, unless `jobs` such calls at once need too much memory."""
     free, _ = torch.cuda.mem_get_info()
     return case.tokens if jobs * case.training_bytes <= MEMORY_SHARE * free else FEW_TOKENS
 
@@ -171,7 +172,7 @@ def bound_timing(rep_ms: float) -> None:
 
 
 class Shared(dict[Any, Any]):
-    """The choices of an autotuner, of which the one with the most similar key serves a new key."""
+    """The choices of an autotuner. The choice with the most similar key serves a new key."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -186,7 +187,7 @@ def share_norms() -> None:
 
 
 def share(these: Iterable[Any]) -> None:
-    """Let the choices of these autotuners so far serve all later calls."""
+    """Let the choices that these autotuners have made so far serve all later calls."""
     for tuner in these:
         if tuner.cache and not isinstance(tuner.cache, Shared):
             tuner.cache = Shared(tuner.cache)

@@ -1,7 +1,8 @@
 """kda_chunk_intra, the part of a chunk that needs no state, against FLA's chunk_kda_fwd_intra.
 
-Aqk, the inverse Akk, w, u and kg, from normalised q and k and the summed gate; FLA with safe_gate.
-The roofline is the time in which a copy moves what the stage reads and writes.
+The stage computes Aqk, the inverse Akk, w, u and kg, from normalised q and k and the summed gate.
+FLA runs with safe_gate. The roofline is a copy's time for the bytes that the stage reads and
+writes.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ Call = Callable[[], Any]
 Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
-# The error rule (docs/testing.md) holds for ours. A peer only has to compute the same operator: its
-# error is reported, and refused if it is too large for rounding.
+# The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
+# operator: the peer's error is reported, and refused if rounding cannot explain it.
 PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
 
@@ -50,9 +50,9 @@ class _Random:
 def gate_parameters(
     random: _Random, heads_v: int, head_dim_k: int, *, strong: bool = False
 ) -> Arguments:
-    """A_log and dt_bias for channels that forget within one token up to within hundreds.
+    """A_log and dt_bias for channels that forget within one token, up to within hundreds of tokens.
 
-    If `strong`, most forget within a token or two, as in FLA's own tests.
+    If `strong`, most channels forget within a token or two, as in FLA's own tests.
     """
     if strong:
         return {
@@ -66,7 +66,7 @@ def gate_parameters(
 
 
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
-    """Arguments of `chunk_kda`, ours and the peer's: the kernels apply gate, norms and sigmoid."""
+    """Arguments of our and the peer's `chunk_kda`: the kernels apply gate, norms and sigmoid."""
     random = _Random(seed)
     shape = (case.batch, case.tokens)
     arguments: Arguments = {
@@ -168,7 +168,8 @@ def peer(path: str) -> Callable[..., Any] | None:
 def chunk_calls(
     arguments: Arguments, *, with_peer: bool, paths: Sequence[Path] = ("fused",)
 ) -> dict[str, Call]:
-    """`chunk_kda` of each contender: (o, final state). Ours is "ours", and "modular" that path."""
+    """`chunk_kda` of each contender: (o, final state). "ours" is our fused path, "modular" our
+    modular path."""
     from cute_attn import chunk_kda
 
     calls: dict[str, Call] = {}
@@ -349,10 +350,10 @@ def hold(
     Args:
         actual: tensors of `some_heads`, by contender.
         plain, exact: results of plain PyTorch, in the dtypes of our results and in float64.
-        rough: tensors of which ours, too, only have to be as exact as a peer's.
+        rough: tensors for which even our error only has to be as small as a peer's.
 
     Raises:
-        Disagreement: one of ours breaks the error rule, or a peer computes something else.
+        Disagreement: one of our tensors breaks the error rule, or a peer computes something else.
     """
     errors: dict[str, float] = {}
     for who, results in actual.items():
@@ -378,7 +379,7 @@ def agreed(
     """(errors, the contenders to time, notes); peers that disagree are left out.
 
     Raises:
-        Disagreement: ours disagrees.
+        Disagreement: our result disagrees.
     """
     try:
         return check(calls), dict(calls), []
@@ -484,7 +485,7 @@ def check_decode(
 
 
 def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
-    """A note of the largest error of each contender's tensors over all cases."""
+    """A note on the largest error of each contender's tensors over all cases."""
     worst: dict[str, float] = {}
     for case in errors:
         for name, error in case.items():

@@ -1,7 +1,7 @@
 """kda_recompute_w_u, the part of kda_chunk_intra that a backward pass repeats, against FLA's.
 
-w, u and kg from k, v, the summed gate, beta and the inverse Akk. The roofline is the time in which
-a copy moves what the stage reads and writes.
+The stage computes w, u and kg from k, v, the summed gate, beta and the inverse Akk. The roofline is
+a copy's time for the bytes that the stage reads and writes.
 """
 
 from __future__ import annotations

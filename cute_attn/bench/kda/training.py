@@ -22,18 +22,18 @@ from .cases import SEED, Case
 from .problem import Arguments, Call, Results
 
 LAYERS = 16
-CHECK_TOKENS = 512  # of the problems that are compared with the float64 reference
+CHECK_TOKENS = 512  # tokens of problems that are compared with float64
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
-# The error of a few numbers says little, and A_log has one for each head.
+# The error of a few numbers says little, and A_log has only one number for each head.
 FEW_NUMBERS, FEW_NUMBERS_LIMIT = ("A_log",), 0.2
 
 Function = Callable[..., Any]
 
 
 def arguments(case: Case, *, disable_recompute: bool = False) -> Arguments:
-    """Arguments of a training step: those of `chunk_kda`, without states."""
+    """Arguments of a training step: the arguments of `chunk_kda`, without states."""
     given = problem.chunk_arguments(case)
     del given["initial_state"]
     return given | {"output_final_state": False, "disable_recompute": disable_recompute}
@@ -110,7 +110,7 @@ class Step:
         return o
 
     def backward(self, o: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients by the argument's name, of o that `training_forward` returned."""
+        """The gradients by the argument's name, from the o that `training_forward` returned."""
         found = torch.autograd.grad(o, list(self.leaves.values()), self.do, retain_graph=True)
         return dict(zip(self.leaves, found, strict=True))
 
@@ -118,8 +118,8 @@ class Step:
         return self.backward(self.training_forward())
 
     def layers(self, count: int = LAYERS) -> Call:
-        """Forward and backward of `count` layers: each has parameters and projections of its own
-        (on the same memory), and the output of the layer before as v."""
+        """Forward and backward of `count` layers. Each layer has its own parameters and projections
+        (in the same memory), and takes the previous layer's output as v."""
         leaves = [self.fresh() for _ in range(count)]
 
         def call() -> tuple[torch.Tensor, ...]:
@@ -148,7 +148,7 @@ def calls(given: Arguments, *, with_peer: bool) -> dict[str, Call]:
 
 
 def check_case(case: Case) -> Case:
-    """The same heads with few tokens, for a comparison with the float64 reference."""
+    """The case's heads with few tokens, for a comparison with the float64 reference."""
     return replace(case, tokens=min(case.tokens, CHECK_TOKENS))
 
 
@@ -230,8 +230,8 @@ def kernel_times(call: Call, repeats: int = 5) -> dict[str, float]:
 
 
 def memory(step: Step) -> dict[str, float]:
-    """MiB of a training step: at the peak, its inputs included, and kept between forward and
-    backward, o included."""
+    """MiB of a training step: the peak with the step's inputs, and the memory kept between forward
+    and backward with o."""
     step.both()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -248,8 +248,8 @@ def memory(step: Step) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_launches(who: str) -> Iterator[None]:
-    """Let a peer's tuned kernels neither compile nor run: what a call allocates does not depend on
-    their results."""
+    """Let a peer's tuned kernels neither compile nor run: a call's allocations do not depend on the
+    kernels' results."""
     if who not in problem.PEERS:
         yield
         return

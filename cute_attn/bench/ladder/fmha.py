@@ -1,10 +1,10 @@
-"""The FMHA ladder: what each optimisation of an attention forward brings, by sequence length.
+"""The FMHA ladder: the speedup by each optimisation of an attention forward, by sequence length.
 
 Every contender's output is compared with float64 before it is timed, by
-`triton.testing.do_bench_cudagraph`. One that fails is reported, and the others go on. PyTorch's
-flash backend (FlashAttention-2), FlashAttention-4 and this package's operator stand beside the
-steps where they exist. `--emulate sm_90a` needs no GPU: it checks the steps in the emulator, and
-counts instructions in place of time.
+`triton.testing.do_bench_cudagraph`. A contender that fails is reported, and all other contenders go
+on. PyTorch's flash backend (FlashAttention-2), FlashAttention-4 and this package's operator stand
+beside the steps where they exist. `--emulate sm_90a` needs no GPU: the run checks the steps in the
+emulator, and counts instructions in place of time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPU = {"batch": 4, "heads": 32}
 
 BASELINE = "0_pytorch"
 LAST_PORTABLE, LAST_HOPPER = (4, 5), 10
-TARGET, TARGET_SEQLEN = 0.9, 4096  # of the peers' speed, from this length on
+TARGET, TARGET_SEQLEN = 0.9, 4096  # share of the peers' speed, from this length on
 
 
 def _positive(text: str) -> int:
@@ -126,7 +126,7 @@ class Ladder:
     Attributes:
         specs: the steps that this target has, with their specs.
         lines: the log.
-        notes: what was left out, and why.
+        notes: the contenders that were left out, and why.
         wrong: whether a contender failed.
     """
 
@@ -200,7 +200,7 @@ class Ladder:
     # -- in the emulator ----------------------------------------------------------------------
 
     def emulated(self, cases: Sequence[Case]) -> Report:
-        """Each step's error, and what it executes."""
+        """Each step's error, and the instructions that it executes."""
         from ... import cache
         from ...emulation import emulated
         from ...emulator import Emulator
@@ -284,7 +284,7 @@ class Ladder:
                 row = self._time(case, name, make, problem)
                 if row is not None:
                     tables[case.seqlen][name] = row
-            del problem, makers, make  # and the tensors that they hold
+            del problem, makers, make  # and the tensors that these hold
             torch.cuda.empty_cache()
         return self.report(cases, tables)
 
@@ -318,7 +318,7 @@ class Ladder:
         }
 
     def report(self, cases: Sequence[Case], tables: dict[int, dict[str, Row]]) -> Report:
-        """The report of what was timed, by sequence length and contender."""
+        """The report of the timings, by sequence length and contender."""
         names = list(dict.fromkeys(name for table in tables.values() for name in table))
         steps = [name for name in names if name in self.specs or name == PRODUCTION]
         performance = [performance_row(seqlen, tables[seqlen], names) for seqlen in tables]
@@ -389,7 +389,7 @@ def performance_row(seqlen: int, table: dict[str, Row], names: Sequence[str]) ->
 
 
 def impact_row(seqlen: int, table: dict[str, Row], steps: Sequence[str]) -> Row:
-    """What each step brought over the last one that was timed, and all together."""
+    """The speedup of each step over the last step that was timed, and of all steps together."""
     row: Row = {"seqlen": seqlen}
     timed = [name for name in steps if name != BASELINE]
     before: Row | None = None
@@ -405,7 +405,7 @@ def impact_row(seqlen: int, table: dict[str, Row], steps: Sequence[str]) -> Row:
 
 
 def verdicts(tables: dict[int, dict[str, Row]], arch: str) -> list[Verdict]:
-    """The targets, for every length that they are set for."""
+    """The targets, for every length that has a target."""
     found = []
     for seqlen, table in tables.items():
         if seqlen < TARGET_SEQLEN:

@@ -11,7 +11,7 @@ from ...machine_code.listing import Instruction
 from ...machine_code.middle_tile import MMAS, middle_tile
 from ..harness.report import Row
 
-# Opcodes by column; what is in none is "other".
+# Opcodes by column; an opcode in no column is "other".
 KINDS = {
     "mma": MMAS,
     "ldmatrix": ("LDSM",),
@@ -26,7 +26,7 @@ _KIND = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 
 
 def key_tile(entry: Entry | Built) -> list[Instruction]:
-    """What a warp executes for a K/V tile in the middle, without a mask.
+    """The instructions that a warp executes for a K/V tile in the middle, without a mask.
 
     Raises:
         DisassemblyError: there is no nvdisasm.

@@ -30,7 +30,7 @@ class NotHere(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """A size."""
+    """A size of the inputs."""
 
     batch: int
     heads: int
@@ -41,7 +41,8 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of both products; with a causal mask half of them count."""
+        """Floating-point operations of both products; with a causal mask half of the operations
+        count."""
         pairs = self.seqlen**2 / (2 if self.causal else 1)
         return 4.0 * self.batch * self.heads * pairs * self.head_dim
 
@@ -50,7 +51,7 @@ class Case:
 
 
 class Problem:
-    """Inputs `[B, S, H, D]` of a case, and what its output should be in a few heads."""
+    """Inputs `[B, S, H, D]` of a case, and the expected output in a few heads."""
 
     def __init__(self, case: Case, device: str, seed: int):
         self.case = case
@@ -65,19 +66,20 @@ class Problem:
 
     @cached_property
     def _expected(self) -> list[Expected]:
-        """Of the first and the last head."""
+        """The expected output of the first and the last head."""
         ends = {(0, 0), (self.case.batch - 1, self.case.heads - 1)}
         return expected_in(self.q, self.k, self.v, sorted(ends), causal=self.case.causal)
 
     def check(self, who: str, call: Call) -> float:
-        """Run a contender and compare its output with the reference, in norm and at worst.
+        """Run a contender and compare its output with the reference, in the norm and in the worst
+        element.
 
         Returns:
-            The larger of the two errors, as a multiple of that of plain arithmetic.
+            The larger of the two errors, as a multiple of plain arithmetic's error.
 
         Raises:
             Disagreement: an element is not finite, or an error is more than MAX_ERROR_RATIO times
-                that of plain arithmetic.
+                plain arithmetic's error.
         """
         self.out.fill_(math.nan)
         o = call()
@@ -112,8 +114,7 @@ class Problem:
         return run
 
     def pytorch(self, backend: Any = None) -> Call:
-        """PyTorch's scaled_dot_product_attention, with a backend of its own choice or a given
-        one."""
+        """PyTorch's scaled_dot_product_attention, with a given backend or with PyTorch's choice."""
         from torch.nn.attention import sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -172,7 +173,7 @@ class Problem:
         """`cute_attn.flash_attn_func`.
 
         Raises:
-            NotHere: it has no kernel for this architecture and head_dim.
+            NotHere: the operator has no kernel for this architecture and head_dim.
         """
         from cute_attn import flash_attn_func
 
@@ -192,7 +193,8 @@ class Problem:
 
 
 def peers(problem: Problem) -> dict[str, Callable[[], Call]]:
-    """What is timed beside the steps, by name; each makes its call."""
+    """The contenders that are timed beside the steps, by name. Each value is a function that makes
+    the call."""
     return {
         FA2: problem.flash_attention_2,
         FA4: problem.flash_attention_4,
@@ -201,8 +203,8 @@ def peers(problem: Problem) -> dict[str, Callable[[], Call]]:
 
 
 def compile_all(steps: Sequence[tuple[LadderStep, FmhaLadderSpec]], arch: str) -> None:
-    """Compile the steps' kernels on all cores; one that does not compile fails again when it is
-    loaded, by name."""
+    """Compile the steps' kernels on all cores. A kernel that does not compile fails again, by name,
+    when it is loaded."""
     from ... import cache
 
     requests = [(step.kernel, spec) for step, spec in steps if step.kernel is not None]

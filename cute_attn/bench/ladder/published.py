@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """A published number, at the step of this ladder that has the same ideas."""
+    """A published number, and the step of this ladder that has the same ideas."""
 
     gpu: str
     seqlen: int
     step: int
-    theirs: str  # the step's name there
+    theirs: str  # the step's name in the published ladder
     tflops: float
 
 

@@ -1,10 +1,10 @@
 """Lightning Attention decode against flash-linear-attention and the copy bandwidth.
 
-Every batch size is first checked against the float64 reference, then timed: this package, FLA's
-`fused_recurrent_fwd`, and two plain copies of as many bytes as the call must move, in turns in one
-loop (see `timing`). `--sms N` runs all of it, including the ceilings, in a CUDA green context.
-`--variants` also times other tunings than the chosen one: those that the package compared, or, with
-`--variants tile_v=8,16,32 num_warps=4,8`, all combinations of such fields.
+Every batch size is first checked against the float64 reference, then timed. This package, FLA's
+`fused_recurrent_fwd`, and two plain copies of as many bytes as the call must move take turns in one
+loop (see `timing`). `--sms N` runs everything, including the ceilings, in a CUDA green context.
+`--variants` also times tunings other than the chosen tuning: the tunings that the package compared.
+`--variants tile_v=8,16,32 num_warps=4,8` times all combinations of these fields.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SEED = 20261120
 
 # Targets of the kernel at 64 heads, K = V = 128, one bf16 token and a float32 "vk" state.
 SMALL_BATCHES, SMALL_SPEEDUP = (1, 8), 5.0
-LARGE_BATCHES = (64, 128, 256)  # beside a copy of as many bytes
+LARGE_BATCHES = (64, 128, 256)  # compared with a copy of as many bytes
 PARTITION_MIN_BATCH, PARTITION_SPEEDUP = 64, 1.2
 
 
@@ -150,13 +150,14 @@ def _title(case: Case, sms: int | None) -> str:
 
 
 def _is_standard(case: Case) -> bool:
-    """Whether the targets were set for this case, whatever its batch."""
+    """Whether the targets were set for this case, whatever the batch."""
     return case == type(case)(batch=case.batch)
 
 
 @contextmanager
 def _partition(sms: int | None) -> Iterator[dict[str, int]]:
-    """The GPU, or a part of it with the SMs that it has and those that kernels really used."""
+    """The GPU, or a part of the GPU with its number of SMs and the number that kernels really
+    used."""
     if sms is None:
         yield {}
         return
@@ -181,8 +182,8 @@ def _time_contenders(
 
     from .problem import DEVICE, check_agreement, fla, fla_tuning, make_inputs, ours
 
-    # FLA tunes once per process, for the first batch size: let that be the one that is judged,
-    # not the smallest.
+    # FLA tunes once per process, for the first batch size. So the batch size that is judged comes
+    # first, not the smallest.
     largest = make_inputs(cases[-1], SEED)
     fla(cases[-1], largest)()
     del largest
@@ -280,8 +281,8 @@ def verdicts(rows: Sequence[Row], *, standard: bool, partition: bool) -> list[Ve
     """The targets met or missed, and whether time grows with the batch, per mode and flush.
 
     Args:
-        standard: the sizes are those that the targets were set for.
-        partition: measured on part of the GPU, for which there are other targets.
+        standard: the targets were set for these sizes.
+        partition: the run was on a part of the GPU, which has other targets.
     """
     found: list[Verdict] = []
     for mode, flush in dict.fromkeys((row["mode"], row["flush"]) for row in rows):

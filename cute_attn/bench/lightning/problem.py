@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 
-REGISTERS_PER_SM = 65536  # of every architecture since Kepler
+REGISTERS_PER_SM = 65536  # on every architecture since Kepler
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Inputs:
         return float(self.case.head_dim_k**-0.5)
 
     def state_as_kv(self) -> torch.Tensor:
-        """A float32 copy of the state as [B, H, K, V], which is what FLA takes."""
+        """A float32 copy of the state as [B, H, K, V], which FLA takes."""
         return as_kv(self.case, self.state).to(
             torch.float32, copy=True, memory_format=torch.contiguous_format
         )
@@ -113,7 +113,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 
 def ours(case: Case, inputs: Inputs, num_sms: int | None = None) -> Callable[[], object]:
-    """A call of the public operator; it updates `inputs.state` and `inputs.out` in place.
+    """A call of the public operator, which updates `inputs.state` and `inputs.out` in place.
 
     In a green context, which the operator cannot see, `num_sms` selects the kernel for a GPU with
     that many SMs.
@@ -142,8 +142,8 @@ def ours(case: Case, inputs: Inputs, num_sms: int | None = None) -> Callable[[],
 def fla(case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """A call of FLA's fused_recurrent_fwd, which returns (float32 output, new float32 state).
 
-    It gets a state of its own in its default layout [N, H, K, V], float32 whatever the case's
-    dtype, since that is what it writes.
+    FLA gets its own state in FLA's default layout [N, H, K, V]. The state is float32 whatever the
+    case's dtype, since FLA writes float32.
 
     Raises:
         Unavailable: flash-linear-attention is not installed.
@@ -212,8 +212,9 @@ def candidates(
 ) -> dict[str, Candidate]:
     """The kernels to time, by name: "chosen" is (kernel, spec) itself.
 
-    The others have the fields in `vary`, in all legal combinations. If `vary` is empty they are the
-    tunings that the package itself compares, including those of the pipelined kernel.
+    All other kernels have the fields in `vary`, in all legal combinations. If `vary` is empty, the
+    other kernels are the tunings that the package itself compares, including tunings of the
+    pipelined kernel.
 
     Raises:
         TypeError: a name in `vary` is no field of the Spec.
@@ -248,7 +249,8 @@ def candidates(
 def variants(
     case: Case, inputs: Inputs, vary: Mapping[str, Sequence[int | str]], num_sms: int | None
 ) -> tuple[dict[str, Callable[[], None]], list[str]]:
-    """(a bare call for each of the case's `candidates`, the names of those that do not compile).
+    """(a bare call for each of the case's `candidates`, the names of candidates that do not
+    compile).
 
     Raises:
         Disagreement: a candidate computes a wrong result.
@@ -288,7 +290,7 @@ def _resident_ctas(spec: Any, registers: int, num_sms: int | None) -> int:
     """Resident CTAs of a persistent kernel on the GPU, or on `num_sms` of its SMs."""
     gpu = torch.cuda.get_device_properties(DEVICE)
     per_sm = min(
-        gpu.shared_memory_per_multiprocessor // (spec.smem_bytes + 1024),  # 1 KiB is the system's
+        gpu.shared_memory_per_multiprocessor // (spec.smem_bytes + 1024),  # the system takes 1 KiB
         gpu.max_threads_per_multi_processor // spec.num_threads,
         REGISTERS_PER_SM // (-(-registers // 8) * 8 * spec.num_threads),
     )
@@ -320,9 +322,9 @@ def launch_paths(case: Case, inputs: Inputs, public_name: str) -> dict[str, Call
 
 @dataclass(frozen=True)
 class Agreement:
-    """Relative errors ||x - reference|| / ||reference|| against the float64 reference, and the
-    bounds they must keep: half a unit in the last place of the stored dtype, plus one float32
-    rounding for each term of the sum over K."""
+    """Relative errors ||x - reference|| / ||reference|| against the float64 reference, and their
+    bounds. A bound is half a unit in the last place of the stored dtype, plus one float32 rounding
+    for each term of the sum over K."""
 
     output_error: float
     state_error: float
@@ -331,7 +333,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        # written so that NaN fails
+        # The negated comparison also fails for NaN.
         return self.output_error <= self.output_bound and self.state_error <= self.state_bound
 
 
@@ -339,7 +341,7 @@ def check_agreement(case: Case, seed: int, num_sms: int | None = None) -> dict[s
     """Compare ours and FLA with the float64 reference on fresh random inputs.
 
     Raises:
-        Disagreement: NaN or an error over its bound; the message holds all four numbers.
+        Disagreement: NaN, or an error over its bound. The message holds all four numbers.
     """
     inputs = make_inputs(case, seed)
     expected = _reference(case, inputs)  # before ours updates the state

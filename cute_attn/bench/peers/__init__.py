@@ -9,9 +9,9 @@
     memory.tensors["dq"]
 
 A request is plain data: which function of a front end, for which architecture, shapes and options.
-Capturing it runs that front end on fake tensors and notes what it would launch: each compiled
-function (object file and PTX) and the arguments of each call, in order. Tensors that share memory
-share a buffer, so that what one kernel writes is what the next one reads.
+Capturing a request runs the front end on fake tensors and records all launches, in order: each
+compiled function (object file and PTX), and the arguments of each call. Tensors that share memory
+share a buffer, so that a kernel reads the previous kernel's results.
 
 Only the processes that capture import the peers. `missing(request.peer)` says why a peer cannot be
 used here.

@@ -1,4 +1,4 @@
-"""Requests, what was captured for them, and memory to run it on. Imports neither peer nor compiler.
+"""Requests, captures of requests, and memory to run captures on. Imports neither peer nor compiler.
 
 A directory of captures holds
 
@@ -36,11 +36,11 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 
-FUNCTION_NAME = "k"  # of every exported function: its symbol is `__tvm_ffi_k`
+FUNCTION_NAME = "k"  # every exported function has the symbol `__tvm_ffi_k`
 GUARD = 256  # bytes before and after every buffer, and the alignment of its start
 POISON = 0xFF  # in every byte: a NaN in every floating-point format, -1 in integers
 
-# Distribution that a peer needs, and the module by which it is found.
+# The distribution that a peer needs, and the module by which the distribution is found.
 DISTRIBUTIONS = {
     "flash_attention_4": (("flash-attn-4", "flash_attn"), ("quack-kernels", "quack")),
     "quack_kernels": (("quack-kernels", "quack"),),
@@ -63,11 +63,11 @@ class Request:
 
     Attributes:
         peer: the module of this package that knows the front end.
-        function: in that module, such as "forward".
+        function: the function of the module, such as "forward".
         arch: such as "sm_100a".
-        num_sms: what the front end is told that the GPU has; it sets the grid of persistent
-            kernels and is compiled into some.
-        options: of the function, sorted by name.
+        num_sms: the number of SMs that the front end is told. The number sets the grid of
+            persistent kernels, and some kernels compile it in.
+        options: the function's options, sorted by name.
     """
 
     peer: str
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """For people, and as the id of a test: the options that are not the function's defaults."""
+        """A name for people and test ids: the options that differ from the function's defaults."""
         module = importlib.import_module(f".{self.peer}", __package__)
         parameters = inspect.signature(getattr(module, self.function)).parameters
         parts = [self.function, self.arch.replace("_", "")]
@@ -90,7 +90,8 @@ class Request:
         return "-".join(parts)
 
     def capture(self, directory: str | os.PathLike[str]) -> Captured:
-        """Read the capture from `directory`, or compile it there first; see `capture_all`."""
+        """Read the capture from `directory`, or compile the capture there first; see
+        `capture_all`."""
         return capture_all(directory, [self])[0]
 
     @property
@@ -115,12 +116,13 @@ def _num_sms(arch: str) -> int:
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where each of a batch of sequences starts, and where the last one ends."""
+    """The start of each sequence of a batch, and the end of the last sequence."""
     return tuple(itertools.accumulate(lengths, initial=0))
 
 
 def missing(peer: str) -> str | None:
-    """Why a peer cannot be captured here, as a reason for skipping; None where it can be."""
+    """The reason why a peer cannot be captured here, for skipping a test; None if the peer can be
+    captured."""
     for distribution, module in (*DISTRIBUTIONS[peer], *((name, None) for name in COMPILER)):
         if not _is_installed(distribution, module):
             return f"needs {distribution}, which is not installed"
@@ -148,7 +150,8 @@ def _own_sources() -> str:
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A view of a buffer. Shape, stride and offset count elements of `dtype`, a name of torch's."""
+    """A view of a buffer. Shape, stride and offset count elements of `dtype`, the name of a torch
+    dtype."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -175,13 +178,15 @@ class Buffer:
     """Memory that the calls of a capture share.
 
     Attributes:
-        name: the front end's own, such as "dq_accum".
+        name: the front end's name of the buffer, such as "dq_accum".
         role: "input" (the caller fills it), "output" (the caller reads it), or "scratch".
-        view: what the tensor looks like to whoever allocates it.
-        size: in bytes.
-        fill: what the front end sets every element to before the first call; None is nothing.
-        values: of an input whose content goes with the request, such as sequence offsets.
-        bounds: of random integers for an input, [low, high).
+        view: the tensor as its allocator sees it.
+        size: size in bytes.
+        fill: the value that the front end gives every element before the first call; None is no
+            value.
+        values: the content of an input whose content goes with the request, such as sequence
+            offsets.
+        bounds: bounds of random integers for an input, [low, high).
     """
 
     name: str
@@ -199,7 +204,7 @@ class CompiledFunction:
 
     Attributes:
         object_file: exports `__tvm_ffi_k`.
-        entries: names of the kernels in the PTX, in its order.
+        entries: names of the kernels in the PTX, in the order of the PTX.
     """
 
     object_file: Path
@@ -213,7 +218,8 @@ class CompiledFunction:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a compiled function: positional arguments, and what the function calls them."""
+    """One call of a compiled function: positional arguments, and the function's names of the
+    arguments."""
 
     function: CompiledFunction
     parameters: tuple[str, ...]
@@ -222,11 +228,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Captured:
-    """What a front end would do on a GPU.
+    """The calls that a front end would make on a GPU.
 
     Attributes:
-        host_operations: what torch itself would run in between, which no call here does. Empty
-            means that the calls are all there is.
+        host_operations: operations that torch itself would run between the calls, and that no call
+            here runs. Empty means that the calls are complete.
     """
 
     request: Request
@@ -243,7 +249,8 @@ class Captured:
         return [b for b in self.buffers.values() if b.role == "output"]
 
     def random_inputs(self, seed: int = 0, scale: float = 1.0) -> dict[str, torch.Tensor]:
-        """Inputs whose content does not go with the request: normal, or integers in bounds."""
+        """Inputs whose content does not go with the request: normal random numbers, or integers in
+        bounds."""
         generator = torch.Generator().manual_seed(seed)
         return {b.name: _random(b, generator, scale) for b in self.inputs if b.values is None}
 
@@ -268,15 +275,16 @@ def _random(buffer: Buffer, generator: torch.Generator, scale: float) -> torch.T
 class Memory:
     """The buffers of a capture, as CPU tensors.
 
-    Each starts as NaNs (every byte is 0xFF), unless the front end fills it, its content goes with
-    the request, or it is overridden: by a number, or by a tensor of the same shape and dtype, which
-    is copied. Buffers are aligned as those of a GPU are, and lie between guard bytes.
+    Each buffer starts as NaNs (every byte is 0xFF), unless the front end fills the buffer, or the
+    content goes with the request, or the caller overrides it. A caller overrides by a number, or by
+    a tensor of the same shape and dtype, which is copied. Buffers are aligned like GPU buffers, and
+    lie between guard bytes.
 
     Attributes:
-        tensors: each buffer by name, as whoever allocates it sees it.
+        tensors: each buffer by name, as its allocator sees the buffer.
 
     Raises:
-        KeyError: an input without content, or an override of a buffer that is not there.
+        KeyError: an input has no content, or an override names a missing buffer.
         ValueError: an override of another shape or dtype.
     """
 
@@ -331,7 +339,7 @@ class Memory:
         return [value(argument) for argument in call.arguments]
 
     def move(self, device: str) -> None:
-        """Move all buffers to a device, as they are."""
+        """Move all buffers, unchanged, to a device."""
         for name, old in self._bytes.items():
             whole = torch.full_like(self._whole[name], POISON, device=device)
             start = GUARD + -whole.data_ptr() % GUARD
@@ -367,13 +375,14 @@ def _override(name: str, tensor: torch.Tensor, value: torch.Tensor | float) -> N
 
 
 def capture_all(directory: str | os.PathLike[str], requests: Iterable[Request]) -> list[Captured]:
-    """Read captures from `directory`, compiling first what is not there.
+    """Read captures from `directory`; compile missing captures first.
 
-    Requests of one architecture and SM count are compiled in one process, which costs about 4 s to
-    start; within it requests that differ only in shapes often share their kernels.
+    Requests of one architecture and SM count are compiled in one process, which takes about 4 s to
+    start. Within a process, requests that differ only in shapes often share kernels.
 
     Raises:
-        CaptureError: naming the requests that failed; the others are in the directory.
+        CaptureError: some requests failed. The message names the failed requests; all other
+            captures are in the directory.
     """
     root, requests = Path(directory), list(requests)
     (root / "captures").mkdir(parents=True, exist_ok=True)
@@ -393,7 +402,7 @@ def capture_all(directory: str | os.PathLike[str], requests: Iterable[Request]) 
 
 
 def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> list[str]:
-    """Compile requests in a process of their own; return its errors."""
+    """Compile requests in a separate process; return the errors of that process."""
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
         jobs, outcome = Path(scratch, "jobs"), Path(scratch, "errors.json")
         jobs.write_text(repr([(d, r.peer, r.function, r.options) for d, r in group.items()]))
@@ -421,7 +430,8 @@ def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> l
 
 
 def _environment(arch: str, num_sms: int) -> dict[str, str]:
-    """The environment of a capturing process: nothing of the user's changes what is compiled."""
+    """The environment of a capturing process: no variable of the user changes the compiled
+    kernels."""
     ours = ("CUTE_DSL_", "FLASH_ATTENTION_", "FA_", "QUACK_")
     kept = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
     plain = arch.rstrip("af")
@@ -445,7 +455,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by another, so that a reader sees either the one or the other."""
+    """Replace a file, so that a reader sees either the old file or the new file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

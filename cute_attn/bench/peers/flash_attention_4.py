@@ -20,8 +20,9 @@ PEER = "flash_attention_4"
 PACKAGE = "flash_attn"
 
 Edits = tuple[tuple[str, str, str], ...]
-"""(module, text, another text): compile this package with its source changed so. Each text stands
-there once. Requests with edits are captured by themselves: a process imports a module once."""
+"""(module, text, another text): compile this package with `text` replaced in the module's source.
+The source has each text once. A request with edits has its own process: a process imports a module
+once."""
 
 
 def forward(
@@ -52,13 +53,13 @@ def forward(
     """out and lse from q, k, v.
 
     Args:
-        heads: of q; k and v have heads / qhead_per_kvhead.
+        heads: heads of q; k and v have heads / qhead_per_kvhead heads.
         seqlens_q, seqlens_k: lengths of the sequences of a varlen batch, in place of batch,
             seqlen_q and seqlen_k. Tensors are then [total, heads, head_dim].
-        dtype: of q, k and v: "bfloat16", "float16", or "float8_e4m3fn" with descale factors.
+        dtype: dtype of q, k and v: "bfloat16", "float16", or "float8_e4m3fn" with descale factors.
         window: keys to the left and right of the diagonal that a query sees; None is all.
         num_splits: partial results along the keys, combined by a second kernel.
-        clc, two_cta: what the environment variables FA_CLC and FA_DISABLE_2CTA choose.
+        clc, two_cta: the choices of the environment variables FA_CLC and FA_DISABLE_2CTA.
         page_size: rows of a page. k and v are then [pages, page_size, heads, head_dim], with the
             pages of each sequence in `page_table`.
     """
@@ -87,7 +88,7 @@ def backward(
     edits: Edits = (),
     num_sms: int | None = None,
 ) -> Request:
-    """dq, dk and dv from q, k, v, out, dout and lse. Arguments as those of `forward`.
+    """dq, dk and dv from q, k, v, out, dout and lse. Arguments as for `forward`.
 
     Calls, in order: preprocess, the main function (one kernel, or two at head_dim 256 on sm_100a),
     then one postprocess for dq and, with GQA, for dk and dv.
@@ -107,18 +108,19 @@ def mla_forward(
     edits: Edits = (),
     num_sms: int | None = None,
 ) -> Request:
-    """out and lse from q, qv, k and v, for multi-head latent attention with its products absorbed:
-    scores are q k^T + qv v^T, of 64 and 512 dimensions, and all heads share k and v.
+    """out and lse from q, qv, k and v, for multi-head latent attention with absorbed products.
+    Scores are q k^T + qv v^T, of 64 and 512 dimensions; all heads share k and v.
 
     Args:
-        one_cta: what the environment variable FLASH_ATTENTION_MLA_1CTA chooses.
+        one_cta: the choice of the environment variable FLASH_ATTENTION_MLA_1CTA.
     """
     options = {n: v for n, v in locals().items() if n not in ("arch", "num_sms")}
     return request(PEER, "mla_forward", arch, num_sms, options)
 
 
 def page_table(batch: int, seqlen_k: int, page_size: int) -> tuple[tuple[int, ...], ...]:
-    """For each sequence its pages, in order. No page comes twice, and page 0 belongs to nobody."""
+    """The pages of each sequence, in order. No page comes twice, and page 0 belongs to no
+    sequence."""
     pages = -(-seqlen_k // page_size)
     return tuple(
         tuple(batch * pages - (page * batch + sequence) for page in range(pages))
@@ -150,7 +152,7 @@ def _interface(two_cta: bool = True, clc: bool = False, edits: Edits = ()) -> An
         sys.meta_path.insert(0, _Edited(edits))
     from flash_attn.cute import interface, utils
 
-    # Otherwise it compiles without calling.
+    # Otherwise the front end compiles without calling.
     interface.is_fake_mode = lambda: False
     utils._fa_clc_enabled = clc
     utils._fa_disable_2cta_enabled = not two_cta
@@ -176,14 +178,14 @@ class _Edited:
             if text.count(old) != 1:
                 raise ValueError(f"{name} has {text.count(old)} times {old!r}")
             text = text.replace(old, new)
-        # Its own name again: that is part of what the compiler calls kernels.
+        # The module keeps its own name, because the names of compiled kernels contain it.
         copy = Path(tempfile.mkdtemp(prefix="edited-")) / Path(found.origin).name
         copy.write_text(text)
         return spec_from_file_location(name, copy)
 
 
 class _Shapes:
-    """Of the tensors of a request."""
+    """Shapes of the tensors of a request."""
 
     def __init__(self, o: dict[str, Any]):
         head_dim_v = o["head_dim_v"] or o["head_dim"]

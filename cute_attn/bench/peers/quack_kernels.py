@@ -21,8 +21,8 @@ class BlockScaled(NamedTuple):
     """A block-scaled format of GEMM operands.
 
     Attributes:
-        dtype: of the data, with `packing` elements to one of torch's.
-        scale_dtype: of the factors, one for `vector` elements along K.
+        dtype: dtype of the data, with `packing` elements in one torch element.
+        scale_dtype: dtype of the scale factors; `vector` elements along K share a factor.
     """
 
     dtype: str
@@ -66,14 +66,14 @@ def gemm(
     """d = alpha * a b^T + beta * c + bias, for a [batch, m, k], b [batch, n, k], d [batch, m, n].
 
     Args:
-        tile, cluster: (M, N). On sm_100a an even M of the cluster with a tile of 256 (or 128) makes
-            the MMA one of two CTAs.
+        tile, cluster: (M, N). On sm_100a an even M of the cluster with a tile of 256 (or 128)
+            selects the MMA of two CTAs.
         scheduler: "static" and "dynamic" are persistent; dynamic is cluster launch control on
             sm_100a, and a counter in global memory on sm_90a. "none" (not on sm_100a) is one tile
-            a CTA.
+            for each CTA.
         a_major, b_major: which dimension is contiguous: "k", or "m" and "n".
-        block_scaled: a name of BLOCK_SCALED in place of dtype; a and b then have scale factors
-            sfa and sfb [batch, rows / 128, k / (4 * vector), 32, 4, 4].
+        block_scaled: a name of BLOCK_SCALED, in place of dtype. a and b then have scale factors sfa
+            and sfb [batch, rows / 128, k / (4 * vector), 32, 4, 4].
         seqlens_m: rows of each matrix of the batch, in place of batch and m: a is [sum, k], d is
             [sum, n].
     """
@@ -99,9 +99,9 @@ def norm_forward(
     residual: bool = False,
     eps: float = 1e-6,
 ) -> Request:
-    """RMSNorm, or LayerNorm: out, rstd and, of LayerNorm, mean from x and weight.
+    """RMSNorm or LayerNorm: out and rstd from x and weight; LayerNorm also returns the mean.
 
-    With a residual x + residual is normalised, and written to residual_out. From n = 32768 (bf16)
+    With a residual, x + residual is normalised, and written to residual_out. From n = 32768 (bf16)
     on, a row belongs to a cluster.
     """
     return _rows("norm_forward", locals())
@@ -117,8 +117,8 @@ def norm_backward(
     layernorm: bool = False,
     blocks: int = 2,
 ) -> Request:
-    """dx, and dw_partial [blocks, n] whose sum is the gradient of the weight (and db_partial of
-    LayerNorm), from x, weight, dout, rstd and, of LayerNorm, mean."""
+    """dx and dw_partial [blocks, n], whose sum is the weight's gradient, from x, weight, dout and
+    rstd. LayerNorm also takes the mean and returns db_partial."""
     return _rows("norm_backward", locals())
 
 
@@ -155,7 +155,7 @@ def topk_forward(
     dtype: str = "bfloat16",
     softmax: bool = False,
 ) -> Request:
-    """values [m, k] and indices, largest first, from x; with softmax, of the values."""
+    """values [m, k] and indices, largest first, from x; with `softmax`, softmax of the values."""
     return _rows("topk_forward", locals())
 
 
@@ -181,7 +181,7 @@ def _rows(function: str, given: dict[str, Any]) -> Request:
 
 
 def scale_shape(fmt: str, rows: int, k: int) -> tuple[int, ...]:
-    """Of the scale factors of a [rows, k] operand, without the batch."""
+    """The shape of the scale factors of a [rows, k] operand, without the batch."""
     return (-(-rows // 128), -(-k // (4 * BLOCK_SCALED[fmt].vector)), 32, 4, 4)
 
 
@@ -342,7 +342,7 @@ def _topk_backward(r: Recorder, m: int, n: int, k: int, dtype: str, softmax: boo
 
 
 def _function(module: str, name: str) -> Any:
-    """A function of a module of quack, where the package has functions named as its modules."""
+    """A function of a module of quack. The package has functions with the names of its modules."""
     return getattr(importlib.import_module(f"quack.{module}"), name)
 
 

@@ -1,6 +1,6 @@
-"""In a capturing process: fake tensors, and functions that note their calls instead of running.
+"""Code of a capturing process: fake tensors, and functions that record calls instead of running.
 
-Only `worker` may import this: it patches torch and the compiler.
+Only `worker` may import this module, which patches torch and the compiler.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .common import (
 
 MEMORY = 80 << 30
 L2_CACHE = 50 << 20
-ADDRESS = 1 << 20  # any aligned one: nothing is read there
+ADDRESS = 1 << 20  # any aligned address: nothing is read there
 
-# All else that is no view reads or writes data.
+# Every other operation that is no view reads or writes data.
 NO_DATA = ("aten::empty", "aten::new_empty", "prim::device")
 FILLING = {
     "aten::zeros": 0.0,
@@ -48,7 +48,7 @@ FILLING_WITH = {"aten::full": 1, "aten::full_like": 1, "aten::fill_": 1}  # posi
 
 
 class _Address(int):
-    """What `data_ptr()` of a fake tensor gives: an integer that knows the tensor."""
+    """The value of `data_ptr()` of a fake tensor: an integer that knows the tensor."""
 
     tensor: torch.Tensor
 
@@ -56,8 +56,8 @@ class _Address(int):
 class Recorder:
     """Notes the calls of one front end's run.
 
-    A front end's tensors are told apart by their storage. One that it allocates itself is named
-    after the front end's own variable.
+    A front end's tensors are told apart by storage. A tensor that the front end allocates is named
+    after the front end's variable.
     """
 
     current: Recorder | None = None
@@ -65,7 +65,7 @@ class Recorder:
     def __init__(self, package: str, arch: str):
         self.arch = arch
         self._package = package
-        self._kept: list[torch.Tensor] = []  # a storage that goes away may lend its number
+        self._kept: list[torch.Tensor] = []  # a freed storage's number may be used again
         self._names: dict[int, str] = {}
         self._fills: dict[int, float] = {}
         self.buffers: dict[str, Buffer] = {}
@@ -84,7 +84,7 @@ class Recorder:
         values: Plain = None,
         bounds: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """`transposed`: the last dimension but one is the contiguous one."""
+        """`transposed`: the last dimension but one is contiguous."""
         if not transposed:
             tensor = _allocate(shape, dtype)
         else:
@@ -174,7 +174,7 @@ class Recorder:
         )
 
     def operation(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Torch ran an operation on fake tensors."""
+        """Record an operation that torch ran on fake tensors."""
         fill = FILLING.get(name)
         if name in FILLING_WITH and isinstance(args[FILLING_WITH[name]], int | float):
             fill = float(args[FILLING_WITH[name]])
@@ -187,7 +187,7 @@ class Recorder:
         self.host_operations.append(name)
 
     def stored(self, save: Callable[[Compiled], str]) -> dict[str, Any]:
-        """As JSON; `save` keeps a compiled function and returns its digest."""
+        """The recording as JSON; `save` keeps a compiled function and returns its digest."""
         return {
             "calls": [
                 {
@@ -248,7 +248,7 @@ class Compiled:
             self._given, self._all = self._given[1:], self._all[1:]
 
     def parameters(self, count: int) -> tuple[str, ...]:
-        """What the function calls its first `count` arguments."""
+        """The function's names of its first `count` arguments."""
         for names in (self._given, self._all):
             if len(names) == count:
                 return names
@@ -281,7 +281,7 @@ def _without_stream(arguments: dict[str, Any]) -> tuple[str, ...]:
 
 
 class _Compile:
-    """In place of `cute.compile`."""
+    """Stands in for `cute.compile`."""
 
     def __init__(self, compile: Any):  # noqa: A002
         self._compile = compile
@@ -300,11 +300,12 @@ class _Compile:
 def import_without_triton() -> None:
     """Import quack where triton, which its unused autotuner needs, is not installed.
 
-    CPU builds of torch come without it. Nobody else is to take the stand-in for the real one.
+    CPU builds of torch come without triton. No other package may mistake the stand-in for the real
+    triton.
     """
     if importlib.util.find_spec("triton") is not None or importlib.util.find_spec("quack") is None:
         return
-    importlib.import_module("torch._dynamo")  # it looks for triton as well
+    importlib.import_module("torch._dynamo")  # torch._dynamo looks for triton as well
     triton: Any = types.ModuleType("triton")
     cache = types.SimpleNamespace(FileCacheManager=object)
     triton.runtime = types.SimpleNamespace(cache=cache)
@@ -316,7 +317,8 @@ def import_without_triton() -> None:
 
 
 def patch(arch: str, num_sms: int) -> None:
-    """Make this process look like one with a GPU of `arch`. Before any peer is imported."""
+    """Make this process look like a process with a GPU of `arch`. Call this before any peer is
+    imported."""
     digits = arch.removeprefix("sm_").rstrip("af")
     capability = (int(digits[:-1]), int(digits[-1]))
 
@@ -347,7 +349,7 @@ def patch(arch: str, num_sms: int) -> None:
     fake.data_ptr = data_ptr
     dsl: Any = cutlass.cute
     dsl.compile = _Compile(dsl.compile)
-    hardware: Any = cutlass.utils.HardwareInfo  # the class itself: peers import it by two names
+    hardware: Any = cutlass.utils.HardwareInfo  # the class itself, which peers import by two names
     hardware.__init__ = initialise
     hardware.get_max_active_clusters = get_max_active_clusters
     hardware.get_device_multiprocessor_count = lambda info: num_sms

@@ -1,7 +1,7 @@
 """The capturing process, started by `common`: `python -m ....worker directory jobs errors`.
 
-`jobs` is the text of a list of (digest, peer, function, options). Each becomes a file in the
-directory, or an entry of `errors`, which is written last.
+`jobs` is the text of a list of (digest, peer, function, options). Each request becomes a file in
+the directory, or an entry of `errors`, which is written last.
 """
 
 from __future__ import annotations

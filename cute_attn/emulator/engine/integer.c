@@ -220,7 +220,7 @@ HANDLER(dp2a) {
 
 // --------------------------------------------------------------------------------------- bits
 
-// From a 32- or 64-bit source to a 32-bit count.
+// Instructions that count bits of a 32- or 64-bit source; the result has 32 bits.
 #define COUNT(name, t, expr) \
   HANDLER(name) { \
     LANES(t, a, 1); uint32_t r[32]; \

@@ -22,7 +22,8 @@ class Tile(NamedTuple):
     Attributes:
         m: query rows.
         n: keys; 0 where the kernel reads none.
-        stages: tiles of K in shared memory at once, and tiles of V; 0 where the kernel decides.
+        stages: the number of K tiles, and of V tiles, in shared memory at once; 0 where the kernel
+            decides.
     """
 
     m: int
@@ -36,13 +37,13 @@ class SplitCosts:
 
     Attributes:
         tile: clocks of a query tile of a head.
-        epilogue: clocks of a block of keys beside the loop over query tiles.
+        epilogue: clocks of a block of keys outside of the loop over query tiles.
         partial_epilogue: clocks of the epilogue where the block's partial sums are stored.
         sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
             one split.
         drift: extra work of the busiest cluster, in units of (longest block - mean block).
-        least_gain: splits are worth the memory of their partial sums if they take at most this
-            share of the clocks without splits.
+        least_gain: heads are split only if the splits take at most this share of the clocks without
+            splits: partial sums take memory.
     """
 
     tile: int
@@ -53,9 +54,9 @@ class SplitCosts:
     least_gain: float
 
 
-# 4 x 128 x 256 x 256 by two SMs of SM100, and as many by an SM of SM90 for any of its tiles.
+# Multiply-adds per tile: 4 x 128 x 256 x 256, by two SMs of SM100 or one SM of SM90.
 ESTIMATED = SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
-# Fused kernels, at 1.6 GHz; the partial sums of 128 keys at 4.2 TB/s.
+# Costs of the fused kernels at 1.6 GHz, and of the partial sums of 128 keys at 4.2 TB/s.
 MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.8, 0.98) for dim in (64, 128)}
 
 
@@ -90,16 +91,16 @@ class ForwardRow(Row):
     """The forward.
 
     Attributes:
-        few: the tile for at most `few.m` query rows of a K/V head, with more stages, so that K and
-            V are loaded far ahead; None: `tile`. Its keys are `tile`'s, so a row's bits do not
-            depend on the tile.
+        few: the tile for at most `few.m` query rows of a K/V head. Its additional stages let K and
+            V be loaded far ahead. None: `tile`. Both tiles have equally many keys, so a row's bits
+            do not depend on the choice.
         capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
         page_keys: the most keys that TMA loads from a page at once.
         held: columns of Q that a thread holds in registers.
-        fma_step: every so many exponentials one is computed on the FMA units; 0: none.
-        sums_by_product: the sums of P may be columns of P V.
+        fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
+        sums_by_product: the product P V may compute the row sums of P, as further columns.
     """
 
     _: KW_ONLY
@@ -123,10 +124,11 @@ class BackwardRow(Row):
     Attributes:
         capped_m: query rows of a tile with a softcap, which needs registers for P times the slope
             of the cap; None: `tile.m`; 0: the kernel takes no softcap.
-        registers: of a thread of the load warp's warpgroup and of a consumer, where they depend on
-            head_dim.
-        v_stages: tiles of V in shared memory at once, where they are not as many as of K.
-        costs: of splitting the query heads of a group.
+        registers: registers of a thread in the load warp's warpgroup and in a consumer warpgroup,
+            where the numbers depend on head_dim.
+        v_stages: the number of V tiles in shared memory at once, where it differs from the number
+            of K tiles.
+        costs: the costs of splitting the query heads of a group.
     """
 
     _: KW_ONLY
@@ -149,9 +151,9 @@ def _by_key(*rows: Of) -> dict[tuple[str, str, int, int], Of]:
     }
 
 
-# Packed heads: an SM90 warpgroup stores its 64 rows by itself; 128 rows of an SM100 CTA cover at
-# least two tokens, or TMA could not clip rows past the end of a packed sequence (`tma.py`).
-# Page keys: a box lies in a K tile, on SM100 in the half of the tile that a CTA loads.
+# Packed heads: an SM90 warpgroup stores its own 64 rows. 128 rows of an SM100 CTA must cover two
+# tokens, so that TMA clips rows past the end of a packed sequence (`tma.py`). Page keys: a box lies
+# in a K tile, on SM100 in the half of the tile that a CTA loads.
 FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
@@ -199,7 +201,7 @@ BACKWARD = _by_key(
         )
         for dim in (64, 128)
     ),
-    # dK, dV and sums of dQ.
+    # Kernels of dK, dV and sums of dQ.
     BackwardRow(
         "backward_fused", SM90, 64, 64, kernel="sm90_backward", scheduler="counter",
         tile=Tile(128, 128), capped_m=64, costs=MEASURED[64],
@@ -208,7 +210,7 @@ BACKWARD = _by_key(
         "backward_fused", SM90, 128, 128, kernel="sm90_hd128_backward", scheduler="counter",
         tile=Tile(64, 128), capped_m=0, costs=MEASURED[128],
     ),
-    # dK and dV.
+    # Kernels of dK and dV.
     BackwardRow(
         "backward_dkdv", SM90, 64, 64, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=64, costs=ESTIMATED,
@@ -221,7 +223,7 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 192, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(32, 128), costs=ESTIMATED,
     ),
-    # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
+    # "single": with a counter, the two CTAs of a cluster would have to share each number read.
     BackwardRow(
         "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
         tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
@@ -230,7 +232,8 @@ BACKWARD = _by_key(
         "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
         cluster=4, costs=ESTIMATED,
     ),
-    # dQ. K of a tile is used until dS K, which runs beside the next tile's products; V is not.
+    # Kernels of dQ. A K tile stays in use longer than its V tile: dS K runs beside the next tile's
+    # products.
     BackwardRow(
         "backward_dq", SM90, 64, 64, kernel="sm90_backward_dq", scheduler="counter",
         tile=Tile(128, 128, 3), v_stages=2, registers=(40, 232),
@@ -250,7 +253,7 @@ BACKWARD = _by_key(
     BackwardRow(
         "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
     ),
-    # dQ from the dS that the dK/dV kernel has stored.
+    # Kernels of dQ from the dS that the dK/dV kernel has stored.
     BackwardRow(
         "backward_ds_dq", SM90, 256, 256, kernel="sm90_backward_ds_dq", scheduler="single",
         tile=Tile(256, 64), cluster=2,
@@ -262,7 +265,8 @@ ROWS: dict[tuple[str, str, int, int], Row] = {**FORWARD, **BACKWARD}
 
 
 def head_dims(way: str, archs: Collection[str] | None = None) -> tuple[int, ...]:
-    """The head dimensions that one of the architectures has a row for; None: any architecture."""
+    """The values of head_dim that one of the architectures has a row for; None: any
+    architecture."""
     return tuple(sorted({head_dim for head_dim, _ in shapes(way, archs)}))
 
 
@@ -297,7 +301,7 @@ def backward(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) 
 
 
 def has(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
-    """Whether there is a row; head_dim_v is head_dim if None."""
+    """Whether the pass has a row; head_dim_v is head_dim if None."""
     return (way, arch, head_dim, head_dim if head_dim_v is None else head_dim_v) in ROWS
 
 

@@ -1,15 +1,14 @@
-"""dS while it is in global memory, from the SM90 dK/dV kernel at head_dim 256 to that of dQ.
+"""The layout of dS in global memory, between the SM90 dK/dV and dQ kernels at head_dim 256.
 
-A tile is dS^T of 64 keys and 64 queries in 16 bits, as `wgmma` takes it from shared memory: rows of
-128 bytes, one for each key, with TMA's swizzle of their 16-byte units. So one bulk copy loads it.
-In a row, queries are permuted so that a lane of the accumulators' fragment has whole units: unit
-4 h + j has queries 2 j and 2 j + 1 of each 8, of the h-th 32 of them. The rows of dQ then have the
-same order, see `query_of`.
+A tile is dS^T of 64 keys and 64 queries in 16 bits. It has the layout that `wgmma` reads from
+shared memory: a row of 128 bytes for each key, with TMA's swizzle of 16-byte units. So one bulk
+copy loads a tile. In a row, queries are permuted so that a lane of the accumulators' fragment has
+whole units. Unit 4 h + j has queries 2 j and 2 j + 1 of each 8 of the h-th 32 queries. The rows of
+dQ are permuted in the same way: see `query_of`.
 
 The tensor is `[heads, padded rows / 64, tiles of keys, 64 * 64]`, with the padded rows of
-`statistics`. A sequence has an even number of tiles of keys, since a cluster writes two. Tiles
-without a pair of a query and a key that it sees may be without a value. Importing this loads no
-compiler.
+`statistics`. A sequence has an even number of tiles of keys, since a cluster writes two. A tile in
+which no query sees a key may be left unwritten. Importing this loads no compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CLUSTER_KEYS = 2 * TILE
 
 
 def shape(heads: int, rows: int, keys: int) -> tuple[int, int, int, int]:
-    """Of the tensor for so many heads and padded rows, and for the most keys of a sequence."""
+    """The shape of the tensor of dS, from heads, padded rows and the most keys of a sequence."""
     return heads, rows // TILE, -(-keys // CLUSTER_KEYS) * 2, TILE * TILE
 
 
@@ -34,13 +33,13 @@ def nbytes(heads: int, rows: int, keys: int) -> int:
 
 
 def lane_offset(warp: Any, lane: Any) -> Any:
-    """Of a lane's first unit in a tile: that of its first lane row, and of the first 32 queries.
-    Those of the other 32 have this offset with the bit 4 * UNIT_BYTES inverted."""
+    """The byte offset in a tile of a lane's first unit: the first lane row, the first 32 queries.
+    For the other 32 queries, the bit 4 * UNIT_BYTES of the offset is inverted."""
     row = lane // 4
     return (warp * 16 + row) * ROW_BYTES + (lane % 4 ^ row) * UNIT_BYTES
 
 
 def query_of(row: Any) -> Any:
-    """The query, of a tile, in a row of dQ."""
+    """The query of a tile that a row of dQ belongs to."""
     unit, within = row >> 3, row & 7
     return (unit >> 2) * 32 + (within >> 1) * 8 + (unit & 3) * 2 + (within & 1)

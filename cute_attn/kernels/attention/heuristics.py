@@ -3,20 +3,21 @@
 The packing rule counts tiles; it is not measured. Each tile of TILE_M rows reads its K/V head from
 end to end. With `p` query heads for each K/V head, `seqlen_q` tokens take p * ceil(seqlen_q /
 TILE_M) tiles unpacked and ceil(p * seqlen_q / TILE_M) packed, so packing never reads more. But
-masks and addresses of packed rows need a division. So heads are packed where that at least halves
-the number of tiles: where a head fills at most half a tile.
+masks and addresses of packed rows need a division. So heads are packed where packing at least
+halves the number of tiles: where a head fills at most half a tile.
 
 The caller chooses the scheduler. The operators never choose "single" (one cluster for each tile,
-not persistent). It would suit few tiles, but then the batch size would select the kernel, and
-serving would compile one more.
+not persistent). "single" would suit few tiles, but then the batch size would select the kernel, and
+serving would compile one more kernel.
 
-The backward's dK/dV kernel loops over the query heads of a K/V head. Where its blocks of keys are
-too few for the GPU, or leave a part of it idle at the end, the heads of a group are split among
-clusters, each of which writes float32 partial sums. `num_splits` weighs the clocks of the busiest
-cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts` has the
-numbers. They are measured for the fused kernels of SM90 (`docs/log/sm90_backward.md`), and
-estimated from the design for the others (`docs/log/hd256_backward.md`). `num_splits` looks at
-shapes and the number of SMs only, so that a call always adds in the same order.
+The backward's dK/dV kernel loops over the query heads of a K/V head. The blocks of keys may be too
+few for the GPU, or leave a part of the GPU idle at the end. Then the heads of a group are split
+among clusters, and each cluster writes float32 partial sums. `num_splits` weighs the clocks of the
+busiest cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts`
+has the numbers. The numbers are measured for the fused kernels of SM90
+(`docs/log/sm90_backward.md`), and estimated from the design for all other kernels
+(`docs/log/hd256_backward.md`). `num_splits` looks at shapes and the number of SMs only, so that a
+call always adds in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .spec import (
 )
 
 SHORT_SEQLEN_Q = TILE_M // 2
-# Of the rows that have a tile for few rows of a K/V head.
+# Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
 MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 
@@ -49,18 +50,18 @@ MANY_PARTIALS = {"vector": 1, "slices": 32}
 
 # Splits of the forward.
 MOST_SPLITS = 128
-FEWEST_KEY_TILES = 2  # of a split: fewer take less time than the combination
-# Of the clusters at once, for which no split pays. 96 tiles of 8192 keys on an H200 with 132 SMs:
-# 64.5 us at head_dim 64 and 117.6 at 128, in four splits 68.6 and 114.3.
+FEWEST_KEY_TILES = 2  # per split: fewer key tiles take less time than the combination
+# No split pays if tiles fill this share of the clusters. Measured on 132 SMs of an H200, 96 tiles
+# of 8192 keys: 64.5 us at head_dim 64 and 117.6 us at 128; in four splits 68.6 and 114.3 us.
 ENOUGH_TILES = 0.7
 NEARLY = 1.03
-# In the time of a K/V tile, about 1 us: what a CTA takes beside its K/V tiles, and the combination.
+# Fixed costs of a CTA and of the combination, in units of a K/V tile's time, about 1 us.
 _START = 3
 _COMBINATION = 3
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
-# dS of a part of the keys at once pays if the part has blocks for this share of the clusters.
+# Keeping dS of a part of the keys pays if the part's blocks fill this share of the clusters.
 _BUSY = 0.8
 
 
@@ -93,9 +94,9 @@ def _packed(group: int, most: int) -> int:
 
 @functools.lru_cache(maxsize=4096)  # each call of the operator comes here
 def has_few_rows(*, heads: int, heads_k: int, most_queries: int) -> bool:
-    """Whether the rows of a K/V head and sequence of at most `most_queries` queries fit a row's
-    tile for few rows. With two of three warpgroups without a row, the products of a decode step at
-    head_dim 64 held it to 58 % of the copy bandwidth of an H200."""
+    """Whether the query rows of a K/V head in a sequence of at most `most_queries` queries fit the
+    tile for few rows. Without this tile, two of three warpgroups had no row in a decode step at
+    head_dim 64: the products held the step to 58 % of an H200's copy bandwidth."""
     return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= FEW_ROWS
 
 
@@ -119,13 +120,13 @@ def num_splits_of_forward(
     seqlen_k: int,
     clusters: int,
 ) -> int:
-    """Into how many parts the keys of a tile of queries are split: the fewest for which the busiest
-    cluster takes nearly the shortest time, if all sequences are as long as the longest.
+    """Into how many parts the keys of a query tile are split. This is the smallest number with
+    nearly the shortest time of the busiest cluster, if all sequences are as long as the longest.
 
     Args:
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v; head_dim if None.
-        rows: of q, of all sequences together.
+        rows: rows of q in all sequences together.
         batch: number of sequences.
         heads, heads_k: numbers of query heads and of K/V heads.
         short: as for `packed_heads`.
@@ -163,9 +164,9 @@ def forward_spec(
     few: bool,
     **fields: Any,
 ) -> ForwardSpec:
-    """The specialisation of the forward on `arch`, whose other `fields` are those of every
-    forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
-    gives the same bits. With `few`, see `has_few_rows`, it has a small tile."""
+    """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
+    scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
+    selects the small tile, see `has_few_rows`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
@@ -195,8 +196,8 @@ def has_fused_dq(
     dkdv: bool = True,
     deterministic: bool = False,
 ) -> bool:
-    """Whether one kernel on `arch` computes dK, dV and sums of dQ. All of them must be needed, and
-    the bits of dQ vary."""
+    """Whether one kernel on `arch` computes dK, dV and sums of dQ. All three gradients must be
+    needed, and the bits of dQ differ from run to run."""
     if deterministic or not (dq and dkdv):
         return False
     dims = head_dim, head_dim_v
@@ -210,9 +211,9 @@ class Parts(NamedTuple):
 
     Attributes:
         splits: into how many parts the query heads of each K/V head are split.
-        heads: dS is kept of so many of these parts at once; 0: it is not kept.
-        key_blocks: dS is kept of so many blocks of keys of each sequence at once, of
-            `ds_tiles.CLUSTER_KEYS` each; 0: of all keys.
+        heads: the number of these parts whose dS is kept at once; 0: dS is not kept.
+        key_blocks: the number of blocks of `ds_tiles.CLUSTER_KEYS` keys in each sequence whose dS
+            is kept at once; 0: all keys.
     """
 
     splits: int
@@ -236,17 +237,18 @@ def parts_with_ds(
     batch: int,
     clusters: int,
 ) -> Parts:
-    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel, in at most `limit` bytes: of
-    several heads at once, and about equally often, or if need be of one query head and a part of
-    the keys. Otherwise dQ's kernel computes dS itself.
+    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel, in at most `limit` bytes. dS is
+    kept of several heads at once, in launches of about equally many heads. If one head is too
+    large, dS of one query head and a part of the keys is kept. Otherwise the dQ kernel computes dS
+    itself.
 
     Args:
-        rows: padded ones of a head, see `statistics`.
-        keys: the most of a sequence.
+        rows: padded rows of a head, see `statistics`.
+        keys: the most keys of a sequence.
         heads, heads_k: numbers of query heads and of K/V heads.
-        splits: the fewest of a group.
-        packed: whether sequences of keys are packed. The host does not know which parts would
-            have keys then, and empty parts cost more than is gained.
+        splits: the fewest splits of a group.
+        packed: whether sequences of keys are packed. With packed sequences the host does not know
+            which parts have keys, and empty parts cost more than the kept dS gains.
         batch: number of sequences.
         clusters: how many clusters of the kernel run at once.
     """
@@ -267,9 +269,10 @@ def parts_with_ds(
 def _key_blocks_with_ds(
     head_dim: int, rows: int, keys: int, limit: int, batch: int, clusters: int
 ) -> int:
-    """Of how many blocks of keys dS of one query head is kept at once; 0 if they are too few."""
+    """The number of blocks of keys whose dS is kept at once, for one query head; 0 if the limit is
+    too small."""
     blocks = -(-keys // ds_tiles.CLUSTER_KEYS)
-    sums = 4 * rows * head_dim  # of dQ, between the parts
+    sums = 4 * rows * head_dim  # dQ between the parts
     fit = (limit - sums) // ds_tiles.nbytes(1, rows, ds_tiles.CLUSTER_KEYS)
     if fit <= 0 or fit * batch < _BUSY * clusters:
         return 0
@@ -288,9 +291,9 @@ def backward_spec(
     ds: bool = False,
     **fields: Any,
 ) -> BackwardSpec:
-    """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel, with
-    `fused` of the one that computes dQ too; the scheduler is the caller's, see `forward_spec`. With
-    `ds` the first takes dS from the second."""
+    """The specialisation of the dQ kernel on `arch`; of the dK/dV kernel with `of_keys`; of the
+    kernel that computes dK, dV and dQ with `fused`. The scheduler is the caller's, see
+    `forward_spec`. With `ds` the dQ kernel reads dS from the dK/dV kernel."""
     way = "backward_fused" if fused else "backward_dkdv" if of_keys else "backward_dq"
     if ds and not of_keys:
         way = "backward_ds_dq"
@@ -327,13 +330,14 @@ def num_splits(
     """Into how many parts of equal size the query heads of a K/V head are split.
 
     Args:
-        seqlen_q, seqlen_k: lengths of the sequences; of packed ones, their mean.
+        seqlen_q, seqlen_k: lengths of the sequences; the mean length of packed sequences.
         batch: number of sequences.
         heads, heads_k: numbers of query heads and of K/V heads.
-        window_left, window_right: bounds of the window, None for none; 0 to the right is causal.
+        window_left, window_right: bounds of the window; None is no bound; a right bound of 0 is
+            causal.
         clusters: how many clusters of the dK/dV kernel run at once.
         tile: queries and keys of a cluster's tile.
-        costs: of the kernel; see `configs`.
+        costs: the kernel's costs; see `configs`.
         most_splits: the most splits whose partial sums have memory; None: there is no limit.
     """
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
@@ -371,7 +375,8 @@ def _query_tiles(
     window_right: int | None,
     tile: tuple[int, int],
 ) -> tuple[int, float]:
-    """The most query tiles that see a block of keys, and the mean, of up to _SAMPLES blocks."""
+    """The maximum and the mean, over up to _SAMPLES blocks of keys, of the number of query tiles
+    that see a block."""
     tile_m, tile_n = tile
     offset = seqlen_k - seqlen_q  # query i is at the position of key i + offset
     counts = []

@@ -1,8 +1,8 @@
 """Sums of dQ in float32 while a kernel adds to them: their order in memory.
 
 The SM90 backward adds up dQ in global memory, `[heads, padded rows, head_dim]` with the padded rows
-of `statistics`. Each tile of queries is contiguous, and in it the part of each warp, 16 rows by
-`columns` of them, in the order in which the warp has it in registers:
+of `statistics`. Each tile of queries is contiguous. In the tile, each warp's part, 16 rows by
+`columns`, is contiguous too, in the order of the warp's registers:
 
     part      (blocks of `columns` columns, blocks of 16 rows)
     in it     (columns / 8, lanes, (2 rows, 2 columns))
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARPS = 8  # that add to a tile
+WARPS = 8  # warps that add to a tile
 PART_ROWS = 16
-VECTOR = 4  # a lane's float32 of 8 columns
+VECTOR = 4  # a lane's float32 values of 8 columns
 GROUP_COLUMNS = 8
-VECTORS = 32  # of 8 columns: one of each lane
+VECTORS = 32  # vectors of 8 columns: one of each lane
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class QuerySums:
 
     Attributes:
         tile_m: queries of a tile.
-        head_dim: columns.
-        columns: of a warp's part.
+        head_dim: columns of a tile.
+        columns: columns of a warp's part.
     """
 
     tile_m: int
@@ -38,7 +38,7 @@ class QuerySums:
 
     @classmethod
     def of(cls, tile_m: int, head_dim: int) -> QuerySums:
-        """With a part for each warp."""
+        """The order in which each warp has a part."""
         return cls(tile_m, head_dim, tile_m * head_dim // (WARPS * PART_ROWS))
 
     @property

@@ -52,8 +52,8 @@ class ForwardSpec(Spec):
         varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         lse: the kernel writes the log-sum-exp.
-        page_rows: k and v are pages, which are loaded so many rows at a time; 0: they are not.
-        split: a tile's K/V tiles are split; o and lse are those of each split, in float32.
+        page_rows: k and v are pages, loaded `page_rows` rows at a time; 0: k and v are not pages.
+        split: a tile's K/V tiles are split; the kernel writes each split's o and lse, in float32.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -99,7 +99,7 @@ class ForwardSpec(Spec):
 
     @property
     def ragged_k(self) -> bool:
-        """The same for keys and values."""
+        """Whether rows past the end of a sequence of keys lie inside the tensor."""
         return self.varlen_k or self.seqused_k
 
 
@@ -160,12 +160,12 @@ class CombineSpec(Spec):
     """The compile-time parameters of the kernel that combines splits.
 
     Attributes:
-        dtype: dtype of o; those of the splits are float32.
+        dtype: dtype of o; each split's o is float32.
         head_dim_v: head dimension of o.
         sink_dtype: dtype of the learnable sink, or "none".
         lse: the kernel writes the log-sum-exp.
-        dependent: the kernel is launched before the one before it, whose results it combines, is
-            done (programmatic dependent launch), and waits for it; for sm_90 and newer.
+        dependent: the kernel starts before the end of the forward kernel whose results it combines,
+            and waits for this end (programmatic dependent launch); for sm_90 and newer.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -240,7 +240,7 @@ class PostprocessSpec(Spec):
         varlen_q: dq is packed sequences, with cu_seqlens.
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
-        tile_m, columns: of the sums' order, see `query_sums`.
+        tile_m, columns: the order of the sums, see `query_sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -273,8 +273,8 @@ class BackwardSpec(Spec):
         varlen_q, varlen_k: q (and o, dq), or k, v, dk and dv, are packed, with cu_seqlens.
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         partial: dk and dv are float32 partial sums, one for each split of a group of query heads.
-            Of the dQ kernel that reads dS: it adds up dq in float32 over parts of the keys, with a
-            launch for each part. The other dQ kernels take only False.
+            For the dQ kernel that reads dS: the kernel adds up dq in float32 over parts of the
+            keys, with a launch for each part. All other dQ kernels take only False.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -306,7 +306,7 @@ class BackwardSpec(Spec):
 
     @property
     def ragged_k(self) -> bool:
-        """The same for keys and values."""
+        """Whether rows past the end of a sequence of keys lie inside the tensor."""
         return self.varlen_k or self.seqused_k
 
 
@@ -333,7 +333,7 @@ class Sm90BackwardSpec(BackwardSpec):
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile.
-        tile_n: keys of a K/V tile; of a cluster's where it has two CTAs.
+        tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
         stores_ds: the dK/dV kernel at head_dim 256 also stores dS, see `ds_tiles`.
     """
 

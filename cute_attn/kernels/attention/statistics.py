@@ -4,8 +4,8 @@ The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the 
 read them. P is exp(score - lse), with the natural lse; delta is the sum of o * do over
 head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
 queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0, and
-delta = 0, but for its lowest bit: in every row it says whether one of the 32 rows around it, which
-begin at a multiple of 32, has a large lse. Importing this loads no compiler.
+delta = 0. Only delta's lowest bit is a flag in every row: whether any row in the row's aligned
+block of 32 rows has a large lse. Importing this loads no compiler.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..common.sequences import Sequences
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
-LSE, DELTA = 0, 1  # of the first mode
-FLAG_ROWS = 32  # whose deltas have the same lowest bit
+LSE, DELTA = 0, 1  # indices of the first mode
+FLAG_ROWS = 32  # rows whose deltas share a flag
 # A finite lse whose absolute value is at least this is large. Below, the rounding of an exponent
 # that is computed by one multiply-add changes P by at most 2^-14 of itself.
 LARGE = 256.0
@@ -31,18 +31,19 @@ def padded_start(queries: Sequences, sequence: Any) -> Any:
 
 
 def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
-    """The number of padded rows of a head; `tokens` of each sequence, or of all packed ones."""
+    """The number of padded rows of a head; `tokens` counts each sequence, or all packed
+    sequences."""
     return round_up(tokens + STATS_ROWS * batch) if varlen else batch * round_up(tokens)
 
 
 def num_query_zeros(heads: int, rows: int) -> int:
-    """The length of `zeroed` of `query_zeros`, for so many padded rows of each head."""
+    """The length of `zeroed` (see `query_zeros`), from the padded rows of each head."""
     return 1 + heads * (rows // STATS_ROWS)
 
 
 def num_tiles(tokens: int, batch: int, varlen: bool) -> int:
-    """How many tiles of STATS_ROWS a head has, the number of parts of dsink: of packed sequences,
-    an upper bound."""
+    """How many tiles of STATS_ROWS a head has: the number of parts of dsink. It is an upper bound
+    with packed sequences."""
     return (
         tokens // STATS_ROWS + batch if varlen else padded_rows(tokens, batch, False) // STATS_ROWS
     )

@@ -1,8 +1,8 @@
 """Softmax attention: the public functions.
 
-Both `flash_attn_func` and `flash_attn_varlen_func` call one operator,
-`torch.ops.cute_attn.flash_attn`, or with `out` `torch.ops.cute_attn.flash_attn_out`. Nothing here
-reads device memory.
+Both `flash_attn_func` and `flash_attn_varlen_func` call one operator:
+`torch.ops.cute_attn.flash_attn`, or `torch.ops.cute_attn.flash_attn_out` if `out` is given. These
+functions never read device memory.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
-    There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256 on Blackwell
-    (sm_100a, sm_103a), forward and backward. On Hopper, v may also have head_dim_v 128 where q and
-    k have head_dim 192.
+    Forward and backward have kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256
+    on Blackwell (sm_100a, sm_103a). On Hopper, v may also have head_dim_v 128 where q and k have
+    head_dim 192.
 
-    Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
-    only changes the import. Arguments after v are keyword-only, because the fourth one differs
-    between FlashAttention's versions. Positions are aligned at the end: with `causal`, query i
-    sees the keys up to i + seqlen_k - seqlen_q.
+    FlashAttention-4's function of this name has the same arguments and defaults, so that a user
+    only changes the import. Arguments after v are keyword-only, because the fourth argument differs
+    between FlashAttention's versions. Positions are aligned at the end: with `causal`, query i sees
+    the keys up to i + seqlen_k - seqlen_q.
 
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16. q, k and v are read in place:
@@ -54,43 +54,44 @@ def flash_attn_func(
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
-            or -1 is all. With `causal` the right one is 0.
+            or -1 is all. With `causal` the right number is 0.
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
-            whose value is 0. It is not scaled.
+            whose value is 0. This score is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
-        num_splits: into how many parts the keys are split, at most 256, each for a CTA of its own,
-            whose results a second kernel combines. More than one pays for a few short queries with
-            many keys; 0 chooses by shapes alone, without reading the device. Equal calls with
-            equal numbers give equal bits. With more than one, and on Hopper, bits also depend on
-            how queries share tiles: on whether there are more than 128 (packed ones: by
+        num_splits: into how many parts the keys are split, at most 256. Separate CTAs compute the
+            parts, and a second kernel combines the results. More than one part pays for a few short
+            queries with many keys. 0 chooses by shapes alone, without reading the device. Equal
+            calls with equal num_splits give equal bits. With several parts, and always on Hopper,
+            bits also depend on whether sequences have more than 128 queries (packed sequences: by
             max_seqlen_q).
-        deterministic: whether the gradients are the same bit for bit in every run. Without it the
-            gradient of q on Hopper, at head_dim 64 and 128, is a sum in any order, by a faster
-            kernel. All else always is deterministic, and under
-            `torch.use_deterministic_algorithms` everything is.
+        deterministic: whether the gradients have the same bits in every run. If False, a faster
+            kernel on Hopper, at head_dim 64 and 128, adds up the gradient of q in any order. All
+            other results are always deterministic. Under `torch.use_deterministic_algorithms` every
+            result is deterministic.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
-            hardware's queue, which balances uneven ones); both give the same bits. None follows
+            hardware's queue, which balances uneven tiles). Both give the same bits. None follows
             the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
-            queue: CTAs count the tiles that are taken, whatever is asked for.
+            queue: with either scheduler, CTAs take tiles from a counter.
         return_lse: whether to compute the log-sum-exp. On Hopper, at head_dim 64 and 128, the last
-            bits of o depend on it, and so on whether a gradient is taken: without lse, a row is
-            divided by the sum of its rounded probabilities, with it by a sum in float32.
+            bits of o depend on return_lse, and so on whether a gradient is taken. Without lse, a
+            row is divided by the sum of its rounded probabilities; with lse, by a sum in float32.
         out: a tensor to write o to, of o's shape and dtype, with the last dimension contiguous and
-            the other strides multiples of 8 elements. It must not overlap an argument. There is no
-            gradient then.
+            the other strides multiples of 8 elements. `out` must not overlap an argument. A call
+            with `out` has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
         `[batch, seqlen_q, heads, head_dim_v]` of q's dtype. lse is
         float32 `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a
-        query that sees no key, o is 0, and lse is the sink, or -inf without one.
+        query that sees no key, o is 0, and lse is the sink, or -inf without a sink.
 
-    Both are differentiable with respect to q, k, v and learnable_sink, once. Only the gradients
-    that are needed are computed, each in its tensor's dtype; the sums over queries, keys and heads
-    are float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper,
-    at head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed, and at 64 and 128 so may partial sums of groups of query heads;
-    `CUTE_ATTN_WORKSPACE_MIB` sets the limit, and 0 does without, more slowly.
+    Both are differentiable with respect to q, k, v and learnable_sink, once. Only needed gradients
+    are computed, each in its tensor's dtype. Sums over queries, keys and heads are float32. A query
+    that sees no key, and a key that no query sees, have gradient 0. On Hopper, at head_dim 256,
+    gradients of q and k together take a workspace of up to 2 GiB while they are computed. At
+    head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
+    slower.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -145,15 +146,17 @@ def flash_attn_varlen_func(
         v: of k's shape but for head_dim_v, dtype of q.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
-        cu_seqlens_k: likewise for the rows of k and v.
-        max_seqlen_q: length of the longest sequence, an int or a tensor. Only a hint: heads share
-            a query tile if sequences are short. None, or a tensor, which is not read, stands for
-            the mean length.
-        max_seqlen_k: length of the longest sequence of keys, likewise: with num_splits of 0 it
-            says how many keys there are to split, if the tensors have room for more.
+        cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
+        max_seqlen_q: length of the longest sequence, an int or a tensor. This is only a hint: heads
+            share a query tile if sequences are short. None stands for the mean length, and so does
+            a tensor, which is not read.
+        max_seqlen_k: length of the longest sequence of keys, an int or a tensor. This too is only a
+            hint: with num_splits of 0, it is the number of keys to split, if the tensors have room
+            for more keys.
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
             0..length. Needs cu_seqlens_q.
-        seqused_k: `[batch]` int32: likewise for the rows of k and v.
+        seqused_k: `[batch]` int32: how many of a sequence's rows of k and v are used, clamped to
+            0..length.
         page_table: `[batch, max_pages]` int32, rows contiguous: sequence b's keys j * page_size to
             (j + 1) * page_size - 1 are in page page_table[b, j]. Needs seqused_k; entries of
             pages without a used key are not read. Not differentiable.
@@ -175,7 +178,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, or None without return_lse. Both are undefined for rows of q that belong to no
         sequence.
 
-    Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
+    Differentiable as `flash_attn_func`. Rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.
 
     Raises:

@@ -22,15 +22,15 @@ from ..checks import (
     is_int,
 )
 
-USER_SCHEDULERS = ("static", "clc")  # kernels have "single" too
+USER_SCHEDULERS = ("static", "clc")  # kernels also have "single"
 SMALLEST_SCALE = 2.0**-126
 MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 
-ALIGNMENT = 16  # bytes: TMA requires it of addresses and strides
+ALIGNMENT = 16  # bytes: TMA requires aligned addresses and strides
 VECTOR = ALIGNMENT // 2  # elements
 _MAX_TILES = 2**31
 MAX_SPLITS = 256
-PAGE_STEP = 16  # what page_size is a multiple of
+PAGE_STEP = 16  # page_size is a multiple of PAGE_STEP
 
 
 def dims_of(a: Any) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def check_strides(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 def has_readable_strides(x: Tensor) -> bool:
     """Whether TMA can read x, `[..., rows, heads, head_dim]`, in place."""
-    # Sizes come last: a graph may not know them while it is traced.
+    # Sizes come last: a graph that is being traced may not know sizes.
     return (
         x.stride(-1) == 1
         and all(
@@ -98,7 +98,8 @@ def has_readable_strides(x: Tensor) -> bool:
 
 
 def with_strides_for_tma(x: Tensor) -> Tensor:
-    """x, or a view with another stride for each dimension of size 1 whose stride TMA refuses."""
+    """x, or a view of x. In the view, a dimension of size 1 has another stride if TMA refuses its
+    stride."""
     if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
         return x
     strides = [
@@ -109,7 +110,7 @@ def with_strides_for_tma(x: Tensor) -> Tensor:
 
 
 def readable_or_copied(x: Tensor) -> Tensor:
-    """x, or a view or a copy of it that kernels can read in place."""
+    """x, or a view or copy of x that kernels can read in place."""
     if not has_readable_strides(x):
         return x.contiguous()
     if x.data_ptr() % ALIGNMENT:
@@ -127,7 +128,7 @@ def check_alignment(**tensors: Tensor) -> None:
 
 
 def check_tiles(a: Arguments, tile_rows: int) -> None:
-    """Raise ValueError if q has too many tiles of so many rows for a grid."""
+    """Raise ValueError if q has too many tiles of the given rows for a grid."""
     heads = a.q.shape[-2]
     if a.cu_seqlens_q is not None:  # an upper bound: the host knows no lengths
         batch = a.cu_seqlens_q.shape[0] - 1

@@ -8,15 +8,16 @@ Up to six kernels:
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
     zero_unused   rows of no sequence, which the others do not write
 
-None of them adds in an order that depends on timing, so that every run gives the same bits. A call
-that is not `deterministic`, and needs all of dq, dk and dv, may get (`heuristics.has_fused_dq`) in
-place of dq and dkdv:
+None of these kernels adds in an order that depends on timing, so every run gives the same bits. A
+call that is not `deterministic`, and needs all of dq, dk and dv, may get two other kernels
+(`heuristics.has_fused_dq`) in place of dq and dkdv:
 
     dkdv          dk and dv, as above; and float32 sums of dq, in any order
     postprocess   dq from its sums
 
-On Hopper, at head_dim 256, where dS fits (`heuristics.parts_with_ds`), for one part of the heads
-after the other, and where dS of one query head does not fit, of the keys:
+On Hopper, at head_dim 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for one part of
+the heads after the other. If dS of one query head does not fit, they run for one part of the keys
+after the other:
 
     dkdv          dk and dv, as above; and dS
     ds_dq         dq from dS
@@ -116,14 +117,14 @@ class BackwardArguments(NamedTuple):
 
     @property
     def parts(self) -> Parts:
-        """How the query heads of each K/V head are split among clusters, and of which parts dS is
+        """How the query heads of each K/V head are split among clusters, and how many parts' dS is
         kept at once."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         arch, fused = launch.arch_for(self.q.device), self.is_fused
         row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, *dims_of(self))
         assert row.costs is not None
         batch, (left, right) = self.batch, bounds(self)
-        partial_bytes = 4 * (self.k.numel() + self.v.numel())  # of dk and dv, for each split
+        partial_bytes = 4 * (self.k.numel() + self.v.numel())  # per split of dk and dv
         splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
             seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
@@ -141,8 +142,8 @@ class BackwardArguments(NamedTuple):
 
     @property
     def may_have_rows_without_keys(self) -> bool:
-        """Whether queries may see no key, as far as the host knows, and share a tile with others.
-        A causal sequence of more queries than keys begins with such queries."""
+        """Whether, as far as the host knows, queries may see no key and share a tile with queries
+        that see keys. A causal sequence of more queries than keys begins with such queries."""
         _, right = bounds(self)
         if right is None or not self.need_dkdv:
             return False
@@ -167,7 +168,7 @@ class BackwardArguments(NamedTuple):
         )
 
     def parts_with_ds(self, splits: int) -> Parts:
-        """The same, with at least `splits` parts."""
+        """How the dK/dV kernel keeps dS, with at least `splits` parts of each group of heads."""
         arch, dims = launch.arch_for(self.q.device), dims_of(self)
         if not (self.need_dq and self.need_dkdv):
             return Parts(splits)
@@ -188,7 +189,8 @@ class BackwardArguments(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """Loaded kernels, None for those not needed, and what is the same for all calls with a key."""
+    """Loaded kernels (None for kernels that are not needed), and values that all calls with one key
+    share."""
 
     preprocess: _Function
     dq: _Function | None
@@ -206,8 +208,8 @@ class _Ready(NamedTuple):
     dkdv_clusters: int
     dq_counts: bool  # the kernel takes a counter
     dkdv_counts: bool
-    postprocess: _Function | None  # where dkdv adds up dq too
-    ds_dq: _Function | None  # where dkdv keeps dS
+    postprocess: _Function | None  # if dkdv adds up dq too
+    ds_dq: _Function | None  # if dkdv keeps dS
     dkdv_of_heads: bool  # the kernel takes a part of the K/V heads
     rows_without_keys: bool  # preprocess copies do
 
@@ -417,7 +419,7 @@ class Backward(Operator[BackwardArguments]):
         written: tuple[Tensor, ...],
         dq: Tensor | None,
     ) -> None:
-        """Launch dkdv, and with dS ds_dq, for one part of the heads, and of the keys, after the
+        """Launch dkdv, and with dS also ds_dq, for one part of the heads and keys after the
         other."""
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         split_heads, rows = a.k.shape[-2] * ready.splits, stats.shape[-1]
@@ -496,12 +498,12 @@ class Backward(Operator[BackwardArguments]):
 
 
 def is_deterministic(a: BackwardArguments) -> bool:
-    """Whether the call asks for the same bits in every run, or torch does."""
+    """Whether the call or torch asks for the same bits in every run."""
     return bool(a.deterministic) or torch.are_deterministic_algorithms_enabled()
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether x and y hold the same lengths because they are the same memory, or both are None."""
+    """Whether x and y hold equal lengths because they share memory, or because both are None."""
     if x is None or y is None:
         return x is y
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape)
@@ -513,7 +515,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 def _rows_of_sequences(rows: int, offsets: Tensor, used: Tensor | None) -> Tensor:
-    """Which of so many packed rows belong to a sequence, and are used: booleans `[rows]`."""
+    """Which packed rows belong to a sequence and are used: booleans `[rows]`."""
     offsets = offsets.view(torch.int32)
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:], row, right=True)

@@ -1,8 +1,9 @@
 """The route of a call of the public attention functions.
 
-A warm call with plain tensors that needs no gradient takes the shortest one: it finds all that its
-launches need by whole shapes, its *plan*, sooner than the operators make a key. What fails there is
-done again by the operator, `FORWARD` or with `out` `INTO`, which knows what is wrong or missing.
+A warm call with plain tensors that needs no gradient takes the shortest route. The call looks up
+its *plan*, all that its launches need, by whole shapes. This look-up takes less time than an
+operator takes to make a key. If the short route fails, the operator runs the call again (`FORWARD`,
+or `INTO` with `out`), and finds what is wrong or missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .into import INTO, IntoArguments, apart
 
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
-# Bound once: this saves time per call.
+# Names are bound once, which saves time in each call.
 _forward, _plan_of = FORWARD.forward, PLANS.get
 
 
@@ -56,7 +57,7 @@ def attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions, with the arguments of both operators."""
-    # One test costs a dense call less than one for each argument.
+    # One test costs a dense call less than a test for each argument.
     dense = (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is max_seqlen_q
         is max_seqlen_k is None
@@ -79,8 +80,8 @@ def attend(
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
     )
-    # Keys are compared with ==, and True == 1 == 1.0: what is not of the usual type is checked in
-    # each call.
+    # Keys are compared with ==, and True == 1 == 1.0. So each call checks arguments of an unusual
+    # type.
     usual = (
         (causal is False or causal is True or causal.__class__ is int)
         and (return_lse is False or return_lse is True or return_lse.__class__ is int)
@@ -105,7 +106,7 @@ def attend(
             try:
                 device = q.get_device()
                 sink_dtype = None if learnable_sink is None else learnable_sink.dtype
-                # Two tuples, since one from two costs more.
+                # Two tuples: joining them to one costs more.
                 plan = (
                     q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
                     window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
@@ -143,7 +144,7 @@ def attend(
                             raise ValueError  # the operator says why
                         parts = Splits.allocate(q, layouts)
                         written, of_lse, sink = parts.o, parts.lse.mT, None
-                    if counts:  # two calls, since one with *(...) costs more
+                    if counts:  # two calls: one call with *(...) costs more
                         function(
                             q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters,
@@ -186,7 +187,7 @@ def _attend_into(
     if a.return_lse is not False:
         check_flags(return_lse=a.return_lse)
         if a.return_lse:
-            # What is no q is refused, or handles the call, below.
+            # An invalid q is refused, or handles the call, below.
             q: Any = a.q
             has_rows = isinstance(q, Tensor) and q.dim() > 2
             lse = empty_lse(a.q) if has_rows else torch.empty(0)

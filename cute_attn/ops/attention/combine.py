@@ -106,15 +106,15 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Combine attention outputs over parts of the keys: of splits, of a cascade's prefix and
-    suffix, or of the ranks of a context-parallel group.
+    """Combine attention outputs over parts of the keys. Parts are splits, a cascade's prefix and
+    suffix, or the ranks of a context-parallel group.
 
         lse = log(sum_i exp(lse_partial[i]))
         out = sum_i exp(lse_partial[i] - lse) out_partial[i]
 
-    Sums are float32, in an order that depends on the number of parts alone, and rounded once. A
-    part with a log-sum-exp of -inf has no key, and its output counts as 0, whatever it holds; a row
-    without any is 0, and its lse -inf.
+    Sums are float32, in an order that depends only on the number of parts, and are rounded once. A
+    part with a log-sum-exp of -inf has no key; its output counts as 0, whatever it holds. A row
+    without keys in any part is 0, and its lse is -inf.
 
     Args:
         out_partial: `[num_splits, batch, seqlen, heads, head_dim]`, or `[num_splits, total, heads,

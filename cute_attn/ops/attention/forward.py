@@ -44,19 +44,20 @@ from .backward import BACKWARD, BackwardArguments
 from .plan import plan_attention
 
 _empty_like = torch.empty_like
-_empty_strided = torch.empty_strided  # the fastest of torch's allocating functions
+_empty_strided = torch.empty_strided  # torch's fastest allocating function
 _contiguous = torch.contiguous_format
 _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a counter, the kernel that combines splits, head_dim_v or 0 for head_dim)
+# whether the function takes a counter, the kernel that combines splits, head_dim_v or 0 for
+# head_dim)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int
 ]
 
 
-# Plan of a call, see `call` -> what `ready` has for it, with its own scale, and the layouts of what
-# its splits compute.
+# Plan of a call (see `call`) -> the entry of `ready`, with the call's scale, and the layouts of the
+# splits' results.
 PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 on_reload(PLANS.clear)
 
@@ -64,7 +65,8 @@ _Called = TypeVar("_Called", bound=tuple[Any, ...])
 
 
 class Attention(Operator[_Called]):
-    """What the operator that allocates o and the one that writes to a given `out` share."""
+    """Shared code of two operators: the operator that allocates o, and the operator that writes to
+    a given `out`."""
 
     def check_memory(self, a: Any) -> None:
         table.find("forward", launch.arch_for(a.q.device), *dims_of(a))
@@ -165,7 +167,7 @@ class Attention(Operator[_Called]):
         return o, lse
 
     def remember(self, plan: tuple[Any, ...], a: Any) -> None:
-        """Store what warm calls with this plan need, if the kernels of `a` are loaded."""
+        """Store the data that warm calls with this plan need, if the kernels of `a` are loaded."""
         ready = self.ready.get(self.key(a)) if may_remember(a.q) else None
         if ready is None:
             return
@@ -216,7 +218,7 @@ class Forward(Attention[Arguments]):
         check(a, given)
 
     def recorded(self, *arguments: Any) -> Any:
-        """Refuses before the forward what the backward has no kernel for."""
+        """Refuses, before the forward, a call whose backward has no kernel."""
         q = arguments[0]
         # The forward refuses any other q.
         if isinstance(q, Tensor) and not q.is_nested and q.dim():
@@ -278,7 +280,7 @@ def split_layouts(o_shape: tuple[int, ...], splits: int) -> _Layouts:
 
 
 class Splits(NamedTuple):
-    """What splits compute: o `[splits, (batch,) seqlen, heads, head_dim_v]`, and lse `[splits,
+    """The splits' results: o `[splits, (batch,) seqlen, heads, head_dim_v]`, and lse `[splits,
     (batch,) seqlen, heads]`."""
 
     o: Tensor
@@ -286,7 +288,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def allocate(cls, q: Tensor, layouts: _Layouts) -> Splits:
-        """Memory beside q, with the layouts that `split_layouts` has for o."""
+        """Memory on q's device, with the layouts of `split_layouts` for o."""
         o, lse = layouts
         return cls(
             _empty_strided(*o, dtype=torch.float32, device=q.device),
@@ -296,7 +298,7 @@ class Splits(NamedTuple):
     def combine(
         self, kernel: Callable[..., None], o: Tensor, lse: Tensor | None, sink: Tensor | None
     ) -> None:
-        """Into o and lse of the call."""
+        """Combine the splits into o and lse of the call."""
         if lse is not None:
             lse = lse.mT
         if o.dim() == 4:
@@ -312,7 +314,7 @@ class Splits(NamedTuple):
 
 
 def splits_of(a: Any) -> int:
-    """num_splits of a call's arguments, and for 0 what the shapes suggest."""
+    """num_splits of a call's arguments; for 0, the number that the shapes suggest."""
     if a.num_splits:
         return int(a.num_splits)
     q_shape, k_shape = a.q.shape, a.k.shape
@@ -370,7 +372,7 @@ def empty_lse(q: Tensor) -> Tensor:
 def _is_short(
     q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
 ) -> bool:
-    """Whether sequences are so short, as far as the host knows, that heads should share tiles."""
+    """Whether sequences, as far as the host knows, are so short that heads should share tiles."""
     if cu_seqlens_q is None:
         return q_shape[1] <= SHORT_SEQLEN_Q
     if max_seqlen_q is not None:

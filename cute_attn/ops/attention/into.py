@@ -1,7 +1,7 @@
 """Softmax attention into a given tensor: the operator.
 
-It is an operator of its own since it writes one of its arguments. The kernels are the same, and
-their host code refuses an `out` that overlaps an argument.
+This is a separate operator, because it writes one of its arguments. It uses the forward's kernels,
+whose host code refuses an `out` that overlaps an argument.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Into(Attention[IntoArguments]):
         )
 
     def launch(self, ready: Any, a: IntoArguments) -> tuple[Tensor, Tensor | None]:
-        # Host code checks `out`, but with splits it gets partial sums instead.
+        # Host code checks `out`. With splits, however, host code gets partial sums in place of
+        # `out`.
         others = [x for name, x in self.tensors(a).items() if name not in ("out", "q", "k", "v")]
         if a.num_splits != 1 and not apart(a.out, a.q, a.k, a.v, *others):
             self._validate(a)
@@ -111,8 +112,8 @@ INTO = Into()
 
 
 def apart(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    """Whether `out` is a usual one, and shares no storage with an argument: for a call with splits,
-    whose combination does not get what `out` must not overlap."""
+    """Whether `out` is a usual tensor that shares no storage with an argument. A call with splits
+    needs this check, because its combination does not get the other arguments."""
     storage = out.untyped_storage().data_ptr()
     for x in (k, v, *others):
         if x is not None and storage == x.untyped_storage().data_ptr():

@@ -59,15 +59,15 @@ def plan_attention(
     few: bool | None = None,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
-    spec files. They do not depend on batch size or lengths.
+    spec files. The kernels do not depend on batch size or lengths.
 
     Args:
         arch: such as "sm_100a".
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v; head_dim if None.
-        dtype: of q, k and v.
-        heads: of q; only its ratio to heads_k counts.
-        heads_k: of k and v.
+        dtype: dtype of q, k and v.
+        heads: heads of q; only the ratio of heads to heads_k counts.
+        heads_k: heads of k and v.
         causal: as the operator's.
         window_left: whether window_size has a bound to the left.
         window_right: whether window_size has a bound to the right.
@@ -79,13 +79,13 @@ def plan_attention(
         seqused_k: whether seqused_k is given.
         page_size: rows of a page of k and v, a multiple of 16; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
-        num_splits: 1 for calls without splits, more for those with, 0 for both.
+        num_splits: 1 for calls without splits, more for calls with splits, 0 for both.
         return_lse: as the operator's.
-        short: True for at most 128 queries a sequence (decode), False for more (prefill), None for
-            both, which are two kernels if heads_k < heads.
-        few: of short sequences: True for at most 64 query rows of a K/V head and sequence (queries
-            times the query heads that share it, if a power of two), False for more, None for both,
-            which are two kernels on Hopper.
+        short: True for at most 128 queries in each sequence (decode), False for more (prefill),
+            None for both: these are two kernels if heads_k < heads.
+        few: only for short sequences. True for at most 64 query rows of a K/V head in each
+            sequence, False for more, None for both: these are two kernels on Hopper. The rows are
+            the queries times the query heads of the K/V head, if this is a power of two.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -102,7 +102,7 @@ def plan_attention(
     chosen = _scheduler(scheduler)
     if chosen == "clc" and not has_clc(arch):
         _say_static(arch)
-    tiles: list[tuple[int, bool]] = []  # packed heads, and whether rows are few
+    tiles: list[tuple[int, bool]] = []  # (packed heads, whether rows are few)
     for case in (False, True) if short is None else (short,):
         packing = packed_heads(arch, *dims, heads=heads, heads_k=heads_k, short=case)
         can_be_few = case and configs.forward(arch, *dims).few is not None
@@ -146,8 +146,8 @@ def plan_attention(
 def plan_attention_combine(
     arch: str, *, head_dim: int = 256, out_dtype: str = "float32", return_lse: bool = True
 ) -> list[launch.Request]:
-    """The kernel of `flash_attn_combine`. `plan_attention` names the one that combines the splits
-    of its own calls.
+    """The kernel of `flash_attn_combine`. `plan_attention` names the kernel that combines splits of
+    attention calls.
 
     Args:
         arch: such as "sm_100a".
@@ -193,14 +193,14 @@ def plan_attention_backward(
     rows_without_keys: bool | None = None,
     deterministic: bool = False,
 ) -> list[launch.Request]:
-    """The kernels that the gradient of the attention functions uses; those of the forward, with
-    return_lse, are `plan_attention`'s.
+    """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
+    has the kernels of the forward.
 
     Args:
         arch: such as "sm_100a".
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v; head_dim if None.
-        dtype: of q, k and v.
+        dtype: dtype of q, k and v.
         causal: as the operator's.
         window_left: whether window_size has a bound to the left.
         window_right: whether window_size has a bound to the right.
@@ -216,11 +216,11 @@ def plan_attention_backward(
         dkdv: whether k or v requires a gradient.
         split: True for calls that split the query heads of a K/V head among clusters (few K/V
             heads, short sequences), False for others, None for both.
-        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, where it
+        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, if dS
             fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
-            bound to the right: with more queries than keys, or with lengths of q and k that are not
-            the same tensors; False for others, None for both.
+            bound to the right; False for others, None for both. Queries may see no key if they
+            outnumber the keys, or if the lengths of q and k are different tensors.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
@@ -266,7 +266,7 @@ def plan_attention_backward(
 
 
 class BackwardRequests(NamedTuple):
-    """The kernels of a backward; None for one that is not needed."""
+    """The kernels of a backward; None for a kernel that is not needed."""
 
     preprocess: launch.Request
     dq: launch.Request | None
@@ -303,9 +303,9 @@ def backward_requests(
     rows_without_keys: bool,
     deterministic: bool,
 ) -> BackwardRequests:
-    """The kernels of a backward by their part; arguments and errors as for
-    `plan_attention_backward`. With `ds`, dS is kept where both kernels run, with `ds_of_keys` of a
-    part of the keys at once. Rows without keys matter to dkdv alone."""
+    """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
+    With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
+    Rows without keys matter only to dkdv."""
 
     dims = head_dim, head_dim_v
     fused = has_fused_dq(
@@ -375,7 +375,7 @@ def backward_requests(
 
 @functools.cache
 def _say_static(arch: str) -> None:
-    """Once for each architecture."""
+    """Log, once for each architecture, that tiles are static."""
     logger.info("%s has no cluster launch control: attention runs with the static scheduler", arch)
 
 

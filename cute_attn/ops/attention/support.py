@@ -1,4 +1,4 @@
-"""Whether attention kernels take tensors, for callers that have others to fall back on."""
+"""Whether attention kernels take tensors, for callers that can fall back on other kernels."""
 
 from __future__ import annotations
 

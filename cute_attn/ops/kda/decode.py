@@ -208,7 +208,8 @@ def plan_kda_decode(
     The choice does not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        arch: architecture, such as "sm_90a"; today one kernel serves all architectures from sm_80
+            on.
         dtype: dtype of q, k and v.
         gate_dtype: dtype of g; None means q's dtype.
         beta_dtype: dtype of beta; None means q's dtype.

@@ -2,14 +2,14 @@
 
     dQ = softmax_scale * sums        rounded; 0 in rows that see no key
 
-The sums are in the order of `query_sums`, of which a thread reads 64 consecutive bytes: 8 columns
-of two rows. The kernel is bound by memory bandwidth.
+The sums are in the order of `query_sums`. A thread reads 64 consecutive bytes: 8 columns of two
+rows. The kernel is bound by memory bandwidth.
 
     CTA (tile of STATS_ROWS rows, head, sequence), 16 warps
 
 Tiles are taken in reverse: the sums of the last heads may still be in L2.
 
-Rows that see no key may hold what a hidden key that is not finite has left.
+The sums of rows that see no key may be NaN or infinite, from hidden keys that are not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..spec import PostprocessSpec
 from ..statistics import LSE, STATS_ROWS, padded_start
 
 NUM_THREADS = 512
-LANES = 4  # of a row
+LANES = 4  # that share a row
 LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second
 
 
@@ -76,7 +76,7 @@ class BackwardPostprocess:
         )
 
     def tile_map(self, x: Arguments) -> TileMap:
-        """The tiles in the order in which the kernel before takes heads."""
+        """The tiles, in the order in which the dK/dV kernel takes heads."""
         queries, heads = Sequences(x.dq.shape[-3], x.cu_seqlens_q, x.seqused_q), x.dq.shape[-2]
         return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, queries.batch(x.dq), 1)
 
@@ -93,7 +93,7 @@ class BackwardPostprocess:
             length = queries.length(sequence)
             padded = padded_start(queries, sequence) + block * STATS_ROWS
             source = x.sums.iterator.toint() + Int64(head) * x.sums.stride[0] * 4
-            # A thread's group of columns is always the same; its rows are a warp's part apart.
+            # A thread keeps one group of columns; its rows are a warp's part apart.
             group, first = thread % groups, thread // groups
             part, inside = (group // (layout.columns // 8), group % (layout.columns // 8))
             step = NUM_THREADS // groups

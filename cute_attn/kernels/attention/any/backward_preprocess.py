@@ -5,11 +5,11 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     delta_i = sum_d o_id do_id - dlse_i
     dsink   = sum_i -exp(s - lse_i) delta_i
 
-Where the gradient of q is added up in global memory, it also clears the numbers of `query_zeros`.
-Where rows may see no key, it copies do, with zeros in these rows: P is 0 there, but 0 times a NaN
-of do would be NaN in the gradient of v.
+Where the gradient of q is added up in global memory, the kernel also clears the numbers of
+`query_zeros`. Where rows may see no key, the kernel copies do, with zeros in these rows. P is 0 in
+these rows, but 0 times a NaN of do would be NaN in the gradient of v.
 
-The kernel is bound by memory bandwidth: it reads o and do once. Eight threads share a row, so an
+The kernel is bound by memory bandwidth, and reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
 which `sum_partials` adds up in a fixed order.
 
@@ -218,7 +218,7 @@ class BackwardPreprocess:
                 if first + row < length:
                     to = copy + (token * copy_stride + column)
                     self.copy_row(loaded[1], to, first + row >= first_seen)
-            # A sum of its own for each vector: several chains of additions rather than one.
+            # Each vector has its own sum, so that several chains of additions run at once.
             parts = []
             for x, y in zip(*loaded, strict=True):
                 part = Float32(0.0)
@@ -227,7 +227,8 @@ class BackwardPreprocess:
                 parts.append(part)
             total = pairwise_sum(parts)
             if cutlass.const_expr(self.spec.sink_dtype != "none"):
-                # A row that sees no key has o = 0, and its do, even NaN, must not reach dsink.
+                # A row that sees no key has o = 0. The row's do may be NaN, and must not reach
+                # dsink.
                 bits = Int32(0)
                 for words in loaded[0]:
                     for word in words:
@@ -267,7 +268,8 @@ class BackwardPreprocess:
                 delta -= x.dlse[place]
             if cutlass.const_expr(x.sink is not None):
                 score = Float32(x.sink[head])
-                # Equal, they may both be infinite: a row that sees no key has the sink as its lse.
+                # A row that sees no key has lse = sink; both may be infinite, and their difference
+                # NaN.
                 probability = Float32(1.0)
                 if score != log_sum:
                     probability = exp2((score - log_sum) * LOG2_E)

@@ -1,22 +1,22 @@
-"""Combines the results of splits: of parts of the keys, each with an attention output of its own.
+"""Combines the results of splits: a split is a part of the keys, and has its own attention output.
 
     lse = log(sum_i exp(lse_i) + exp(sink))
     o   = sum_i exp(lse_i - lse) o_i         in float32, rounded once
 
 A split without visible keys has lse_i = -inf, and its o_i counts as 0 whatever it holds. If no
-split has any, the row is 0, and its lse is the sink, or -inf without one.
+split has visible keys, the row is 0, and its lse is the sink, or -inf without a sink.
 
     CTA (COLUMNS columns of a row of a head), 4 warps
       outputs       SLICES threads share the sum of 4 columns: thread s has splits s, s + SLICES ...
       log-sum-exps  in each warp, a lane for each 32nd split; maximum and sum through shuffles
       reduce        the slices' sums, in order, through shared memory
 
-The kernel is bound by latency: a few hundred KB lie in L2. So a thread has UNROLL loads in flight,
-which do not wait for the log-sum-exps. The order of additions depends on the number of splits
-alone. It runs on sm_80 and newer.
+The kernel is bound by latency: its data, a few hundred KB, lie in L2. So a thread has UNROLL loads
+in flight, and the loads do not wait for the log-sum-exps. The order of additions depends on the
+number of splits alone. The kernel runs on sm_80 and newer.
 
-With `dependent`, the CTAs start while the kernel before is running, and wait until it is done: this
-takes the launch off the path (sm_90 and newer).
+With `dependent`, the CTAs start while the forward kernel is running, and wait for its end. This
+hides the launch (sm_90 and newer).
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ class Combine:
     def sum_splits(
         self, splits: Splits, slice_: Int32, own: cute.Tensor
     ) -> tuple[Float32, Float32]:
-        """Add up a thread's columns of the splits of its slice, and return (maximum, sum) of their
-        exponentials: sums are relative to the maximum."""
+        """Add up a thread's columns over the splits of its slice. Return the maximum of the
+        log-sum-exps, and the sum of their exponentials relative to the maximum."""
         maximum, total = Float32(-INF), Float32(0.0)
         own.fill(0.0)
         last = splits.count - 1
         for first in cutlass.range(slice_, splits.count, SLICES * UNROLL, unroll=1):
             numbers = [first + i * SLICES for i in range(UNROLL)]
-            # Behind the last split that one is loaded again.
+            # Past the last split, the last split is loaded again.
             found = [Int64(cutlass.min(number, last)) for number in numbers]
             loaded = [load_global(Float32, splits.lse + i * splits.lse_step)[0] for i in found]
             values = [load_global(Float32, splits.o + i * splits.o_step, VECTOR) for i in found]
@@ -217,7 +217,7 @@ class Combine:
         sink: Float32 | None,
         own: cute.Tensor,
     ) -> Float32:
-        """Add up the slices to the result, and return the log-sum-exp."""
+        """Add up the slices' sums, and return the log-sum-exp of the row."""
         highest = Float32(-INF)
         for i in cutlass.range_constexpr(SLICES):
             highest = cute.arch.fmax(highest, maxima[i], nan=True)

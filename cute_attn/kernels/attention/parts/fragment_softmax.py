@@ -1,9 +1,10 @@
-"""The online softmax of rows of S in fragments, with all guarantees of `softmax` but one: in the
-K/V tile with which a row's scores become large, the scaled scores are rounded to float32.
+"""The online softmax of rows of S in fragments. It has all guarantees of `softmax` but one: in the
+K/V tile in which a row's scores become large, the scaled scores are rounded to float32.
 
-The exponents of a K/V tile are computed from the reference that the row has before it, which is
-HEADROOM above the maximum at which it was set. The row has outgrown it only where an exponent is
-not negative, so the loop needs no maximum, only the signs of the exponents.
+Exponents are relative to the row's reference, a number that was set HEADROOM above the row's
+maximum. A K/V tile uses the reference from before the tile. Only an exponent that is not negative
+shows that the row has outgrown its reference, so the loop needs the exponents' signs, but no
+maximum.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from ...common.ptx.math import exp2
 from .fragments import LANE_ROW_STEP, LANE_ROWS, across_lanes
 from .softmax import Scaling, row_maximum
 
-# log2 of how far a row's reference is above the maximum when it moves. P is at most 1; that of the
-# maximum is at least 2^-HEADROOM, which in float16 leaves 2^-22 of it for the smallest.
+# log2 of how far a row's reference is above the maximum when it moves. P is at most 1. The
+# maximum's P is at least 2^-HEADROOM, so in float16 the smallest P is 2^-22 of the maximum's.
 HEADROOM = {"bfloat16": 8.0, "float16": 2.0}
-LARGEST_FACTOR = 2.0**10  # of log2: with a larger one, exponents of finite scores may be infinite
+LARGEST_FACTOR = 2.0**10  # bound of log2: above, exponents of finite scores may be infinite
 
 
 class FragmentSoftmax(Carried):
     """The online softmax of a lane's rows.
 
     Attributes:
-        scaling: with HEADROOM as its growth.
+        scaling: the Scaling, with HEADROOM as its growth.
         maximum: the reference of each row, in units of S: P is 1 there. It is -inf until a key of
             the row has been seen.
-        offset: of the exponents, -maximum * log2 rounded; finite.
+        offset: the offset of the exponents, -maximum * log2 rounded; finite.
         total: the lane's part of the row's sum of P.
-        factor: what to multiply each row of O with after an `update` that says so.
+        factor: the factor of each row of O, after an `update` that returns True.
         exact: not 0 where the warp's next tile needs S itself: scores are large, or a row has no
             reference.
-        sums: whether `total` is computed; with columns of ones in V it is not.
+        sums: whether `total` is computed. It is not with columns of ones in V.
         on_fma: the lane's columns of a row whose exponentials run on the FMA units.
     """
 
@@ -63,8 +64,8 @@ class FragmentSoftmax(Carried):
     def update_used(
         self, s: cute.Tensor, used: Int32, first: cutlass.Constexpr[bool] = False
     ) -> Boolean:
-        """As `update`, where only the first `used` of the warp's 16 rows exist: the others keep S,
-        and take no time where no lane has one."""
+        """As `update`, where only the first `used` of the warp's 16 rows exist. All other rows keep
+        S, and take no time where no lane has a used row."""
         moved = Boolean(False)
         if used > LANE_ROW_STEP:
             moved = self.update(s, first)
@@ -79,8 +80,8 @@ class FragmentSoftmax(Carried):
         first: cutlass.Constexpr[bool] = False,
         lane_rows: cutlass.Constexpr[int] = LANE_ROWS,
     ) -> Boolean:
-        """Replace S by P, of the first `lane_rows`. Return whether rows of O are to be multiplied
-        by `factor`; the `first` tile has none before it."""
+        """Replace S by P in the first `lane_rows`. Return whether rows of O are to be multiplied by
+        `factor`. `first`: no tile comes before this tile."""
         rows = [s[None, r, None] for r in range(lane_rows)]
         moved = Boolean(True)
         if cutlass.const_expr(first):
@@ -141,7 +142,7 @@ class FragmentSoftmax(Carried):
 
     @cute.jit
     def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
-        """As `move`, of rows that have been replaced by exponents already."""
+        """As `move`, for rows that hold exponents already."""
         scaling = self.scaling
         highest = highest_of(rows)
         large = Boolean(False)
@@ -158,7 +159,8 @@ class FragmentSoftmax(Carried):
         self.exact[0] = Int32(cute.arch.vote_any_sync(large))
 
     def above(self, highest: Any) -> Any:
-        """The reference for a maximum: a large one itself, so that its P is 1."""
+        """The reference for a maximum. A large maximum is the reference itself, so that its P is
+        1."""
         reference = highest + self.scaling.growth
         return cutlass.select_(abs(reference) < self.scaling.large, reference, highest)
 

@@ -1,8 +1,9 @@
 """Rows of S, P and O in registers, as the accumulators of `mma` and `wgmma`.
 
-A warp has 16 rows of a tile. A lane has parts of two of them, lane // 4 and lane // 4 + 8: of each
-8 columns, column 2 * (lane % 4) and the next. Tensors here have the shape (2 columns, 2 rows,
-columns / 8), in the order of the accumulators; a `lane_row` is 0 or 1. Four lanes share a row.
+A warp has 16 rows of a tile. A lane has parts of two rows, lane // 4 and lane // 4 + 8. In each 8
+columns, the lane's columns are 2 * (lane % 4) and the next. Tensors here have the shape (2 columns,
+2 rows, columns / 8), in the order of the accumulators; a `lane_row` is 0 or 1. Four lanes share a
+row.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
 LANE_ROW_STEP = 8  # rows from a lane's first to its second
-LANES = 4  # of a row
-BOX_COLUMNS = 64  # of 16 bits, as wide as the swizzle of TMA
+LANES = 4  # that share a row
+BOX_COLUMNS = 64  # 16-bit columns, as wide as TMA's swizzle
 LOWEST = -(2.0**100)  # a finite number below any maximum of products of 16-bit values
 
 
@@ -35,7 +36,7 @@ def accumulators(columns: int) -> cute.Tensor:
 
 
 def columns(x: cute.Tensor) -> int:
-    """The columns of `accumulators`."""
+    """The number of columns of `accumulators`."""
     return 8 * cute.size(x, mode=[2])
 
 
@@ -55,8 +56,8 @@ def first_row(warp: Int32) -> Any:
 
 
 def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
-    """Set the columns from `highs` on, and those before `lows`, to -inf: one bound for each lane
-    row; None is no bound."""
+    """Set the columns before `lows` and from `highs` on to -inf. Each lane row has one bound; None
+    is no bound."""
     count = cute.size(s) // LANE_ROWS
     columns = [8 * (j // 2) + j % 2 for j in range(count)]
     shift = cute.arch.lane_idx() % LANES * 2
@@ -66,8 +67,8 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
 
 
 def mask_operand(words: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
-    """As `mask_rows`, of rounded values in the order of `operand`, which become 0; for a multiple
-    of 32 columns."""
+    """As `mask_rows`, for rounded values in the order of `operand`: hidden values become 0. The
+    number of columns is a multiple of 32."""
     shift = cute.arch.lane_idx() % LANES * 2
     if lows is not None:
         lows = [low - shift for low in lows]
@@ -78,7 +79,7 @@ class OnlineSoftmax(Carried):
     """The online softmax of a lane's rows.
 
     Attributes:
-        maximum: of each row so far, in units of S.
+        maximum: the maximum of each row so far, in units of S.
         total: the lane's part of the row's sum of P.
         log2: turns S into exponents of 2.
     """
@@ -103,7 +104,7 @@ class OnlineSoftmax(Carried):
         for r, row in enumerate(rows):
             stays = highest[r] <= previous[r] + self.growth
             self.maximum[r] = cutlass.select_(stays, previous[r], highest[r])
-            used = cute.arch.fmax(self.maximum[r], LOWEST, nan=True)  # of a row without keys so far
+            used = cute.arch.fmax(self.maximum[r], LOWEST, nan=True)  # a row without keys
             factor = exp2((previous[r] - used) * self.log2)
             factors.append(cutlass.select_(stays, Float32(1.0), factor))
             offset = -used * self.log2
@@ -113,7 +114,7 @@ class OnlineSoftmax(Carried):
         return factors
 
     def inverse_totals(self) -> list[Any]:
-        """What to multiply each lane row of O with at the end."""
+        """The factor of each lane row of O at the end."""
         totals = [self.total[r] for r in range(LANE_ROWS)]
         return [reciprocal(x) for x in across_lanes(lambda x, y: x + y, totals)]
 
@@ -142,18 +143,20 @@ def scale_rows(o: cute.Tensor, factors: list[Any]) -> None:
 
 def operand(x: cute.Tensor, dtype: type[Numeric]) -> list[Any]:
     """Round accumulators to the left operand of a product over their columns: 4 registers for each
-    16 of them."""
+    16 columns."""
     return [pack(dtype, x[i], x[i + 1]) for i in range(0, cute.size(x), 2)]
 
 
 def whole_units(words: list[Any]) -> list[list[Any]]:
-    """Exchange the words of a rounded row, in the order of `operand`, among its four lanes: each
-    has one word of every 8 columns, and gets, of each 32, all 4 words of the 8 with its number."""
+    """Exchange the words of a rounded row, in the order of `operand`, among the row's four lanes. A
+    lane gives one word of every 8 columns. Of each 32 columns, lane i of the four gets all 4 words
+    of the i-th 8 columns."""
     lane = cute.arch.lane_idx()
     odd, high = (lane & 1) != 0, (lane & 2) != 0
     found = []
     for i in range(0, len(words), LANES):
-        # Two neighbouring lanes exchange words of two units, then pairs of lanes their halves.
+        # Neighbouring lanes exchange words of two units. Then pairs of lanes exchange halves of
+        # units.
         halves = []
         for x, y in (words[i : i + 2], words[i + 2 : i + 4]):
             kept, given = cutlass.select_(odd, y, x), cutlass.select_(odd, x, y)
@@ -171,10 +174,10 @@ def whole_units(words: list[Any]) -> list[list[Any]]:
 
 def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32 = None) -> None:
     """Store rounded rows, as `operand` gives them, to the boxes of `rows` rows at shared address
-    `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is that of the thread: an
-    opaque one keeps the compiler from holding addresses in registers across loops."""
+    `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is the thread's lane: an
+    opaque value keeps the compiler from holding addresses in registers across loops."""
     lane = cute.arch.lane_idx() if lane is None else lane
-    row = lane // LANES  # of 8; their 16-byte units are permuted by its number
+    row = lane // LANES  # 0 to 7: the swizzle of the row's 16-byte units
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2) + lane % LANES * 4
     for i, word in enumerate(words):
         unit, lane_row = i // LANE_ROWS, i % LANE_ROWS
@@ -186,8 +189,8 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
 
 
 def stage_matrices(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32) -> None:
-    """As `stage_rows`, with an instruction for each 16 columns: lanes 0 to 15 have the addresses of
-    the rows of the first 8, lanes 16 to 31 those of the next 8."""
+    """As `stage_rows`, with an instruction for each 16 columns. Lanes 0 to 15 have the rows'
+    addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the next 8 columns."""
     row, half = lane % 16, lane // 16
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2)
     unit_of_lane = half ^ (row % 8)

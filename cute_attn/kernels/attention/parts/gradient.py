@@ -4,9 +4,10 @@
     dS = P (dP - delta)                    the gradient of scores, before the softmax scale
     dS = P (1 - tanh^2) (dP - delta)       with a softcap, where P = exp(tanh factor - lse)
 
-Functions work on pairs of a thread's values. Where the thread has a row of S, `lse` and `delta`
-are the row's scalars; where it has a column, or a row of S^T, they are indexed like the values.
-Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_words`).
+Functions work on pairs of a thread's values. If the thread has a row of S, `lse` and `delta` are
+the row's scalars. If the thread has a column of S, or a row of S^T, `lse` and `delta` are indexed
+like the values. Hidden values may have any P and dS: the caller replaces the hidden P and dS by 0
+(`mask.mask_words`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ...common.numbers import LOG2_E
 from ...common.ptx.math import exp2, subtract_towards_zero
 from .softmax import Scaling
 
-# What P is counted in where dS is computed from P that has been rounded: of a row with 2^14 keys or
-# of a cap that saturates, it would underflow in float16. P is at most 1.
+# The unit of P where dS is computed from rounded P. In float16, P would underflow in a row with
+# 2^14 keys, or under a cap that saturates. P is at most 1.
 PROBABILITY_UNIT = {Float16: 2.0**-14}
 
 
@@ -38,13 +39,13 @@ def probabilities(
     unit: float = 1.0,
     small_lse: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
-    """(P, P times the slope of the softcap), in units, of an even number of columns of S; without a
-    softcap both are the same list. `packed`: there are packed instructions (sm_100). `small_lse`:
-    none is large (`statistics.LARGE`), so that an exponent may be one multiply-add.
+    """(P, P times the slope of the softcap), in units, of an even number of columns of S. Without a
+    softcap both are the same list. `packed`: the GPU has packed instructions (sm_100). `small_lse`:
+    no lse is large (`statistics.LARGE`), so that an exponent may be one multiply-add.
 
-    P uses the forward's tanh, with whose error the log-sum-exp was computed. Its slope is not
-    1 - tanh^2, in which that error would remain where the tanh saturates, but e (1 + |tanh|)^2
-    with e = exp(-2 |x|), whose relative error is 2^-11 everywhere.
+    P uses the forward's tanh, because the log-sum-exp has the same tanh's error. The slope has the
+    form e (1 + |tanh|)^2 with e = exp(-2 |x|), whose relative error is 2^-11 everywhere. The form 1
+    - tanh^2 would keep the tanh's error where the tanh saturates.
     """
     pairs = [(values[j], values[j + 1]) for j in columns[::2]]
     inside: list[Pair] = []
@@ -53,9 +54,9 @@ def probabilities(
         pairs = [
             (cute.math.tanh(x, fastmath=True), cute.math.tanh(y, fastmath=True)) for x, y in inside
         ]
-    # The product is rounded first, as it was in lse: fused with the subtraction, a large score
-    # and its own lse would differ by the rounding of lse. The subtraction rounds towards zero,
-    # since ptxas fuses it if it rounds as the product does.
+    # The product is rounded first, as in lse. Fused with the subtraction, a large score and its own
+    # lse would differ by lse's rounding. The subtraction rounds towards zero: ptxas fuses a
+    # subtraction that rounds as the product does.
     p = []
     for pair, j in zip(pairs, columns[::2], strict=True):
         if small_lse:
@@ -139,5 +140,5 @@ def _both(x: Any) -> Pair:
 
 
 def _pair(x: Any, j: int) -> Pair:
-    """Of columns j and j + 1: of a scalar, twice the scalar."""
+    """The values of columns j and j + 1; a scalar is returned twice."""
     return (x, x) if isinstance(x, Float32) else (x[j], x[j + 1])

@@ -1,4 +1,4 @@
-"""Masks of scores, and of what is computed from them."""
+"""Masks of scores, and of values computed from scores."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def mask_row(
 @cute.jit
 def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
     """Set the values of 16 bits whose columns are not in [low, high) to 0. Word j has column 2j in
-    its lower half and 2j + 1 in its upper one, for a multiple of 16 words; a `low` of None is no
-    bound."""
+    its lower half and column 2j + 1 in its upper half. The number of words is a multiple of 16. A
+    `low` of None is no bound."""
     for first in cutlass.range_constexpr(0, 2 * cute.size(words), 32):
         visible = _bits_below(high - first)
         if cutlass.const_expr(low is not None):
             visible = visible & ~_bits_below(low - first)
-        # A byte permutation copies the highest bit of a byte to all of its bits, so each column's
-        # bit is shifted to such a place.
+        # A byte permutation copies a byte's highest bit to all of its bits, so each column's bit is
+        # shifted to the top of a byte.
         shifted = [visible << n for n in range(8)]
         for column in cutlass.range_constexpr(0, 32, 2):
             kept = _halves(shifted[7 - column % 8], shifted[6 - column % 8], column // 8)
@@ -50,9 +50,9 @@ def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
 def mask_fragment_words(
     words: cute.Tensor, lows: cutlass.Constexpr[Any], highs: cutlass.Constexpr[Any]
 ) -> None:
-    """As `mask_words`, of rows in fragments (see `fragments`): word 2 u + r has the lane's two
-    columns of the 8 from 8 u on, of lane row r; for a multiple of 32 columns. The bounds count
-    columns from the lane's first."""
+    """As `mask_words`, for rows in fragments (see `fragments`). Word 2 u + r has the lane's two
+    columns among columns 8 u to 8 u + 7, in lane row r. The number of columns is a multiple of 32.
+    The bounds count columns from the lane's first column."""
     for lane_row in cutlass.range_constexpr(len(highs)):
         for unit in cutlass.range_constexpr(0, cute.size(words) // len(highs), 4):
             visible = _bits_below(highs[lane_row] - 8 * unit)

@@ -1,8 +1,8 @@
 """Keys and values in pages, `[pages, page_size, heads_k, head_dim]`, as a page table orders them.
 
-A K/V tile is loaded in boxes of `rows` keys, which divides the tile and the page: a box lies in one
-page. The lanes of the load warp look up the pages of a tile's boxes at once, before it waits for a
-stage to load them to. Entries of the table are read only for keys that exist; rows of a box behind
+A K/V tile is loaded in boxes of `rows` keys. `rows` divides the tile and the page, so a box lies in
+one page. The load warp's lanes look up the pages of all boxes of a tile at once, before the warp
+waits for a free stage. Entries of the table are read only for keys that exist; rows of a box behind
 the last key are loaded as 0.
 """
 
@@ -30,7 +30,7 @@ class Pages(Carried):
 
     Attributes:
         table: `[batch, max_pages]`.
-        by_size: divides by the tokens of a page.
+        by_size: the divisor for divisions by `size`.
         size: tokens of a page.
         rows: keys of a box.
         tile_n: keys of a K/V tile, or of a CTA's part of it.
@@ -44,7 +44,7 @@ class Pages(Carried):
 
     @classmethod
     def of(cls, table: cute.Tensor, x: cute.Tensor, spec: Any, tile_n: int) -> Pages:
-        """Those of x, `[pages, page_size, heads_k, head_dim]`; for host code."""
+        """The pages of x, `[pages, page_size, heads_k, head_dim]`; for host code."""
         size = x.shape[1]
         by_size = cute.fast_divmod_create_divisor_v2(size)
         return cls(table, by_size, size, spec.page_rows, tile_n)
@@ -56,12 +56,11 @@ class Pages(Carried):
 
     @property
     def boxes(self) -> int:
-        """Boxes of a K/V tile."""
+        """The number of boxes of a K/V tile."""
         return self.tile_n // self.rows
 
     def prefetch(self, sequence: Int32) -> None:
-        """Bring a sequence's entries to L2: which are used is known only once its length has come
-        from memory."""
+        """Bring a sequence's entries to L2, before the sequence's length has come from memory."""
         entries = self.table[sequence, None]
         for first in range(0, PREFETCHED, WARP_SIZE * LINE_WORDS):
             prefetch_global(entries, first + cute.arch.lane_idx() * LINE_WORDS)
@@ -74,9 +73,10 @@ class Pages(Carried):
         seqlen_k: Int32,
         boxed: cutlass.Constexpr[BoxedRows],
     ) -> Any:
-        """(page, *place in it) of the box of the lane's number; of the only box in all lanes."""
-        # A box behind the last key is that key's box again, whose P is 0: TMA may fault on a box
-        # that is out of bounds as a whole, since its tensor starts before the pages.
+        """(page, *place in the page) of the box with the lane's number. A single box is every
+        lane's box."""
+        # A box past the last key loads the last key's box again; its P is 0. TMA may fault on a box
+        # that is out of bounds as a whole, since the TMA tensor starts before the pages.
         key = key_tile * self.tile_n
         if cutlass.const_expr(self.boxes > 1):
             key += cute.arch.lane_idx() * self.rows
@@ -106,8 +106,8 @@ class Pages(Carried):
         n: Int32,
         column: Int32 | None = None,
     ) -> None:
-        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`: as many
-        columns as `smem` has, from `column` on."""
+        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
+        is the first column to load; `smem` has as many columns as are loaded."""
         stage = barriers.stage(edge, n)
         for i in cutlass.range(self.boxes, unroll=1):  # registers are few
             if cutlass.const_expr(self.boxes > 1):

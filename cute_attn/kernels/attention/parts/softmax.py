@@ -1,7 +1,7 @@
 """Online softmax of rows in base 2: P = 2^(S factor log2(e) - offset).
 
 A row's maximum moves only when it has grown by more than RESCALE_THRESHOLD, so accumulators are
-rarely rescaled. Sums use the same maximum, so the result is exact.
+rarely rescaled. Sums and accumulators use the same maximum, so its value cancels from the result.
 
 Functions take a thread's values of one row and the row's scalars. Where several threads share a
 row, they have to combine their maxima (`row_maximum`) and their sums of exponentials.
@@ -34,7 +34,7 @@ class Scaling(Carried):
         factor: turns S into scaled scores: the softmax scale, or the softcap.
         log2: factor times log2(e).
         before_tanh: factor of scores inside the tanh; 1 without a softcap.
-        growth: RESCALE_THRESHOLD in units of S, or what a kernel has in its place.
+        growth: RESCALE_THRESHOLD, or the kernel's own threshold, in units of S.
         large: LARGE_OFFSET in units of S; a maximum this large is subtracted from S before the
             multiplication by `log2`.
         lowest: a finite number below any maximum that is not large.
@@ -79,7 +79,7 @@ def cap_row(values: cute.Tensor, scaling: Scaling) -> None:
 
 @cute.jit
 def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
-    """The maximum of the values and of `previous`; NaN if any of them is."""
+    """The maximum of the values and of `previous`; NaN if any of these is NaN."""
     chains = [values[j] for j in range(4)]
     for j in cutlass.range_constexpr(4, cute.size(values)):
         chains[j % 4] = cute.arch.fmax(chains[j % 4], values[j], nan=True)
@@ -95,10 +95,10 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 def move_maximum(
     highest: Float32, previous: Float32, scaling: Scaling
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
-    """(the new maximum, a finite replacement for it where it is -inf, whether it is the previous
-    one, whether the row's scores are large)."""
+    """(the new maximum, the new maximum or a finite number if it is -inf, whether the maximum
+    stayed, whether the row's scores are large)."""
     large = (abs(highest) >= scaling.large) & (highest != -INF)
-    # Rounded down: an ulp of a large maximum may exceed `growth`.
+    # The threshold is rounded down: an ulp of a large maximum may exceed `growth`.
     passed, _ = cute.arch.add_packed_f32x2(
         (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
     )
@@ -110,7 +110,8 @@ def move_maximum(
 
 @cute.jit
 def subtract_maximum(values: cute.Tensor, maximum: Float32) -> Float32:
-    """Subtract a large maximum from the values before they are scaled, and return it."""
+    """Subtract a large maximum from the values before they are scaled, and return the subtracted
+    number."""
     keep_branch()
     for j in cutlass.range_constexpr(0, cute.size(values), 2):
         values[j], values[j + 1] = cute.arch.add_packed_f32x2(
@@ -133,7 +134,7 @@ def finish_row(
 ) -> tuple[Float32, Float32]:
     """(factor of the row of O, log-sum-exp of the row), from `total`, the sum of its exponentials
     relative to `maximum`. A row without visible keys gets 0, and -inf or the sink."""
-    if maximum == INF:  # inf - inf is NaN, which exp2 on the FMA units does not propagate
+    if maximum == INF:  # inf - inf is NaN, and exp2 on the FMA units loses a NaN
         total = Float32(NAN)
     rest = scaling.rounded_off(maximum)
     inverse = Float32(0.0)

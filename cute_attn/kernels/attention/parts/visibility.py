@@ -1,8 +1,8 @@
 """Which keys a query sees, and which queries see a key, by tokens and by tiles.
 
-Query i and key j are aligned at the ends of their sequences: with d = i + seqlen_k - seqlen_q, the
-query sees the existing keys j with d - left <= j <= d + right. A row of a query tile is a token;
-with packed heads, `rows_per_token` rows share a token.
+Positions of queries and keys are aligned at the ends of their sequences. With d = i + seqlen_k -
+seqlen_q, query i sees the existing keys j with d - left <= j <= d + right. A row of a query tile is
+a token; with packed heads, `rows_per_token` rows share a token.
 
 All methods work on Python integers and on device integers.
 """
@@ -40,7 +40,7 @@ class Visibility(Carried):
     def of(
         cls, spec: Any, tile_m: int, tile_n: int, rows_per_token: int, left: Any, right: Any
     ) -> Visibility:
-        """With those of the bounds that the kernel's spec has."""
+        """A Visibility with the bounds that the kernel's spec has."""
         return cls(
             tile_m, tile_n, rows_per_token,
             left if spec.window_left else None,
@@ -77,7 +77,7 @@ class Visibility(Carried):
     def key_tiles_of_rows(
         self, first_row: Int32, rows: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles with a key that some of the rows sees."""
+        """[first, end) of the K/V tiles with a key that at least one of the rows sees."""
         shift = seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
@@ -120,7 +120,7 @@ def _log2(power: int) -> int:
 
 
 def _divided(x: Any, size: int) -> Any:
-    """x // size, of an x that is not negative where `size` is no power of two."""
+    """x // size; x is not negative where `size` is no power of two."""
     return x // size if size & (size - 1) else x >> _log2(size)
 
 

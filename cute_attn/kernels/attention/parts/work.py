@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..spec import BackwardSpec, ForwardSpec
 
 L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
-LAST_TILES = 2  # tiles of a cluster in the last group, at least
+LAST_TILES = 2  # at least so many tiles per cluster are in the last group
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Work(Carried):
     """A tile of one head of one sequence.
 
     Attributes:
-        block: index of the tile in its sequence: of query rows, or with `TileMap.of_keys` of keys.
+        block: index of the tile in its sequence. The tile has query rows, or with `TileMap.of_keys`
+            keys.
         head: query head, or index of the pack of heads that share the tile's rows.
         q_start, k_start: first row of a packed sequence, otherwise 0.
     """
@@ -69,7 +70,7 @@ class SplitWork(Work):
     """A part of the K/V tiles of a tile.
 
     Attributes:
-        split, splits: the part, of how many.
+        split, splits: the index of the part, and the number of parts.
     """
 
     split: Int32
@@ -82,7 +83,8 @@ class SplitWork(Work):
         return (self.split, *super().o_at(head, token, packed))
 
     def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """The part's K/V tiles, of first to end - 1. All parts but the last ones are as long."""
+        """The part's K/V tiles among first to end - 1. All parts but the last few have equally many
+        tiles."""
         length = (end - first + (self.splits - 1)) // self.splits
         first = cutlass.min(first + self.split * length, end)
         return first, cutlass.min(first + length, end)
@@ -97,7 +99,7 @@ def head_and_split(work: Work, num_splits: Int32, partial: bool) -> tuple[Int32,
 
 
 def heads_in_l2(head_bytes: Int64, heads: Int32) -> Int32:
-    """How many heads fit L2 together, if tiles reread `head_bytes` of each."""
+    """How many heads fit L2 together, if tiles reread `head_bytes` of each head."""
     at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))
     return cutlass.min(at_once, heads)
 
@@ -110,9 +112,9 @@ def following(
     step: Int32 = 1,
     lowest: Int32 | None = None,
 ) -> tuple[Int32, Int32]:
-    """The next tile of queries and its head, after all tiles of a head the next head's first.
-    `head` may also be what grows by `step` from head to head. With `lowest` the tiles of a head go
-    round: behind the last comes that one."""
+    """The next tile of queries, and its head. After all tiles of a head comes the next head's first
+    tile. `head` may be any number that grows by `step` from head to head. With `lowest`, tile
+    `lowest` follows a head's last tile."""
     last = tile + 1 == end
     if lowest is None:
         return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + step, head)
@@ -125,7 +127,7 @@ class TileMap(Carried):
     """Maps the number of a tile to its block, head and sequence.
 
     Within a packed sequence, or a group of heads whose reread data fit L2, the block is the slow
-    index. Where later blocks take longer, they come first.
+    index. Later blocks come first if they take longer.
 
     Attributes:
         tile_size: rows of a tile, or keys with `of_keys`.
@@ -135,10 +137,10 @@ class TileMap(Carried):
         group: query heads of a K/V head.
         heads_at_once: heads, counted across sequences, that share L2.
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
-        last_tiles: the last heads that have so many tiles together are one group, whatever fits L2;
-            not with packed sequences. None: no such group.
-        first_block, num_blocks: of each sequence only so many blocks from the first one on are
-            tiles. None: all.
+        last_tiles: the last heads, which together have `last_tiles` tiles, are one group, even if
+            they do not fit L2. None: no such group. Packed sequences have no such group.
+        first_block, num_blocks: in each sequence, only `num_blocks` blocks from `first_block` on
+            are tiles. None: all blocks are tiles.
     """
 
     tile_size: int
@@ -156,9 +158,9 @@ class TileMap(Carried):
     num_blocks: Int32 | None = None
 
     def balanced(self, spec: ForwardSpec | BackwardSpec, clusters: Int32) -> TileMap:
-        """These tiles with a last group of LAST_TILES tiles for each of the clusters resident at
-        once, if the call is causal and its sequences have one length: clusters that take the last
-        long tiles then leave enough short ones for the others."""
+        """These tiles with a last group of LAST_TILES tiles for each resident cluster, if the call
+        is causal and all sequences have one length. Clusters with the last long tiles then leave
+        enough short tiles for other clusters."""
         packed = self.divided.cu_seqlens is not None
         if packed or not spec.window_right or spec.window_left:
             return self
@@ -187,14 +189,14 @@ class TileMap(Carried):
         ) * self.heads
 
     def _blocks(self, tokens: Int32) -> Int32:
-        """How many blocks of a sequence of so many tokens are tiles."""
+        """How many blocks of a sequence are tiles, from its number of tokens."""
         blocks = (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
         if self.num_blocks is None:
             return blocks
         return cutlass.max(0, cutlass.min(blocks - self.first_block, self.num_blocks))
 
     def _block(self, within: Int32, blocks: Int32) -> Int32:
-        """The block of a sequence with so many tiles, by its place in their order."""
+        """The block at a place in a sequence's order of tiles, from the number of tiles."""
         block = blocks - 1 - within if self.longest_last else within
         return block if self.num_blocks is None else block + self.first_block
 
@@ -284,7 +286,7 @@ class SplitTileMap(TileMap):
     splits: Int32 = 1
 
     def on_device(self, o: cute.Tensor) -> SplitTileMap:
-        # The compiler knows that a tensor's sizes are not negative: divisions are shorter.
+        # The compiler knows that a tensor's sizes are not negative, and makes divisions shorter.
         return replace(self, splits=o.shape[0])
 
     def count(self) -> Int32:
@@ -311,8 +313,8 @@ def tiles_of_keys(
 
     Args:
         a: the kernel's Arguments.
-        row_bytes: what tiles reread of a query.
-        heads: K/V heads, of all or of a part of them; None: all.
+        row_bytes: bytes of a query that tiles reread.
+        heads: the number of K/V heads in the call's part; None: all K/V heads.
         part: `first_block` and `num_blocks` of a TileMap.
     """
     queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)

@@ -1,1 +1,1 @@
-"""Kernels for SM100, and the parts that only they have."""
+"""Kernels for SM100, and parts that only SM100 kernels use."""

@@ -1,18 +1,20 @@
 """Gradients of k and v at head_dim 256 for SM100: clusters of four CTAs, two pairs.
 
-A cluster computes dK and dV of 256 keys of a K/V head. It loops over the query heads of the head's
-group, or of a split of it, and over the tiles of 128 queries that see some of the keys.
-The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs' operands.
+A cluster computes dK and dV of 256 keys of a K/V head. The cluster loops over the query heads of
+the head's group or split. For each query head it loops over the tiles of 128 queries that see some
+of the keys. The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs'
+operands.
 
     value pair (CTAs 0 and 1)                   key pair (CTAs 2 and 3)
     S^T = K Q^T        256 x 128, K = 256       dP^T = V dO^T
     P^T = exp(c S^T - lse), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
     dV += P^T dO       256 x 256, K = 128       dK += dS^T Q
 
-P' is P, with a softcap P times the slope of the cap, both in units of `PROBABILITY_UNIT`. It goes
-from a thread of CTA c to the thread of CTA c + 2 that has the same key and queries, by st.async.
-Apart from this, both pairs run one pipeline: T = X Y^T in tensor memory, from a resident X and
-tiles Y; the elementwise warps turn T into T'; acc += T' Z.
+P' is P; with a softcap, P' is P times the slope of the cap. Both are in units of
+`PROBABILITY_UNIT`. By st.async, P' goes from a thread of CTA c to the thread of CTA c + 2 that has
+the same key and queries. Apart from this, both pairs run one pipeline. T = X Y^T is computed in
+tensor memory, from a resident X and tiles Y. The elementwise warps turn T into T', and the MMAs add
+T' Z to the accumulator.
 
     warps    role         work on a tile
     8        load         X of the keys, then Y_0, Y_1, Z_0, Y_2, Z_1, ... and statistics, by TMA
@@ -86,7 +88,7 @@ T_STAGES = 2
 STATS_STAGES = 4
 OUT_STAGES = 2  # boxes of dV or dK that wait for TMA
 
-COLUMNS = QUERIES // 2  # of a row of T, that a thread has
+COLUMNS = QUERIES // 2  # of a row of T that a thread has
 CHUNK = 8  # values of P' in 16 bytes
 STEP = 16  # columns whose statistics are in registers at once
 
@@ -108,8 +110,8 @@ NUM_WARPS = sum(map(len, ROLES))
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
-# In the order in which a tile meets them. Uses count work items for X and acc; boxes for
-# the staged output; and tiles of queries for the rest, where Y and Z are two uses of one ring.
+# The edges in the order in which a tile meets them. A use is a work item for X and acc, a box for
+# the staged output, and otherwise a tile of queries. Y and Z are two uses of one ring.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("x_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "K or V"),
@@ -118,12 +120,12 @@ EDGES = (
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
     # t_done implies stats_empty and acc_empty, through the order of the elementwise warps' work.
-    # They stay: a change of that order must not become a race.
+    # Both stay declared: a change of the order must not become a race.
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
-    # From the key pair to the value pair, and back, warp by warp. The key pair grants each use of
-    # the buffer: a work item that no query sees stages zeros there, but exchanges nothing.
+    # P' goes to the key pair, and the grant of the buffer back, warp by warp. The key pair grants
+    # every use: a work item that no query sees stages zeros in the buffer, but exchanges nothing.
     Edge(
         "exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER,
         "the warp's part of P's buffer", by_warp=True,
@@ -286,7 +288,7 @@ class Sm100Hd256DkDv:
         """Launch the kernel. Each split of a group counts as a K/V head."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        tiles = tiles_of_keys(a, DKDV_TILE_N, (2 + 2) * HEAD_DIM)  # of Q and dO
+        tiles = tiles_of_keys(a, DKDV_TILE_N, (2 + 2) * HEAD_DIM)  # bytes of a row of Q and dO
         num_tiles = tiles.count()
         visible = Visibility.of(spec, QUERIES, DKDV_TILE_N, 1, a.window_left, a.window_right)
         scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
@@ -381,7 +383,7 @@ class Sm100Hd256DkDv:
             storage.yz, QUERIES, (DIMS // BOX, QUERIES * BOX), (YZ_STAGES, YZ_BYTES // 2)
         )
         heads, padded_rows = stats.shape[1], stats.shape[2]
-        taken = Int32(0)  # work items, from the queue
+        taken = Int32(0)  # work items taken from the queue
         loaded_x = Int32(0)
         n = Int32(0)  # uses of the ring
         loaded_stats = Int32(0)
@@ -445,8 +447,8 @@ class Sm100Hd256DkDv:
         done_frag = tensor_a(acc_mma, OVER_TILE, self.dtype, TMEM.offsets["t"])
         done_frag = halves_apart(done_frag, COLUMNS)
 
-        taken = Int32(0)  # work items, from the queue
-        computed = Int32(0)  # those that some query sees
+        taken = Int32(0)  # work items taken from the queue
+        computed = Int32(0)  # work items that some query sees
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # tiles whose T has been issued
         added = Int32(0)  # tiles whose T' Z has been issued
@@ -459,8 +461,8 @@ class Sm100Hd256DkDv:
                 for i in cutlass.range(count + 1, unroll=1):
                     if i < count:
                         barriers.wait("yz_full", n)
-                        # This overwrites the T' of two tiles ago. The T' Z that reads it has been
-                        # issued, and MMAs run in order.
+                        # This overwrites the T' of two tiles ago. The T' Z that reads the old T'
+                        # has been issued, and MMAs run in order.
                         tcgen05_fence_after()
                         to = shifted(own.t, QUERIES * (issued & (T_STAGES - 1)))
                         stage = barriers.stage("yz_full", n)
@@ -517,15 +519,15 @@ class Sm100Hd256DkDv:
         exchange = shared_address(storage.exchange)
         exchange += (half * (COLUMNS // CHUNK) * ROWS + row) * 16
 
-        taken = Int32(0)  # work items, from the queue
-        computed = Int32(0)  # those that some query sees
+        taken = Int32(0)  # work items taken from the queue
+        computed = Int32(0)  # work items that some query sees
         n = Int32(0)  # tiles of queries
         staged = Int32(0)  # boxes of acc
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            # Whole tiles of queries need no mask: every key of this CTA is seen by every query.
+            # Whole tiles of queries need no mask: every query sees every key of this CTA.
             whole_first, whole_end = visible.whole_query_tiles(
                 first_key(work.block), ROWS, work.seqlen_q, work.seqlen_k
             )
@@ -533,8 +535,8 @@ class Sm100Hd256DkDv:
             tile = first
             if cutlass.const_expr(key_pair):
                 if first < end:
-                    # P' overwrites what was staged for the previous work item: the chunks of each
-                    # half one box.
+                    # P' overwrites the previous work item's staged output: the chunks of each half
+                    # take one box.
                     barriers.wait_previous("stored", staged + half)
                     barriers.warp_arrives("exchange_free", n)
             for i in cutlass.range(count, unroll=1):
@@ -557,7 +559,7 @@ class Sm100Hd256DkDv:
                 values = cute.make_rmem_tensor(values_shape, Float32)
                 cute.copy(load, shifted(t_from, column), values)
                 cute.arch.fence_view_async_tmem_load()
-                sent = words  # P', where it is not P
+                sent = words  # P', where P' differs from P
                 if cutlass.const_expr(key_pair):
                     self.differentiate(values, statistic, received, words)
                 else:
@@ -609,7 +611,7 @@ class Sm100Hd256DkDv:
         words: cute.Tensor,
         sent: cute.Tensor,
     ) -> None:
-        """P from S, and P' to send where it is another tensor."""
+        """Compute P from S, and P' to send where P' differs from P."""
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
             p, with_slope = probabilities(
@@ -674,7 +676,7 @@ class Sm100Hd256DkDv:
             store_async(to + chunk * ROWS * 16, [words[4 * chunk + j] for j in range(4)], full)
 
     def staged_boxes(self, storage: Pointers) -> cute.Tensor:
-        """Where dV or dK is staged: (rows, columns, stages)."""
+        """The shared memory where dV or dK is staged: (rows, columns, stages)."""
         buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
         elements = BOX_BYTES // (self.out_dtype.width // 8)
         return boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
@@ -685,7 +687,7 @@ class Sm100Hd256DkDv:
     def store_warp(self, x: Operands, of: OfPair, own: Shared) -> None:
         barriers, queue = own.barriers, own.queue
         out_smem = self.staged_boxes(own.storage)
-        taken = Int32(0)  # work items, from the queue
+        taken = Int32(0)  # work items taken from the queue
         stored = Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -710,7 +712,7 @@ def first_key(block: Int32) -> Int32:
 
 
 def of_columns(stats: cute.Tensor, columns: range) -> dict[int, Float32]:
-    """The columns' statistics, loaded from shared memory, by column."""
+    """Statistics of the columns, loaded from shared memory, indexed by column."""
     values = cute.make_rmem_tensor((len(columns),), Float32)
     part = cute.logical_divide(stats, cute.make_layout(len(columns)))
     cute.autovec_copy(part[None, columns.start // len(columns)], values)

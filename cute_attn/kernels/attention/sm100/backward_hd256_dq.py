@@ -2,17 +2,17 @@
 both.
 
 A cluster computes dQ of a tile of 256 query rows, over its visible K/V tiles of 128 keys from the
-last to the first. Each CTA holds 128 of the rows. It loads half of the keys of K and V, and K once
-more as half of its columns; the MMAs of cta_group::2 read both CTAs' halves.
+last to the first. Each CTA holds 128 of the rows. Each CTA loads half of the keys of K and V, and K
+once more as half of its columns. The MMAs of cta_group::2 read both CTAs' halves.
 
     S  = Q K^T       256 x 128, K = 256    Q and K in shared memory, S in tensor memory
     dP = dO V^T      256 x 128, K = 256    dO and V in shared memory, dP in tensor memory
     dS = P (dP - delta)                    in place of dP; P = exp(c S - lse), see `gradient`
     dQ = dQ + dS K   256 x 256, K = 128    dS and dQ in tensor memory, K in shared memory
 
-S and dP have one stage each, yet the MMAs need not wait: P of the next K/V tile is made during the
-MMAs of dQ and dP, dS during that of S. At the end dQ goes through a stage of the ring of K and V to
-shared memory, while the next tile's first S and dP are computed.
+S and dP have one stage each, yet the MMAs need not wait. P of the next K/V tile is made during the
+MMAs of dQ and dP, and dS during the MMA of S. At the end dQ is staged in shared memory, in a stage
+of the ring of K and V, while the next tile's first S and dP are computed.
 
     warps    role         work on a tile
     8        load         Q, K_0, dO, V_0, K_1, K_0 by columns, V_1, K_2, ... by TMA
@@ -80,7 +80,7 @@ OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
 COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
 
-KV_STAGES = 3  # as many as a K/V tile has uses: a tile's last use always has the last stage
+KV_STAGES = 3  # uses of a K/V tile: a tile's last use always has the last stage
 LAST_STAGE = KV_STAGES - 1
 DQ_STAGES = 2  # boxes of dQ that wait for TMA
 
@@ -105,14 +105,15 @@ NUM_WARPS = sum(map(len, ROLES))
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
-# In the order in which a tile meets them. Uses count tiles with visible keys for Q, dO and dQ's
-# columns; boxes for what is staged; K, V and K by columns for "kv"; and K/V tiles for the rest.
-# Tiles without visible keys use none.
+# The edges in the order in which a tile meets them. A use is a tile with visible keys for Q, dO and
+# dQ's columns; a box for staged dQ; K, V or K by columns for "kv"; otherwise a K/V tile. Tiles
+# without visible keys use no edge.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
-    # Other edges imply q_empty and dq_read, through the order of the producers' work. They stay: a
-    # change of that order must not become a race, and they cost one arrival a tile of queries.
+    # Other edges imply q_empty and dq_read, through the order of the producers' work. Both stay
+    # declared: a change of the order must not become a race. They cost one arrival for each tile of
+    # queries.
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
@@ -252,7 +253,7 @@ class Sm100Hd256Dq:
         queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
         keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
         heads, batch = a.q.shape[-2], queries.batch(a.q)
-        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # of K and V
+        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # bytes of K and V
         tiles = TileMap(
             TILE_M, 1, spec.window_right, queries, keys, heads, heads // a.k.shape[-2], batch,
             heads_in_l2(head_bytes, heads * batch),
@@ -330,7 +331,7 @@ class Sm100Hd256Dq:
         columns_smem = boxes(
             storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2)
         )
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         loaded = Int32(0)  # tiles with visible keys
         n = Int32(0)  # uses of the ring
         work = queue.take(taken)
@@ -390,8 +391,8 @@ class Sm100Hd256Dq:
     def mma_warp(self, own: Shared, s_mma: cute.TiledMma, dq_mma: cute.TiledMma) -> None:
         """Issue S of the next K/V tile before dQ of this one, so that dS is made during an MMA.
 
-        dP overwrites dS of the K/V tile before. The MMA that reads it has been issued, and MMAs run
-        in order.
+        dP overwrites dS of the K/V tile before. The MMA that reads the old dS has been issued, and
+        MMAs run in order.
         """
         storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         q_frag = shared_a(s_mma, OVER_HEAD_DIM, self.dtype, storage.q)
@@ -401,7 +402,7 @@ class Sm100Hd256Dq:
         ds_frag = tensor_a(dq_mma, OVER_TILE, self.dtype, TMEM.offsets["dp"])
         ds_frag = halves_apart(ds_frag, COLUMNS)
 
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         done = Int32(0)  # tiles with visible keys
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # K/V tiles whose S and dP have been issued
@@ -457,8 +458,8 @@ class Sm100Hd256Dq:
 
     @cute.jit
     def elementwise_warps(self, x: Operands, own: Shared, scaling: Scaling) -> None:
-        """Each thread has half a row of S and dP, and writes dS over dP; at the end it stages half
-        of each box of its row of dQ."""
+        """Each thread has half a row of S and dP, and writes dS over dP. At the end the thread
+        stages half of each box of its row of dQ."""
         barriers, queue, visible = own.barriers, own.queue, own.visible
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // ROWS)
@@ -469,7 +470,7 @@ class Sm100Hd256Dq:
         s_from, dp_from = shifted(s_from, half * COLUMNS), shifted(dp_from, half * COLUMNS)
         ds_to = shifted(ds_to, half * COLUMNS)
 
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         done = Int32(0)  # tiles with visible keys
         n = Int32(0)  # K/V tiles
         # The stage is released late: reading the work twice saves registers.
@@ -572,7 +573,8 @@ class Sm100Hd256Dq:
         barriers = own.barriers
         barriers.wait("dq_full", done)
         tcgen05_fence_after()
-        # dQ of a row that sees no key may hold what a hidden key that is not finite has left.
+        # A row that sees no key may have a NaN or infinite dQ, from a hidden key that is not
+        # finite.
         stage_accumulator(
             own.dq, HEAD_DIM, x.softmax_scale, Boolean(True), sees, row, half,
             self.staged_boxes(own.storage), barriers, ("dq_staged", "dq_stored"),
@@ -596,7 +598,7 @@ class Sm100Hd256Dq:
             cute.autovec_copy(zeros, chunks[None, half * (HEAD_DIM // 2 // chunk) + c])
 
     def staged_boxes(self, storage: Pointers) -> cute.Tensor:
-        """Where dQ is staged: (rows, columns, stages)."""
+        """The shared memory where dQ is staged: (rows, columns, stages)."""
         last = storage.kv + LAST_STAGE * (KV_BYTES // 2)
         return boxes(last, ROWS, (DQ_STAGES, ROWS * BOX))
 
@@ -606,7 +608,7 @@ class Sm100Hd256Dq:
     def store_warp(self, x: Operands, own: Shared) -> None:
         barriers, queue, visible = own.barriers, own.queue, own.visible
         dq_smem = self.staged_boxes(own.storage)
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         stored = Int32(0)  # boxes
         n = Int32(0)  # uses of the ring
         work = queue.take(taken)

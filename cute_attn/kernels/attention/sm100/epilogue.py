@@ -57,16 +57,18 @@ def stage_accumulator(
     """Stage an accumulator's rows, times `factor`, box by box for TMA; two warpgroups share a row.
 
     Args:
-        columns: of the accumulator.
-        computed: whether there is anything in the accumulator; otherwise all rows are 0.
-        kept: whether the thread's row is not 0 in any case; None keeps every row.
-        row, half: of the thread, in each box.
+        columns: the number of columns of the accumulator.
+        computed: whether the accumulator holds a result; otherwise all rows are 0.
+        kept: whether the thread's row keeps its values rather than becoming 0; None keeps every
+            row.
+        row, half: the thread's row of each box, and its half of the row.
         smem: (rows, columns of a box, stages).
-        edges: from here to the store warp, once a box is staged; and back, once it is stored.
-        staged: boxes so far.
+        edges: the edge to the store warp, which tells that a box is staged, and the edge back,
+            which tells that the box is stored.
+        staged: the number of boxes staged so far.
 
     Returns:
-        The boxes so far.
+        The number of boxes staged so far.
     """
     box_columns = cute.size(smem, mode=[1])
     width = box_columns // 2

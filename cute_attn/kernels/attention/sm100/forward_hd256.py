@@ -1,8 +1,8 @@
 """Softmax attention forward at head_dim 256 for SM100: clusters of two CTAs, MMAs across both.
 
 A cluster computes a tile of 256 query rows over its visible K/V tiles of 128 keys, from the last to
-the first. Each CTA holds 128 of the rows. It loads half of the keys of K and half of the columns of
-V; the MMAs of cta_group::2 read both CTAs' halves.
+the first. Each CTA holds 128 of the rows. Each CTA loads half of the keys of K and half of the
+columns of V. The MMAs of cta_group::2 read both CTAs' halves.
 
     S = Q K^T        256 x 128, K = 256    Q and K in shared memory, S in tensor memory
     P = 2^(c S - m)  in place of S         c = softmax_scale * log2(e), m the row's (late) maximum
@@ -10,8 +10,8 @@ V; the MMAs of cta_group::2 read both CTAs' halves.
 
 The maximum m moves only when it has grown by more than RESCALE_THRESHOLD (in log2), so O is rarely
 rescaled (by a). The sums use the same m, so the result is exact (see `softmax`). Half of the
-exponentials, except in the last quarter of a K/V tile, run on the FMA units (see `common.exp2`):
-the special function unit alone would need half of the MMAs' time.
+exponentials, except in the last quarter of a K/V tile, run on the FMA units (see `common.exp2`).
+The special function unit alone would need half of the MMAs' time.
 
     warps    role         work on a tile
     8        load         Q, then K_0, K_1, V_0, K_2, V_1, ... by TMA
@@ -93,10 +93,10 @@ DIMS = HEAD_DIM // CTAS  # columns of V that a CTA loads
 KV_STAGES = 4
 S_STAGES = 2
 O_STAGES = 2  # boxes of O that wait for TMA
-VECTOR = 4  # float32 of O of a split that a thread stores at once
+VECTOR = 4  # float32 values of a split's O that a thread stores at once
 
 FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
-ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment that `exp2_mixed` runs there
+ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment for `exp2_mixed`
 
 TMEM = TensorMemory(
     Region("s", TILE_N, S_STAGES, "S, and P in its place"),
@@ -116,8 +116,8 @@ NUM_WARPS = sum(map(len, ROLES))
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
 assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
-# In the order in which a tile meets them. Uses count tiles for Q, sums and work; boxes for O's
-# buffers; and K/V tiles for the rest, where K and V are two uses of one ring.
+# The edges in the order in which a tile meets them. A use is a tile for Q, sums and work, a box for
+# O's buffers, and otherwise a K/V tile. K and V are two uses of one ring.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
@@ -172,7 +172,7 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, o_tma: TMA's copies; of o only where the tiles have no splits.
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where the tiles have no splits.
         q, k, v: coordinates for TMA.
         o: coordinates for TMA, or the tensor where the tiles have splits.
         num_tiles: for the scheduler.
@@ -200,7 +200,7 @@ class Shared(Carried):
         s: stage 0 of S in tensor memory.
         o: O in tensor memory.
         scale: factors of the rows of O, `[rows, stages]`.
-        inverse_sum: what to multiply the rows of O with at the end, `[rows, 2]`.
+        inverse_sum: the factors of the rows of O at the end, `[rows, 2]`.
     """
 
     storage: Pointers
@@ -275,10 +275,10 @@ class Sm100Hd256Forward:
         visible = Visibility.of(spec, TILE_M, TILE_N, self.packed, a.window_left, a.window_right)
         scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
         num_ctas = CTAS * self.scheduler.clusters(num_tiles, a.num_clusters)
-        if cutlass.const_expr(not spec.split):  # partial results have memory of their own
+        if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
+                num_ctas = Int32(0)  # the driver rejects it; the operator says why
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         o_copy = (None, a.o)
         if cutlass.const_expr(not spec.split):
@@ -297,7 +297,7 @@ class Sm100Hd256Forward:
 
     def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences) -> TileMap:
         heads, batch = a.q.shape[-2] // self.packed, queries.batch(a.q)
-        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # of K and V
+        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # bytes of K and V
         given = (
             TILE_M, self.packed, self.spec.window_right, queries, keys, heads,
             a.q.shape[-2] // a.k.shape[-2], batch, heads_in_l2(head_bytes, heads * batch),
@@ -370,7 +370,7 @@ class Sm100Hd256Forward:
             k_pages = replace(pages, tile_n=KEYS)  # type: ignore[type-var]
             k_smem = k_pages.view(storage.kv, HEAD_DIM, KV_STAGES)
             v_smem = pages.view(storage.kv, DIMS, KV_STAGES)
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
         work = queue.take(taken)
@@ -430,7 +430,7 @@ class Sm100Hd256Forward:
         v_frag = shared_b(pv_mma, OVER_TILE, self.dtype, storage.kv, KV_STAGES)
         p_frag = tensor_a(pv_mma, OVER_TILE, self.dtype, TMEM.offsets["s"])
 
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # K/V tiles whose S has been issued
@@ -443,8 +443,8 @@ class Sm100Hd256Forward:
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         barriers.wait("kv_full", n)
-                        # This overwrites the P of two K/V tiles ago. The P V that reads it has been
-                        # issued, and MMAs run in order.
+                        # This overwrites the P of two K/V tiles ago. The P V that reads the old P
+                        # has been issued, and MMAs run in order.
                         tcgen05_fence_after()
                         to = shifted(own.s, TILE_N * (issued & (S_STAGES - 1)))
                         stage = barriers.stage("kv_full", n)
@@ -482,7 +482,7 @@ class Sm100Hd256Forward:
         load, s_from, values_shape = row_load(first_columns(own.s, TILE_N), row, FRAGMENT)
         store, p_to, words_shape = row_store(first_columns(own.s, TILE_N // 2), row, FRAGMENT // 2)
 
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         n = Int32(0)  # K/V tiles
         # The stage is released late: reading the work twice saves registers.
         queue.wait(taken)
@@ -601,15 +601,15 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def correction_warps(self, x: Operands, own: Shared) -> None:
-        """Each thread has a row of O. It rescales the row where its maximum moved, and divides it
-        by the sum at the end."""
+        """Each thread has a row of O. The thread rescales the row where its maximum moved, and
+        divides the row by the sum at the end."""
         barriers, queue = own.barriers, own.queue
         row = cute.arch.thread_idx()[0] % ROWS
         load, o_from, shape = row_load(first_columns(own.o, BOX), row, FRAGMENT)
         store, o_to, _ = row_store(first_columns(own.o, BOX), row, FRAGMENT)
         o_smem = boxes(own.storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         n = Int32(0)  # K/V tiles
         staged = Int32(0)  # boxes of O
         work = queue.take(taken)
@@ -631,7 +631,8 @@ class Sm100Hd256Forward:
                             cute.copy(store, values, shifted(o_to, at))
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
-                # Needed before a tile's first P V too: it overwrites the previous tile's O.
+                # This is needed before a tile's first P V too, which overwrites the previous tile's
+                # O.
                 barriers.warp_arrives("o_ready", n)
                 n += 1
 
@@ -691,7 +692,7 @@ class Sm100Hd256Forward:
     @cute.jit
     def store_warp(self, x: Operands, own: Shared) -> None:
         o_smem = boxes(own.storage.o, ROWS, (O_STAGES, O_BYTES // 2))
-        taken = Int32(0)  # tiles, from the queue
+        taken = Int32(0)  # tiles taken from the queue
         stored = Int32(0)
         work = own.queue.take(taken)
         while work.exists:

@@ -1,6 +1,6 @@
 """The MMAs of attention on SM100, over a pair of CTAs (cta_group::2).
 
-They are made in the kernel: passed as arguments, their flags would be run-time values, which take
+The kernel itself makes the MMAs. As arguments, the MMAs' flags would be run-time values, which take
 registers and instructions.
 """
 
@@ -73,17 +73,17 @@ def shared_b(
 def tensor_a(
     mma: cute.TiledMma, shape: tuple[int, int, int], dtype: type[Numeric], column: int
 ) -> cute.Tensor:
-    """The first operand in contiguous columns of tensor memory, from `column` on."""
+    """The first operand, in contiguous columns of tensor memory from `column` on."""
     layout = sm100.make_smem_layout_a(mma, shape, dtype, 1)
     start = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
-    # The fragment begins at column 0, wherever the tensor that it is made of does.
+    # The fragment begins at column 0, wherever its source tensor begins.
     fragment = mma.get_slice(0).make_fragment_A(cute.make_tensor(start, layout.outer))
     return shifted(fragment, column * (32 // dtype.width))
 
 
 def halves_apart(a: cute.Tensor, columns: int) -> cute.Tensor:
     """The first operand in tensor memory, with the second half of its contraction `columns` behind
-    the first: each half lies over the first columns of the float32 values that it was made from."""
+    the first half. Each half overwrites the first columns of its own float32 source."""
     m, k, (steps, halves), stage = a.layout.shape
     m_stride, k_stride, (step, _), stage_stride = a.layout.stride
     words = 32 // a.element_type.width
@@ -103,7 +103,7 @@ def issue_mma(
     accumulate: Boolean,
 ) -> None:
     """Multiply a, of one stage, by a stage of b."""
-    # A copy, as a flag that is set here would outlive the branch that the call is in.
+    # The MMA is copied: a flag set here would otherwise outlive the branch of the call.
     mma = cutlass.new_from_mlir_values(mma, cutlass.extract_mlir_values(mma))
     mma.set(tcgen05.Field.ACCUMULATE, accumulate)
     for step in cutlass.range_constexpr(cute.size(b, mode=[2])):

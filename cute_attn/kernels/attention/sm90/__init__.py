@@ -1,1 +1,1 @@
-"""Kernels for SM90, and the parts that only they have."""
+"""Kernels for SM90, and parts that only SM90 kernels use."""

@@ -1,8 +1,8 @@
 """Gradients of k and v for SM90, at head_dim 64, 128 and 192: wgmma, TMA, warp-specialised.
 
 A CTA computes dK and dV of a tile of keys of a K/V head, 64 for each of two consumer warpgroups.
-It loops over the query heads of the head's group, or of a split of it, and over the tiles of
-queries that see some of the keys.
+The CTA loops over the query heads of the head's group or split. For each query head it loops over
+the tiles of queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -11,8 +11,8 @@ queries that see some of the keys.
     dS^T = P'^T * (dP^T - delta)                       in registers
     dK += dS^T Q           64 x head_dim               dS^T and dK in registers
 
-P' is P, with a softcap P times the slope of the cap. A warpgroup starts S^T of the next tile of
-queries before this tile's dS^T Q, and computes P^T while that and dP^T run.
+P' is P; with a softcap, P' is P times the slope of the cap. A warpgroup starts S^T of the next tile
+of queries before this tile's dS^T Q, and computes P^T while dS^T Q and dP^T run.
 
     warps    role         work on a tile of keys
     0-7      consumers    all of the above; at the end dK and dV through shared memory, by TMA
@@ -64,12 +64,12 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
-# Q of a tile is used until dS^T Q, which runs beside the next tile's products; dO is not.
+# A tile's Q stays in use longer than its dO: dS^T Q runs beside the next tile's products.
 Q_STAGES, DO_STAGES = 3, 2
 
 
-# In the order in which a tile meets them. Uses count tiles of keys for k and v, tiles of queries
-# for the rest.
+# The edges in the order in which a tile meets them. A use is a tile of keys for k and v, otherwise
+# a tile of queries.
 EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="K"),
@@ -206,7 +206,7 @@ class Sm90DkDv:
         """Launch the kernel. Each split of a group counts as a K/V head."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        row_bytes = 2 * (spec.head_dim + spec.head_dim_v)  # of Q and dO
+        row_bytes = 2 * (spec.head_dim + spec.head_dim_v)  # bytes of a row of Q and dO
         tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
         num_tiles = tiles.count()
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -293,8 +293,8 @@ class Sm90DkDv:
         self, x: Operands, keys: KeyLoads, queries: QueryLoads, queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Publish a tile of keys as work `taken`, and load what it needs, its queries from use n
-        on; return the counts after it."""
+        """Publish a tile of keys as work `taken`, and load K, V and the tile's queries, which are
+        uses n and up. Return the next values of `taken` and n."""
         work = tiles.work(*where)
         queue.publish_work(taken, work)
         keys.load("k", x, work, taken)
@@ -328,8 +328,8 @@ class Sm90DkDv:
             first, end = own.keys.query_tiles(work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
-            # The work is read again where it is needed, and its stage computed again: registers are
-            # scarce in between.
+            # Registers are scarce: the work is read again, and its stage computed again, at each
+            # place of use.
             taken = opaque(taken)
             work = queue.read(taken)
             queue.release(taken)
@@ -352,8 +352,8 @@ class Sm90DkDv:
     def compute_tile(
         self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
     ) -> Int32:
-        """Compute dK and dV of work `taken` from its tiles of queries, before which there were n;
-        return how many there are then."""
+        """Compute dK and dV of work `taken` from its tiles of queries. n tiles of queries came
+        before; return the number after this work."""
         count = (end - first) * own.keys.tiles.group
         whole_first, whole_end = own.keys.whole_query_tiles(work)
         tile = first
@@ -380,8 +380,8 @@ class Sm90DkDv:
         masked: Boolean,
         starts: cutlass.Constexpr[bool],
     ) -> None:
-        """P^T, dV and dS^T of use n of Q and dO, beside the product of the dS^T and Q before; with
-        `starts` there is none before."""
+        """Compute P^T, dV and dS^T of use n of Q and dO, beside the product dS^T Q of use n - 1.
+        With `starts` no use comes before."""
         barriers, products, scores = own.barriers, own.products, own.scores
         barriers.wait("q_full", n)
         s = products.start_scores(own.k, products.q_of(n))

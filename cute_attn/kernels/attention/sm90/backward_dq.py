@@ -1,7 +1,7 @@
 """The gradient of q for SM90, at head_dim 64, 128, 192 and 256: wgmma, TMA, warp-specialised.
 
 A CTA computes dQ of a tile of query rows, 64 for each of two consumer warpgroups, over the K/V
-tiles that they see.
+tiles that the rows see.
 
     S = Q K^T            64 x tile_n a warpgroup     Q and K in shared memory
     P = exp(c S - lse)                               in registers
@@ -9,9 +9,9 @@ tiles that they see.
     dS = P' * (dP - delta)                           in registers
     dQ += dS K           64 x head_dim               dS and dQ in registers
 
-P' is P, with a softcap P times the slope of the cap. A warpgroup starts S of the next K/V tile
-before this tile's dS K, and computes P while that and dP run. At head_dim 256, where shared memory
-has no third K tile, dS K comes first, so that its K tile can be replaced a product earlier.
+P' is P; with a softcap, P' is P times the slope of the cap. A warpgroup starts S of the next K/V
+tile before this tile's dS K, and computes P while dS K and dP run. At head_dim 256, where shared
+memory has no third K tile, dS K comes first, so that its K tile can be replaced a product earlier.
 
     warps    role         work on a tile of queries
     0-7      consumers    all of the above; at the end dQ through shared memory, by TMA
@@ -65,8 +65,8 @@ REGISTERS = 3 * 168  # all 384 threads start with 168; the load warp's warpgroup
 
 
 def edges(k_stages: int, v_stages: int) -> tuple[Edge, ...]:
-    """In the order in which a tile meets them. Uses count tiles of queries for q and do, K/V tiles
-    for the rest."""
+    """The edges in the order in which a tile meets them. A use is a tile of queries for q and do,
+    otherwise a K/V tile."""
     return (
         *TileQueue.edges(LOAD, CONSUMERS),
         Edge("q_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="Q"),
@@ -215,7 +215,7 @@ class Sm90Dq:
         queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
         keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
         heads, batch = a.q.shape[-2], queries.batch(a.q)
-        head_bytes = Int64(keys.tokens) * (2 * (spec.head_dim + spec.head_dim_v))  # of K and V
+        head_bytes = Int64(keys.tokens) * (2 * (spec.head_dim + spec.head_dim_v))  # K and V
         tiles = TileMap(
             spec.tile_m, 1, spec.window_right, queries, keys, heads, heads // a.k.shape[-2],
             batch, heads_in_l2(head_bytes, heads * batch),
@@ -312,8 +312,8 @@ class Sm90Dq:
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Publish a tile of queries as work `taken`, and load what it needs, its K/V tiles from use
-        n on; return the counts after it."""
+        """Publish a tile of queries as work `taken`, and load Q, dO and the tile's K/V tiles, which
+        are uses n and up. Return the next values of `taken` and n."""
         barriers = queue.barriers
         q_smem, do_smem, k_smem, v_smem = smem
         work = tiles.work(*where)
@@ -349,7 +349,7 @@ class Sm90Dq:
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
             own.barriers.warp_arrives("do_empty", taken)
-            # The work is read again where it is needed: registers are scarce in between.
+            # Registers are scarce: the work is read again at each place of use.
             work = queue.read(taken)
             queue.release(taken)
             self.finish_rows(x, own)
@@ -361,7 +361,8 @@ class Sm90Dq:
         queue.release(taken)
 
     def read_statistics(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Of the lane's rows; those past the end of the sequence are padding, which exists."""
+        """Read the statistics of the lane's rows. Rows past the end of the sequence are padding,
+        which exists in memory."""
         start = padded_start(own.tiles.queries, work.sequence)
         for lane_row in range(fragments.LANE_ROWS):
             row = Int64(start + self.row(own, work, lane_row))
@@ -372,8 +373,8 @@ class Sm90Dq:
     def compute_tile(
         self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
     ) -> Int32:
-        """Compute dQ of work `taken` over its K/V tiles, before which there were n; return how many
-        there are then."""
+        """Compute dQ of work `taken` over its K/V tiles. n K/V tiles came before; return the number
+        after this work."""
         spec = self.spec
         # Whole K/V tiles need no mask: every query of the warpgroup sees every key.
         whole_first, whole_end = own.visible.whole_key_tiles(
@@ -403,8 +404,8 @@ class Sm90Dq:
         masked: Boolean,
         starts: cutlass.Constexpr[bool],
     ) -> None:
-        """dS of use n of K and V, beside the product of the dS and K before; with `starts` there is
-        none before."""
+        """Compute dS of use n of K and V, beside the product dS K of use n - 1. With `starts` no
+        use comes before."""
         barriers, scores = own.barriers, own.scores
         if cutlass.const_expr(self.dq_first and not starts):
             dq = self.start_dq(own, n - 1)
@@ -456,7 +457,7 @@ class Sm90Dq:
         )  # fmt: skip
 
     def row(self, own: Consumer, work: Work, lane_row: int) -> Int32:
-        """A lane row's row of its sequence."""
+        """The row, in its sequence, that a lane row holds."""
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
@@ -474,8 +475,8 @@ class Sm90Dq:
     # -- device: epilogue ---------------------------------------------------------------------
 
     def finish_rows(self, x: Operands, own: Consumer) -> None:
-        """Scale dQ. A row that sees no key may hold what a hidden key that is not finite has
-        left."""
+        """Scale dQ. A row that sees no key becomes 0: its dQ may be NaN or infinite, from a hidden
+        key that is not finite."""
         for lane_row in range(fragments.LANE_ROWS):
             values = own.dq[None, lane_row, None]
             sees = own.lse[lane_row] != INF
@@ -507,5 +508,5 @@ class Sm90Dq:
 
 
 def of_rows(statistics: cute.Tensor) -> list[Float32]:
-    """Statistics of each lane row."""
+    """Read the statistics of each lane row."""
     return [statistics[lane_row] for lane_row in range(fragments.LANE_ROWS)]

@@ -4,11 +4,11 @@ warp-specialised.
     dQ = dS K            64 x head_dim a warpgroup        dS and K in shared memory
 
 The dK/dV kernel has written dS, see `ds_tiles`. A cluster of two CTAs has 256 queries of a head, 64
-for each consumer warpgroup, and goes through the tiles of 64 keys that some of them see. Each CTA
-loads half of K, for both, and its own tiles of dS. A warpgroup leaves out tiles of keys that none
-of its 64 queries sees, whose dS may be without a value.
+for each consumer warpgroup. The cluster goes through the tiles of 64 keys that some of the queries
+see. Each CTA loads half of K for both CTAs, and its own tiles of dS. A warpgroup leaves out tiles
+of keys that none of its 64 queries sees: dS of such a tile may be unwritten.
 
-Where dS is kept of a part of the keys at once, the kernel runs for one part after the other. In
+If dS is kept for only a part of the keys at once, the kernel runs for one part after the other. In
 between, dQ is in global memory in float32, in the order of the registers (`query_sums`).
 
     warps    role         work on a tile of queries
@@ -64,9 +64,9 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
-STAGES = 4  # of K and dS
+STAGES = 4  # stages of K and of dS
 
-# In the order in which a tile meets them. Uses count tiles of keys.
+# The edges in the order in which a tile meets them. A use is a tile of keys.
 EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="K and dS"),
@@ -78,8 +78,8 @@ class Arguments(NamedTuple):
     """What the kernel is called with; FakeArguments has the shapes.
 
     Attributes:
-        ds: dS of the call's query heads, and with `sums` of a part of the tiles of keys; see
-            `ds_tiles`. The parts run in their order.
+        ds: dS of the call's query heads; with `sums`, dS of a part of the tiles of keys. See
+            `ds_tiles`. The parts run in the order of the keys.
         stats: lse and delta of the query rows; see `statistics`.
         sums: dQ of the call's query heads between the parts; see `query_sums`.
         first_head, num_heads: the call's query heads.
@@ -129,7 +129,7 @@ class Operands(Carried):
 
     @property
     def visible_of_group(self) -> Visibility:
-        """Which keys a warpgroup's queries see."""
+        """The keys that a warpgroup's queries see."""
         return replace(self.visible, tile_m=ROWS)
 
 
@@ -196,7 +196,7 @@ class Sm90DsDq:
         spec = self.spec
         queries = Sequences(a.dq.shape[-3], a.cu_seqlens_q, a.seqused_q)
         keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
-        # One head after the other, so that its K stays in L2; dS is read once.
+        # Heads come one after the other, so that a head's K stays in L2. dS is read once.
         tiles = TileMap(
             spec.tile_m, 1, spec.window_right, queries, keys, a.num_heads, 1,
             queries.batch(a.dq), 1,
@@ -288,8 +288,8 @@ class Sm90DsDq:
     def load_tile(
         self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32]
     ) -> None:
-        """Publish the cluster's tile, and load half of K of each tile of keys, for both CTAs, and
-        the CTA's dS."""
+        """Publish the cluster's tile. For each tile of keys, load half of K for both CTAs, and the
+        CTA's dS."""
         spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
@@ -339,7 +339,7 @@ class Sm90DsDq:
             own.acc.fill(0.0)
             first, end = self.key_tiles_of_cluster(x, work)
             low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
-            # Uses before and behind those of the warpgroup's keys are released at once.
+            # Uses of keys that the warpgroup does not see are released at once.
             low, high = low - first, high - first
             if low >= high:
                 low, high = end - first, end - first
@@ -362,8 +362,8 @@ class Sm90DsDq:
 
     @cute.jit
     def compute_tile(self, own: Consumer, low: Int32, high: Int32) -> None:
-        """Compute dQ from the uses low to high - 1 of K and dS. A product is started before the one
-        before is done."""
+        """Compute dQ from the uses low to high - 1 of K and dS. A product is started before the
+        previous product is done."""
         self.start_product(own, low)
         for n in cutlass.range(low + 1, high, unroll=1):
             self.start_product(own, n)
@@ -386,7 +386,7 @@ class Sm90DsDq:
 
     @cute.jit
     def load_sums(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Begin with the sums of the parts before, if there are any."""
+        """Load the sums of the earlier parts of the keys, if there are any."""
         first, _ = self.seen_key_tiles(x, work, self.tile_of_queries(work, own.group))
         if first < x.first_tile:
             at = self.sums_of_lane(x, own, work)
@@ -397,8 +397,9 @@ class Sm90DsDq:
 
     @cute.jit
     def store_part(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
-        """Leave the sums to the part after this one, which has a tile of keys that the queries see,
-        or store what is complete. Queries that see no key are complete at once."""
+        """Store the sums for the next part of the keys, if the queries see a tile of keys after
+        this part. Otherwise the sums are complete: store dQ. Queries that see no key are complete
+        at once."""
         first, end = self.seen_key_tiles(x, work, self.tile_of_queries(work, own.group))
         goes_on = end > x.first_tile + x.ds.shape[2]
         if sees and goes_on:
@@ -423,8 +424,8 @@ class Sm90DsDq:
 
     @cute.jit
     def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Scale, round and store the warpgroup's rows. A row that sees no key may hold what a
-        hidden key that is not finite has left."""
+        """Scale, round and store the warpgroup's rows. A row that sees no key becomes 0: its dQ may
+        be NaN or infinite, from a hidden key that is not finite."""
         start = padded_start(own.tiles.queries, work.sequence)
         tile = self.tile_of_queries(work, own.group)
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):

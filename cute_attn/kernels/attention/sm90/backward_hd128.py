@@ -2,8 +2,8 @@
 warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
-warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
-and over the tiles of 64 queries that see some of the keys.
+warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
+each query head it loops over the tiles of 64 queries that see some of the keys.
 
     S^T = K Q^T            64 x 64 a warpgroup         K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -18,10 +18,10 @@ and over the tiles of 64 queries that see some of the keys.
     8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
     9        zeros        the zeros of the sums of dQ, see `query_zeros`
 
-Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
-float32 sums in global memory, which `backward_postprocess` scales and rounds. CTAs add in any
-order: the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
-consumers; its two other warps idle.
+Each warp stages its part of dQ in its own shared memory. A bulk reduction adds the part to float32
+sums in global memory. `backward_postprocess` scales and rounds the sums. CTAs add in any order: the
+bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the consumers;
+its two other warps idle.
 
 As in `backward_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
 loop turns over after dS, and dQ is one tile late:
@@ -35,8 +35,8 @@ loop turns over after dS, and dQ is one tile late:
     dP^T of tile n + 1
     the other warpgroup's turn            dQ from its staging to L2; P^T and dS^T of tile n + 1
 
-Tile n + 1 may belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside
-the products with the K before, of which the ring has two stages.
+Tile n + 1 may belong to the next tile of keys, which is work `taken` + 1. The next K is loaded
+beside the products with the K before: the ring of K has two stages.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 K_STAGES, DS_STAGES = 2, 2
 Q_STAGES, DO_STAGES = 2, 2
 
-# Tiles of keys begin with one of so many tiles of queries, so far apart, where all of them see the
-# same queries: fewer CTAs then add to the same sums at the same time.
+# If all tiles of keys see the same queries, they begin with different tiles of queries: one of
+# STARTS tiles, START_STEP apart. Fewer CTAs then add to the same sums at the same time.
 STARTS, START_STEP = 4, 2
 
-COLUMNS_AHEAD = 16  # of a tile, all of those of a lane
+COLUMNS_AHEAD = 16  # all columns of a tile that a lane has
 
-# In the order in which a tile meets them. Uses count tiles of keys for k, v and zeros, tiles of
-# queries for the rest.
+# The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
+# otherwise a tile of queries.
 EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
@@ -192,7 +192,7 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer) -> None:
-        count = Int32(0)  # of works
+        count = Int32(0)  # works done
         queue = own.keys.queue
         queue.wait(count)
         if queue.read(count).exists:
@@ -242,8 +242,8 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def finish_use(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
-        """dS^T of use n to shared memory, and the use after it, of the next work after the last of
-        a work; False if there is none."""
+        """Store dS^T of use n to shared memory, and return the use after use n. A work's last use
+        is followed by the next work's first use. Return False if no use follows."""
         if use.left == 0:
             own.barriers.warp_arrives("v_empty", use.taken)
         own.ds.store(own.scores.ds, own.keys.warp, n, lane_anew())
@@ -262,9 +262,9 @@ class Sm90Hd128Backward:
         starts: cutlass.Constexpr[bool],
         follows: cutlass.Constexpr[bool],
     ) -> None:
-        """The burst of products of use n, `use`, then P^T and dS^T of the one `after`. `before` is
-        the tile of the sums of use n - 1; with `starts` there is none, and without `follows` none
-        after."""
+        """Issue the burst of products of use n, `use`, then compute P^T and dS^T of the use
+        `after`. `before` is the tile of the sums of use n - 1. With `starts` no use comes before,
+        and without `follows` no use comes after."""
         barriers = own.barriers
         switches = use.taken != after.taken
         if cutlass.const_expr(not starts):
@@ -312,8 +312,8 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:
-        """Where `use` is the only one of its work, let the other warpgroup start its dQ first: the
-        next K takes the stage of the K which that dQ reads."""
+        """If `use` is the only use of its work, let the other warpgroup start its dQ first: the
+        next K overwrites the K that the other warpgroup's dQ reads."""
         if use.adds == 0:
             own.turns.give()
             own.turns.wait()
@@ -321,8 +321,9 @@ class Sm90Hd128Backward:
     def start_dk_and_stage_dq(
         self, own: Consumer, n: Int32, adds: Int32, dq: list[Float32]
     ) -> tuple[list[Float32], int]:
-        """`start_dk` step by step, with a part of dQ staged before each step, and the number of
-        groups. The queue of products is short: staged at once, dQ would let it run dry."""
+        """Run `start_dk` step by step, stage a part of dQ before each step, and return the number
+        of groups. The queue of products is short: if dQ were staged at once, the queue would run
+        dry."""
         spec, queries = self.spec, own.products.q_of(n)
         dk, steps = fragments.values(own.dk), spec.tile_m // STEP
         vectors = own.sums.vectors

@@ -1,23 +1,24 @@
 """Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
 
 A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
-over the query heads of the head's group, or of a split of it, and over the tiles of queries that
-see some of the 128 keys. Each loads half of Q and dO, for both.
+over the query heads of the head's group or split. For each query head they loop over the tiles of
+queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
 
-dK and dV of 64 keys are 256 registers of a warpgroup's threads. So one warpgroup has dV, the other
-dK, of the same keys:
+dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one warpgroup has dV, and
+the other warpgroup has dK of the same keys:
 
     value warpgroup                        key warpgroup
     S^T = K Q^T       64 x tile_m          dP^T = V dO^T       64 x tile_m
     P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
     dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
 
-P' is P, with a softcap P times the slope of the cap, both in units of `PROBABILITY_UNIT`; the value
-warpgroup hands it over, rounded, through shared memory. The key warpgroup may store dS to global
-memory, see `ds_tiles`, for the kernel of dQ. Both do the same with the operands exchanged:
-T = X Y^T, T' from T in registers, and T' Z is added to an accumulator. T of the next tile starts
-before T' Z of this one, so that T' is computed beside a product. This takes a third stage of Q: it
-has the place of the columns of K and V that stay in registers.
+P' is P; with a softcap, P' is P times the slope of the cap. Both are in units of
+`PROBABILITY_UNIT`. The value warpgroup hands P' over, rounded, through shared memory. The key
+warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
+the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
+to an accumulator. T of the next tile starts before T' Z of this one, so that T' is computed beside
+a product. This order takes a third stage of Q. Its memory comes from the columns of K and V that
+stay in registers.
 
     warps    role         work on a tile of keys
     0-3      value        as above; at the end dV through a stage of Q, by TMA
@@ -79,13 +80,14 @@ LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
 HELD = 128  # columns of K and V in registers
-# S^T of a tile may start before dS^T Q of the tile before. The last stage of Q is where the columns
-# of K and V were that are in registers.
+# S^T of a tile may start before dS^T Q of the tile before. The last stage of Q overwrites the
+# columns of K and V that have moved to registers.
 Q_STAGES, DO_STAGES = 3, 2
 BOTH_BARRIER = 3  # the named barrier of both warpgroups; 0 to 2 are taken
 OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # Y and Z
 
-# In the order in which a tile meets them. Uses count tiles of queries; of k and v there is one.
+# The edges in the order in which a tile meets them. A use is a tile of queries; k and v have one
+# use.
 EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
@@ -95,7 +97,8 @@ EDGES = (
     Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
     Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
     Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    # P' of use n is read before Q of use n is released, and the next of its stage needs Q's stage.
+    # P' of use n is read before Q of use n is released. The next P' in the same stage needs Q's
+    # stage.
     Edge("p_full", VALUE, KEY, Q_STAGES, Kind.WARPS, payload="P'^T"),
 )
 
@@ -175,8 +178,8 @@ class Consumer(Carried):
 
     Attributes:
         warp: the warp's number in its warpgroup.
-        x, x_first: shared addresses of K or V, as if its first columns were in front of the rest,
-            and where the first columns are until they are in registers.
+        x, x_first: shared addresses of K or V. `x` is such that the first columns would precede the
+            other columns; the first columns are at `x_first` until they are in registers.
         y, z: shared addresses of the rings of Q and dO, or of dO and Q.
         stats: shared address of the ring of lse or delta.
         exchange: shared address of the lane's words in the ring of P'.
@@ -255,7 +258,7 @@ class Sm90Hd256DkDv:
         a, stream = gathered(Arguments, args)
         spec = self.spec
         tiles = tiles_of_keys(
-            a, spec.tile_n, (2 + 2) * spec.head_dim, heads=a.num_split_heads,  # of Q and dO
+            a, spec.tile_n, (2 + 2) * spec.head_dim, heads=a.num_split_heads,  # Q and dO
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -415,14 +418,14 @@ class Sm90Hd256DkDv:
             own.acc.fill(0.0)
             own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
             fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, HELD))
-            # No register of ldmatrix has been used yet: without the fence the arrival overtakes
-            # it, and TMA overwrites what it has yet to read.
+            # No register of ldmatrix has been used yet. Without the fence, the arrival overtakes
+            # the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
             cute.arch.fence_view_async_shared()
             own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
-            # The work is read again where it is needed: registers are scarce in between.
+            # Registers are scarce: the work is read again at each place of use.
             work = queue.read(0)
             factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
             if cutlass.const_expr(role is KEY or self.unit != 1.0):
@@ -449,7 +452,7 @@ class Sm90Hd256DkDv:
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
         )
         stores = cutlass.const_expr(self.spec.stores_ds and role is KEY)
-        at = Int32(0)  # of tile 0 of the head, among the tiles of dS
+        at = Int32(0)  # index of the head's tile 0 among the tiles of dS
         if cutlass.const_expr(stores):
             # A key past the end of the sequence would add to dQ.
             inside = self.first_key(work) + ROWS <= work.seqlen_k
@@ -485,7 +488,7 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
         starts: cutlass.Constexpr[bool],
     ) -> None:
-        """T' of use n, beside the product of the T' before and Z; with `starts` there is none
+        """Compute T' of use n, beside the product T' Z of use n - 1. With `starts` no use comes
         before."""
         barriers = own.barriers
         y, z = OPERANDS[role.name]
@@ -505,8 +508,8 @@ class Sm90Hd256DkDv:
             barriers.wait("p_full", n)
             self.keep_score_gradients(own, n, stats)
         if cutlass.const_expr(not starts):
-            # T' goes through the wait, so that the compiler does not round it before, to registers
-            # of the product in flight.
+            # T' goes through the wait, so that the compiler does not round T' earlier, into
+            # registers of the product in flight.
             done = wgmma.wait([*second, *fragments.values(own.t)])
             fragments.assign(own.acc, done[: len(second)])
             fragments.assign(own.t, done[len(second) :])
@@ -545,15 +548,15 @@ class Sm90Hd256DkDv:
         self, own: Consumer, n: Int32, lane_row: int, columns: range, p: list[Any],
         with_slope: list[Any],
     ) -> None:  # fmt: skip
-        """Replace S^T by P^T, which is rounded once the product with the P^T before is done. A P'
-        that differs is handed over at once."""
+        """Replace S^T by P^T. P^T is rounded once the product with the previous P^T is done. If P'
+        differs from P, P' is handed over at once."""
         keep_pairs(own.t, lane_row, columns, p)
         if self.spec.softcap:
             words = [pack(self.dtype, *pair) for pair in with_slope]
             self.hand_over(own, n, lane_row, columns, words)
 
     def parts(self) -> list[tuple[range, int]]:
-        """Columns and lane rows in parts of four words, as P' is handed over."""
+        """The columns and lane rows of each part of P'. Each part is handed over as four words."""
         count = self.spec.tile_m // fragments.LANES
         starts = range(0, count, STEP)
         return [(range(i, i + STEP), row) for i in starts for row in range(fragments.LANE_ROWS)]
@@ -565,7 +568,7 @@ class Sm90Hd256DkDv:
         store_shared(Int32, self.exchange(own, n, lane_row, columns), words)
 
     def keep_score_gradients(self, own: Consumer, n: Int32, stats: Int32) -> None:
-        """Replace dP^T by dS^T. Hidden pairs may have any P'."""
+        """Replace dP^T by dS^T. A hidden pair of query and key may have any P'."""
         for columns, lane_row in self.parts():
             words = load_shared(Int32, self.exchange(own, n, lane_row, columns), 4)
             p = [unpack(self.dtype, x) for x in words]
@@ -590,10 +593,10 @@ class Sm90Hd256DkDv:
         return first + lane_row * fragments.LANE_ROW_STEP
 
     def store_ds(self, x: Operands, own: Consumer, tile: Int32) -> None:
-        """Store the warp's rows of dS^T to that tile in global memory."""
+        """Store the warp's rows of dS^T to a tile in global memory."""
         ds = x.ds.iterator.toint() + Int64(tile) * ds_tiles.TILE_BYTES
         first = ds_tiles.lane_offset(own.warp, opaque(cute.arch.lane_idx()))
-        for half in range(2):  # of the queries
+        for half in range(2):  # halves of the queries
             at = ds + Int64(first ^ half * (4 * ds_tiles.UNIT_BYTES))
             for lane_row in range(fragments.LANE_ROWS):
                 to = at + lane_row * (fragments.LANE_ROW_STEP * ds_tiles.ROW_BYTES)
@@ -601,8 +604,8 @@ class Sm90Hd256DkDv:
                 store_global(Int32, to, words)
 
     def mask(self, own: Consumer, tile: Int32, words: cute.Tensor, *, bounded: bool) -> None:
-        """Set the columns of queries that do not see a row's key to 0; for `bounded` see
-        `mask_queries`."""
+        """Set the columns of queries that do not see a row's key to 0. `mask_queries` explains
+        `bounded`."""
         work = own.queue.read(0)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
         mask_queries(words, keys, tile, own.visible, work, bounded=bounded)

@@ -2,8 +2,8 @@
 warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
-warpgroups, and adds to dQ. It loops over the query heads of the head's group, or of a split of it,
-and over the tiles of queries that see some of the keys.
+warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
+each query head it loops over the tiles of queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -13,22 +13,23 @@ and over the tiles of queries that see some of the keys.
     dK += dS^T Q           64 x head_dim               dS^T and dK in registers
     dQ = dS K              64 of 128 queries, or of 64 queries half of head_dim
 
-P' is P, with a softcap P times the slope of the cap.
+P' is P; with a softcap, P' is P times the slope of the cap.
 
     warps    role         work on a tile of keys
     0-7      consumers    all of the above; at the end dK and dV from registers
     8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
     9        zeros        the zeros of the sums of dQ, see `query_zeros`
 
-Each thread adds its part of a tile's dQ to float32 sums in global memory, which
-`backward_postprocess` scales and rounds. CTAs add in any order: the bits of dQ differ from run to
-run. `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup
-gives its registers to the consumers; its two other warps idle.
+Each thread adds its part of a tile's dQ to float32 sums in global memory. `backward_postprocess`
+scales and rounds the sums. CTAs add in any order: the bits of dQ differ from run to run.
+`backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup gives
+its registers to the consumers; its two other warps idle.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
-next. The two take turns, so that one's elementwise work falls into the burst of the other. A
-warpgroup needs dS of the other one too, which is half a tile behind: dQ is two tiles late. What
-else is done in a burst waits for nothing: a warp that waits there leaves the tensor cores idle.
+next. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the
+other's burst. A warpgroup also needs dS of the other warpgroup, which is half a tile behind: dQ is
+two tiles late. Other work during a burst waits for nothing: a waiting warp would leave the tensor
+cores idle.
 
     tensor cores, in order                beside them
     dQ = dS K of tile n - 2
@@ -39,10 +40,11 @@ else is done in a burst waits for nothing: a warp that waits there leaves the te
     the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
                                           memory
 
-The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n may belong
-to the next tile of keys, the next work. K of up to three works is in use at once: that of dQ, that
-of dV and dK, and that of S^T. V has one buffer, which is loaded when dP^T of the last tile of
-queries is done. dK and dV are stored from registers, beside S^T and dP^T of the next work.
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes. So tile n may
+belong to the next tile of keys, the next work. K of up to three works is in use at once: the work
+of dQ, the work of dV and dK, and the work of S^T. V has one buffer, which is loaded again when dP^T
+of a work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T
+of the next work.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 K_STAGES, DS_STAGES = 3, 2
 Q_STAGES, DO_STAGES = 3, 2
 
-# In the order in which a tile meets them. Uses count tiles of keys for k, v and zeros, tiles of
-# queries for the rest.
+# The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
+# otherwise a tile of queries.
 EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
@@ -189,7 +191,7 @@ class Sm90Hd64Backward:
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer) -> None:
-        count = Int32(0)  # of works
+        count = Int32(0)  # works done
         queue = own.keys.queue
         queue.wait(count)
         if queue.read(count).exists:
@@ -203,7 +205,7 @@ class Sm90Hd64Backward:
         n = Int32(0)
         use = own.uses.first(own.keys, Int32(0))
         self.next_use(x, own, use, n, 0, use.taken, Int32(-1), Int32(0))
-        # The works and tiles of the sums of the last use, and of the one before.
+        # The works, and the tiles of the sums, of the last two uses.
         before, sums = use.taken, use.sums
         before2, sums2 = Int32(-1), sums
         goes_on, after = own.uses.after(own.keys, use)
@@ -255,9 +257,9 @@ class Sm90Hd64Backward:
         before2: Int32,
         sums2: Int32,
     ) -> None:
-        """Products up to S^T and dP^T of use n, `use`, then its P^T and dS^T. There are `uses` uses
-        before, at least, or 2; `before` and `before2` are the works of the last two, and `sums2` is
-        the tile of the sums of the earlier one."""
+        """Issue products up to S^T and dP^T of use n, `use`, then compute its P^T and dS^T. At
+        least min(`uses`, 2) uses come before. `before` and `before2` are the works of uses n - 1
+        and n - 2, and `sums2` is the tile of the sums of use n - 2."""
         barriers = own.barriers
         switches = True if uses == 0 else use.taken != before
         if cutlass.const_expr(uses == 2):
@@ -312,7 +314,7 @@ class Sm90Hd64Backward:
         own.ds.store(own.scores.ds, own.keys.warp, n, lane)
 
     def add_dq(self, own: Consumer, dq: list[Float32], n: Int32, tile: Int32) -> None:
-        """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
+        """Add the warp's part of dQ, from use n of dS, to a tile of the sums."""
         own.barriers.warp_arrives("ds_empty", n)
         for quarter in range(4):
             own.sums.add_quarter(own.keys.warp, dq, tile, quarter)

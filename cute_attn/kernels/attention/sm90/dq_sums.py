@@ -1,4 +1,5 @@
-"""Two ways to add a warp's part of dQ to the sums in global memory, whose order is `QuerySums`."""
+"""Two ways to add a warp's part of dQ to the sums in global memory. `QuerySums` is the order of the
+sums."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from .key_tiles import lane_anew
 
 @dataclass(frozen=True)
 class RegisterSums(Carried):
-    """Every thread adds what it has in registers.
+    """Every thread adds values from its registers.
 
     Attributes:
         sums: the order of the sums.
-        at: their global address.
+        at: the sums' global address.
     """
 
     sums: QuerySums
     at: Int64
 
     def add_quarter(self, warp: Int32, dq: list[Float32], tile: Int32, quarter: int) -> None:
-        """Add a quarter of the columns of the warp's part to that tile of the sums."""
+        """Add a quarter of the columns of the warp's part to a tile of the sums."""
         lane = lane_anew() * (4 * VECTOR)
         part = opaque(warp) * (4 * self.sums.part)
         at = self.at + Int64(tile) * (4 * self.sums.tile) + Int64(part + lane)
@@ -40,11 +41,11 @@ class RegisterSums(Carried):
 
 @dataclass(frozen=True)
 class StagedSums(Carried):
-    """Each warp stages its part in shared memory of its own, from where a bulk reduction adds it.
+    """Each warp stages its part in its own shared memory, and a bulk reduction adds the part.
 
     Attributes:
         sums: the order of the sums.
-        at: their global address.
+        at: the sums' global address.
         staging: shared address of the warps' parts.
     """
 
@@ -54,7 +55,7 @@ class StagedSums(Carried):
 
     @property
     def vectors(self) -> int:
-        """Vectors of a lane's part of dQ."""
+        """The number of vectors in a lane's part of dQ."""
         return self.sums.columns // 8
 
     def stage(self, warp: Int32, dq: list[Float32], vectors: range) -> None:
@@ -66,8 +67,8 @@ class StagedSums(Carried):
 
     @cute.jit
     def reduce(self, warp: Int32, tile: Int32) -> None:
-        """Add what is staged to that tile of the sums, so much later that the fence does not
-        wait."""
+        """Add the staged part to a tile of the sums. Called long after `stage`, so that the fence
+        does not wait."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane_anew() == 0:
@@ -78,7 +79,7 @@ class StagedSums(Carried):
 
     @cute.jit
     def wait(self) -> None:
-        """Until the warp's reduction has read its staging."""
+        """Wait until the warp's reduction has read the warp's staging."""
         if lane_anew() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -1,4 +1,5 @@
-"""dS in shared memory, of both warpgroups of an SM90 kernel, and the product that needs it.
+"""dS of both warpgroups of an SM90 kernel in shared memory, and the product dQ = dS K, which reads
+dS.
 
 dQ = dS K        a warpgroup has 64 of 128 queries, or of 64 queries half of head_dim
 """
@@ -23,7 +24,7 @@ from .mma import ROWS, start_query_gradients
 
 @dataclass(frozen=True)
 class DsRing(Carried):
-    """Stages of dS^T of a tile of queries: rows are the CTA's keys.
+    """Stages of dS^T. A stage has a tile of queries; its rows are the CTA's keys.
 
     Attributes:
         at: shared address of the ring.
@@ -47,13 +48,14 @@ class DsRing(Carried):
         fragments.stage_matrices(words, self.stage(n), warp, self.spec.tile_n, lane)
 
     def publish(self, n: Int32) -> None:
-        """Publish what `store` has stored, so much later that the fence does not wait."""
+        """Publish the dS^T of `store`. Called long after `store`, so that the fence does not
+        wait."""
         cute.arch.fence_view_async_shared()
         self.barriers.warp_arrives("ds_full", n)
 
     def start_dq(self, group: Int32, n: Int32, k: Int32, k_offset: Int32) -> list[Float32]:
-        """Start a warpgroup's part of dQ = dS K, with use n of dS, and K so many bytes behind its
-        shared address `k`."""
+        """Start a warpgroup's part of dQ = dS K, with use n of dS. K lies an offset in bytes behind
+        the shared address `k`."""
         spec, ds = self.spec, self.stage(n)
         k += k_offset
         if spec.tile_m == ROWS:

@@ -1,30 +1,32 @@
 """Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
-A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups, over its
-visible K/V tiles, from the last to the first.
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. It goes
+over the tile's visible K/V tiles from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
     P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
     O = O a + P V    64 x head_dim_v            P and O in registers, V in shared memory
 
-The reference m of a row is its maximum when it last moved, and a headroom; it moves when a score is
-above it, so O is rarely rescaled (by a); see `fragment_softmax`. Where no log-sum-exp is asked for,
-the sums of P are columns of O, by ones beside V. At head_dim 256 a part of Q is in registers.
+The reference m of a row is the row's maximum at the time when m last moved, plus a headroom. m
+moves when a score is above m, so O is rarely rescaled (by a); see `fragment_softmax`. If no
+log-sum-exp is asked for, columns of ones beside V make the sums of P columns of O. At head_dim 256
+a part of Q is in registers.
 
 Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
-this tile's P V, and computes that softmax while P V runs. And the warpgroups take turns to start
-products (named barriers), so that the softmax of one falls into the products of another.
+this tile's P V, and computes the next tile's softmax while P V runs. The warpgroups also take turns
+to start products (named barriers), so that one warpgroup's softmax runs during another's products.
 
     warps             role        work on a tile
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
     the one after     load        finds the next tile; Q, then each K/V tile, by TMA
 
-The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q is
-free after its last product, and the next tile's is loaded beside the end of this one. O is staged
-in shared memory where there is room (not at head_dim 256), and otherwise stored from registers.
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q's
+buffer is free after the last product of Q, so the next tile's Q is loaded beside the end of this
+tile. O is staged in shared memory where there is room (not at head_dim 256), and otherwise stored
+from registers.
 
-With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O, from registers, and
-log-sum-exp in float32, and `combine` adds them up.
+With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
+and its log-sum-exp in float32. `combine` adds up the results.
 """
 
 from __future__ import annotations
@@ -78,11 +80,12 @@ from .turns import Turns
 
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 
-# Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
+# Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
+# warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 
-# Heads whose tiles are computed at a time. The fewer they are, the more CTAs read the same K and V
-# together; where tiles differ in length, those of several heads end with short ones.
+# The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
+# K and V together. With more heads, tiles of different lengths end with short tiles.
 HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
 
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
@@ -123,7 +126,7 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, o_tma: TMA's copies; of o only where it is staged.
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged.
         q, k, v: coordinates for TMA.
         o: coordinates for TMA where o is staged, otherwise the tensor.
         num_tiles, counter: for the scheduler.
@@ -184,9 +187,9 @@ class Sm90Forward:
         self.dtype = DTYPE[spec.dtype]
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
-        self.few_rows = self.warpgroups == 1  # of a K/V head
-        # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
-        # many rows, all but one where their rows do not exist.
+        self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
+        # Whether warpgroups pass over K/V tiles that their rows do not see. In tiles of many rows,
+        # a warpgroup without existing rows passes over all K/V tiles but one.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
         self.held = 0 if self.few_rows else row.held
@@ -200,7 +203,7 @@ class Sm90Forward:
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
         self.work = SplitWork if spec.split else Work
         self.stored = Float32 if spec.split else self.dtype
-        # The first that fits; partial results of splits are not staged.
+        # The first layout that fits. Partial results of splits are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
         if spec.split:
             choices = [(2, False), (1, False)]
@@ -286,10 +289,10 @@ class Sm90Forward:
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
         num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
-        if cutlass.const_expr(not spec.split):  # partial results have memory of their own
+        if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
+                num_ctas = Int32(0)  # the driver rejects it; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
         k_tma, k = self.k_rows.atom(load, a.k)
@@ -407,7 +410,7 @@ class Sm90Forward:
             scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
         )
         if cutlass.const_expr(spec.split):
-            start_dependents()  # the combination, which waits for the end of this grid
+            start_dependents()  # the combination waits for this grid's end
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
@@ -422,14 +425,14 @@ class Sm90Forward:
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Publish a tile as work `taken`, and load its K/V tiles from use n on; return the counts
-        after it. K/V tiles come from the last to the first, in the order in which their stages
-        become free: Q after the first K, and each V after the K of the next K/V tile, whose scores
-        come before this P V."""
+        """Publish a tile as work `taken`, and load its K/V tiles, which are uses n and up. Return
+        the next values of `taken` and n. K/V tiles come from the last to the first. Loads follow
+        the order in which stages become free: Q comes after the first K. Each V comes after the
+        next tile's K, whose scores come before this tile's P V."""
         pages, barriers = x.pages, queue.barriers
         q_smem, k_smem, v_smem = smem
         if cutlass.const_expr(pages is not None and self.few_rows):
-            pages.prefetch(where[2])  # of the sequence
+            pages.prefetch(where[2])  # the sequence's entries
         work = tiles.work(*where)
         queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
@@ -523,8 +526,8 @@ class Sm90Forward:
     def compute_tile(
         self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
     ) -> Int32:
-        """Compute P V of work `taken` over its K/V tiles, of which n came before; return how many
-        there are then."""
+        """Compute P V of work `taken` over its K/V tiles. n K/V tiles came before; return the
+        number after this work."""
         spec = self.spec
         q = own.q + own.barriers.stage("q_full", taken) * (spec.tile_m * self.row_bytes)
         row = work.block * spec.tile_m + own.group * ROWS
@@ -533,7 +536,7 @@ class Sm90Forward:
         )
         tile_first = first
         if cutlass.const_expr(self.passes):
-            # Those of the warpgroup's rows, but at least one of them.
+            # The K/V tiles that the warpgroup's rows see, but at least one tile.
             seen = own.visible.key_tiles_of_rows(row, ROWS, work.seqlen_q, work.seqlen_k)
             exists = row < work.seqlen_q * spec.packed_heads
             own_end = cutlass.select_(exists, cutlass.max(seen[1], first + 1), first + 1)
@@ -583,8 +586,8 @@ class Sm90Forward:
 
     @cute.jit
     def pass_key_tiles(self, own: Consumer, count: Int32, n: Int32) -> Int32:
-        """Release K/V tiles that no row of the warpgroup sees, from use n on, and take their
-        turns; return the use after them."""
+        """Release K/V tiles that no row of the warpgroup sees, from use n on, and take the turns of
+        these tiles. Return the use after these tiles."""
         for _ in cutlass.range(count, unroll=1):
             own.barriers.wait("k_full", n)
             own.barriers.warp_arrives("k_empty", n)
@@ -605,7 +608,7 @@ class Sm90Forward:
         n: Int32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """P of Q at `q` and use n of K, beside the product of the P and V before."""
+        """Compute P from Q at `q` and use n of K, beside the product P V of the previous use."""
         own.barriers.wait("k_full", n)
         own.turns.wait()
         scores = self.start_scores(own, q, n)
@@ -668,7 +671,7 @@ class Sm90Forward:
             cap_row(own.s[None, lane_row, None], own.softmax.scaling)
 
     def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
-        """A lane row's row of its sequence, of the pack of heads."""
+        """The row, in the sequence of the pack of heads, that a lane row holds."""
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
@@ -716,7 +719,7 @@ class Sm90Forward:
     @cute.jit
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
         """Store the warpgroup's rows through shared memory, by TMA."""
-        self.stores_done(own)  # of the tile before, out of the same buffer
+        self.stores_done(own)  # stores of the previous tile from this buffer
         group_barrier(own.group)
         words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim_v // 4]
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
@@ -747,7 +750,7 @@ class Sm90Forward:
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:
-        """Wait, in the thread that starts the stores, until they have read shared memory."""
+        """Wait, in the thread that starts the stores, until the stores have read shared memory."""
         if own.warp % WARPGROUP_WARPS == 0:
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,5 +1,5 @@
-"""What the two SM90 kernels of all gradients of q, k and v have in common: their arguments, the
-load warp, and what a consumer warp keeps. Each has a loop of its own."""
+"""Code that the two SM90 kernels of all gradients of q, k and v share: arguments, the load warp,
+and the state of a consumer warp. Each kernel has its own loop."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .score_tile import ScoreTile, Statistics
 from .turns import Turns
 from .uses import QueryOrder, Use, Uses
 
-# What tiles of keys reread of a query: Q, dO and the sums of dQ. With all of L2 for it, kernels are
-# up to 8 % slower than with a half.
+# Bytes of a query that tiles of keys reread: Q, dO and the sums of dQ. A budget of half of L2 for
+# these data makes kernels up to 8 % faster than all of L2.
 ELEMENT_BYTES, L2_PARTS = 2 + 2 + 4, 2
 
 
@@ -130,8 +130,8 @@ def parameters(
 
 
 class LoadWarp:
-    """The load warp of a kernel. V is loaded late, behind the first Q: the work before uses its
-    buffer for longer than its own last Q. All methods run on the device."""
+    """The load warp of a kernel. V is loaded late, after the first Q: the previous work uses the
+    buffer of V longer than its last Q. All methods run on the device."""
 
     def __init__(self, spec: Sm90BackwardSpec, order: QueryOrder, rows: KeyRows):
         self.spec, self.order, self.rows = spec, order, rows
@@ -161,9 +161,9 @@ class LoadWarp:
         self, x: Operands, keys: KeyLoads, queries: QueryLoads, queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Publish a tile of keys as work `taken`, and load what it needs, its queries from use n
-        on; return the counts after it. A tile that no query sees is not published: its zeros are
-        stored here."""
+        """Publish a tile of keys as work `taken`, and load K, V and the tile's queries, which are
+        uses n and up. Return the next values of `taken` and n. A tile that no query sees is not
+        published: this warp stores zeros as the tile's gradients."""
         work = tiles.work(*where)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         if first < end:
@@ -178,7 +178,7 @@ class LoadWarp:
                 if i == 0:
                     keys.load("v", x, work, taken)
                 queries.load("do", x, work, tile, head, row, n)
-                # Nothing is added before the consumers have the use, or work, after this one.
+                # Nothing is added before the consumers have the next use or work.
                 if i == 0:
                     queue.barriers.wait("zeros_full", taken)
                 n += 1
@@ -195,7 +195,7 @@ class Consumer(Carried):
 
     Attributes:
         k, v: shared addresses of the buffers of K and V.
-        sums: adds dQ up.
+        sums: the sums to which dQ is added.
         turns: the warpgroup's turns to start products.
         dk, dv: accumulators.
         columns_ahead: columns whose statistics are loaded before a product is waited for.
@@ -287,8 +287,8 @@ class Consumer(Carried):
     def compute_score_gradients(
         self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], large: Boolean
     ) -> None:
-        """P^T and dS^T of use n, once its products are done. What most tiles need is one block of
-        code, so that the last exponentials run beside the first dS^T."""
+        """Compute P^T and dS^T of use n, once the products of use n are done. The code for most
+        tiles is one basic block, so that the last exponentials run beside the first dS^T."""
         if use.masked | large:
             self.compute_block(use, n, s, dp, plain=False)
         else:
@@ -297,8 +297,7 @@ class Consumer(Carried):
     def compute_block(
         self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], *, plain: bool
     ) -> None:
-        """P^T and dS^T of use n, where `plain` tells that the tile needs no mask and has no large
-        lse."""
+        """Compute P^T and dS^T of use n. `plain`: the tile needs no mask and has no large lse."""
         scores = self.scores
         lse = self.first_loaded(self.products.lse_of(n))
         fragments.assign(scores.s, wgmma.wait(s, pending=1))
@@ -312,8 +311,8 @@ class Consumer(Carried):
             self.keys.mask(scores.ds, use.taken, use.tile)
 
     def first_loaded(self, statistics: Statistics) -> Statistics:
-        """Load the statistics of the first columns, before a wait which the compiler does not move
-        loads across."""
+        """Load the statistics of the first columns before a wait: the compiler does not move loads
+        across it."""
         ahead = self.columns_ahead
         loaded = statistics(range(ahead))
         return lambda columns: loaded if columns.stop <= ahead else statistics(columns)

@@ -1,7 +1,8 @@
-"""The loads of the SM90 kernels of dK and dV: tiles of keys, and tiles of queries that see them.
+"""The loads of the SM90 kernels of dK and dV: tiles of keys, and the tiles of queries that see the
+keys.
 
-`x` is the kernel's Operands. Uses of Q and dO count tiles of queries, those of K and V count tiles
-of keys.
+`x` is the kernel's Operands. A use of Q or dO is a tile of queries; a use of K or V is a tile of
+keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def query_rows(spec: Sm90BackwardSpec) -> tuple[BoxedRows, BoxedRows]:
 
 
 def key_rows(spec: Sm90BackwardSpec, rows: int) -> tuple[BoxedRows, BoxedRows]:
-    """How TMA loads K, and V, or stores dK, and dV, so many rows at once."""
+    """How TMA loads K and V, or stores dK and dV: boxes with a given number of rows."""
     k, v = (
         BoxedRows(rows, columns, spec.ragged_k, not spec.varlen_k)
         for columns in (spec.head_dim, spec.head_dim_v)
@@ -42,7 +43,8 @@ def key_rows(spec: Sm90BackwardSpec, rows: int) -> tuple[BoxedRows, BoxedRows]:
 
 
 def ring(buffer: cute.Pointer, rows: int, columns: int, stages: int) -> cute.Tensor:
-    """The stages of tiles of so many rows and columns in shared memory, as TMA fills them."""
+    """The stages of a ring of tiles in shared memory, from a tile's rows and columns, as TMA fills
+    them."""
     return boxes(buffer, rows, (columns // BOX, rows * BOX), (stages, rows * columns))
 
 
@@ -53,7 +55,7 @@ class QueryLoads(Carried):
     Attributes:
         q, do: the buffers, in boxes.
         lse, delta: the buffers of the statistics.
-        multicast: each CTA of a pair loads half of Q and dO, for both.
+        multicast: each CTA of a pair loads half of Q and dO for both CTAs.
     """
 
     spec: Sm90BackwardSpec
@@ -84,8 +86,8 @@ class QueryLoads(Carried):
     def load(
         self, name: str, x: Any, work: Work, tile: Int32, head: Int32, row: Int32, n: Int32
     ) -> None:
-        """Load use n of "q" with its lse, or of "do" with its delta, whose first row of the
-        statistics is `row`."""
+        """Load use n of "q" with its lse, or of "do" with its delta. `row` is the first row of the
+        statistics."""
         of_q = name == "q"
         tma, source, ring = (x.q_tma, x.q, self.q) if of_q else (x.do_tma, x.do, self.do)
         buffer, kind = (self.lse, LSE) if of_q else (self.delta, DELTA)

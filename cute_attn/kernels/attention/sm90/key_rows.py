@@ -1,5 +1,5 @@
-"""dK and dV from registers to global memory, warp by warp: how the SM90 kernels of all gradients
-store them beside products."""
+"""Stores of dK and dV from registers to global memory, warp by warp. The SM90 kernels of all
+gradients run these stores beside products."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class KeyRows:
 
     @cute.jit
     def store(self, x: Any, own: Any, taken: Int32, n: Int32) -> None:
-        """Store the warp's rows of dK and dV of a work, and release its record. Rounded, they pass
-        through the stage of dS of use n, which is not stored yet."""
+        """Store the warp's rows of dK and dV of a work, and release the work's record. Rounded rows
+        pass through the stage for dS of use n, whose dS is not stored yet."""
         work = own.keys.queue.read(taken)
         own.barriers.wait_previous("ds_empty", n)
         fragments.scale_rows(own.dk, [x.softmax_scale] * fragments.LANE_ROWS)
@@ -76,8 +76,8 @@ class KeyRows:
     def store_rounded(
         self, x: Any, own: Any, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
     ) -> None:
-        """A box of columns at a time, so that a lane stores 16 bytes of a row, and eight lanes a
-        line."""
+        """Store one box of columns at a time: a lane stores 16 bytes of a row, and eight lanes
+        store a line."""
         lane, boxes, warp = lane_anew(), self.spec.head_dim // BOX, own.keys.warp
         stage = own.ds.stage(n)
         words = fragments.operand(acc, self.dtype)

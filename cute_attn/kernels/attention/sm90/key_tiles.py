@@ -26,14 +26,14 @@ from .score_tile import Statistics
 
 
 def lane_anew() -> Int32:
-    """The lane, computed anew so that no register holds it across the loops."""
+    """The lane, computed anew so that no register holds the lane across the loops."""
     return opaque(cute.arch.lane_idx()) & (WARP_SIZE - 1)
 
 
 def group_anew(warp: Int32) -> Int32:
-    """The warpgroup's number, computed anew: addresses that depend on it would be held in registers
-    across the loops."""
-    return Int32(Uint32(opaque(warp)) // WARPGROUP_WARPS)  # signed, it takes 8 instructions
+    """The warpgroup's number, computed anew. Otherwise registers would hold addresses that depend
+    on the number across the loops."""
+    return Int32(Uint32(opaque(warp)) // WARPGROUP_WARPS)  # signed: 8 instructions
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class KeyTiles(Carried):
         warp: the warp's number in the CTA.
         group: the number of the warp's warpgroup.
         queue: the tiles that the CTA takes.
-        bounded: no query sees a key past the end of the sequence, which would add to dQ; see
+        bounded: no query sees a key past the end of the sequence. Such a key would add to dQ; see
             `mask_queries`.
     """
 
@@ -83,7 +83,8 @@ class KeyTiles(Carried):
 
 @dataclass(frozen=True)
 class KeyProducts(Carried):
-    """The products of a warpgroup's 64 keys and tiles of queries, whose rows are in shared memory.
+    """The products of a warpgroup's 64 keys and tiles of queries. The queries' rows are in shared
+    memory.
 
     Attributes:
         q, do, lse, delta: shared addresses of the rings.
@@ -141,8 +142,8 @@ class KeyProducts(Carried):
     def start_sum(
         self, acc: cute.Tensor, left: cute.Tensor, queries: Int32, adds: Int32 | None = None
     ) -> list[Float32]:
-        """Start dV + P^T dO or dK + dS^T Q, with a use of dO or Q; where `adds` is 0, the product
-        alone."""
+        """Start dV + P^T dO or dK + dS^T Q, with a use of dO or Q. If `adds` is 0, start only the
+        product."""
         spec = self.spec
         return start_output(
             DTYPE[spec.dtype], fragments.values(acc), fragments.values(left), queries,
@@ -161,8 +162,8 @@ class KeyProducts(Carried):
 
 
 def of_columns(stats: Int32, columns: range) -> list[dict[int, Float32]]:
-    """Statistics of a lane row's columns by column, which both lane rows share, from the shared
-    address of a tile's."""
+    """Statistics of a lane row's columns, indexed by column, from the shared address of a tile's
+    statistics. Both lane rows share the columns."""
     at = stats + (opaque(cute.arch.lane_idx()) & (fragments.LANES - 1)) * 8
     found: dict[int, Float32] = {}
     for j in columns[::2]:
@@ -180,7 +181,7 @@ def mask_queries(
     bounded: bool = False,
 ) -> None:
     """Set the columns of queries that do not see the key of a lane row to 0, in an operand of tile
-    `tile` of the queries; `bounded`: no query sees a key past the end of the sequence."""
+    `tile` of the queries. `bounded`: no query sees a key past the end of the sequence."""
     lows, highs = [], []
     for key in keys:
         low, high = visible.tokens(key, work.seqlen_q, work.seqlen_k)
@@ -213,7 +214,7 @@ def partial_offset(
 def store_partial_row(
     acc: cute.Tensor, lane_row: cutlass.Constexpr[int], out: cute.Tensor, offset: Int64
 ) -> None:
-    """Store a lane row from `offset` on: a lane has two neighbouring columns of each 8."""
+    """Store a lane row from `offset` on. A lane has two neighbouring columns of each 8 columns."""
     at = out.iterator.toint() + offset * 4
     values = acc[None, lane_row, None]
     for j in cutlass.range_constexpr(0, cute.size(values), 2):

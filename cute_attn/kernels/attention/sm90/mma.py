@@ -1,4 +1,4 @@
-"""The products of attention on `wgmma`: of a warpgroup with 64 query rows and a K/V tile.
+"""The products of attention by `wgmma`, for a warpgroup with 64 query rows and a K/V tile.
 
 Q, K and V are in shared memory in boxes of 64 columns, as `common.tma` loads them. S, P and O are
 in registers, see `fragments`. A product that has been started may be used only after `wgmma.wait`;
@@ -17,13 +17,13 @@ from ...common.ptx.matrices import load_matrices
 from ...common.spec import WARP_SIZE
 from ...common.tma import BOX
 
-ROWS = 64  # of a warpgroup
+ROWS = 64  # rows of a warpgroup
 WARPGROUP = 128  # threads
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
-STEP = 16  # of the contracted dimension, of one instruction
+STEP = 16  # contracted columns of one instruction
 LINE_BYTES = 128
-SUMS = 8  # columns of sums: the fewest of a product
-ONES_BYTES = STEP * LINE_BYTES  # of a box of ones, as many rows as a step has
+SUMS = 8  # columns of sums: the fewest that a product may have
+ONES_BYTES = STEP * LINE_BYTES  # a box of ones with as many rows as a step
 STEP_BYTES = STEP * 2
 STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
@@ -32,7 +32,7 @@ def start_scores(
     dtype: type[Numeric], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
 ) -> list[Any]:
     """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
-    boxes of `tile_m` rows, and `k` that of the K tile."""
+    boxes of `tile_m` rows, and `k` the K tile's shared address."""
     steps = range(head_dim // STEP)
     return wgmma.shared_product(
         dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
@@ -50,8 +50,8 @@ def start_scores_of_held(
     tile_n: int,
     head_dim: int,
 ) -> list[Any]:
-    """As `start_scores`, with the first columns of the warpgroup's rows in registers, as
-    `held_rows` loads them."""
+    """As `start_scores`, with the first columns of the warpgroup's rows in registers, loaded by
+    `held_rows`."""
     steps = range(head_dim // STEP)
     left = _along_rows(q, tile_m, steps[len(held) // 4 :])
     right = _along_rows(k, tile_n, steps)
@@ -59,8 +59,9 @@ def start_scores_of_held(
 
 
 def held_rows(q: Any, warp: Int32, tile_m: int, columns: int) -> list[Any]:
-    """Load the first columns of the warpgroup's rows, 4 registers for each 16 of them: rows at
-    shared address `q` in boxes of `tile_m`, and `warp` is that of the warpgroup."""
+    """Load the first columns of the warpgroup's rows, 4 registers for each 16 columns. The rows are
+    at shared address `q` in boxes of `tile_m` rows; `warp` is the warp's number in the
+    warpgroup."""
     lane = cute.arch.lane_idx()
     row, half = lane % 16, lane // 16
     at = q + (warp * 16 + row) * LINE_BYTES
@@ -84,7 +85,7 @@ def start_output(
     adds: Any = None,
 ) -> list[Any]:
     """Start O + P V, 64 by head_dim, or where `adds` is 0, P V; `v` is the shared address of the V
-    tile. `steps` are those of 16 keys that are meant, all of them by default."""
+    tile. `steps` are the steps of 16 keys to multiply, by default all steps."""
     first = wgmma.columns_descriptor(v, tile_n * LINE_BYTES)
     steps = range(tile_n // STEP) if steps is None else steps
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
@@ -126,9 +127,9 @@ def start_query_gradients(
     columns: int,
     acc: list[Any] | None = None,
 ) -> list[Any]:
-    """Start dS K, 64 by `columns`, from a box of dS^T at shared address `ds` whose rows are the
-    tile_n keys, and columns the queries; `k` is the address of the first column of K. With `acc`,
-    it is added to these accumulators, of which an unfinished product may be the same."""
+    """Start dS K, 64 by `columns`. A box of dS^T at shared address `ds` has the tile_n keys as rows
+    and the queries as columns. `k` is the address of the first column of K. With `acc`, the product
+    is added to these accumulators; an unfinished product may be adding to the same accumulators."""
     left, right = (wgmma.columns_descriptor(x, tile_n * LINE_BYTES) for x in (ds, k))
     steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
     return wgmma.shared_product(
@@ -138,7 +139,7 @@ def start_query_gradients(
 
 
 def _along_rows(base: Int32, rows: int, steps: range) -> list[Any]:
-    """Descriptors of 16 columns each of the rows at `base`, in boxes of `rows` rows."""
+    """Descriptors for each 16 columns of the rows at `base`, in boxes of `rows` rows."""
     first = wgmma.rows_descriptor(base)
     offsets = [
         s // STEPS_OF_LINE * (rows * LINE_BYTES) + s % STEPS_OF_LINE * STEP_BYTES for s in steps

@@ -1,11 +1,11 @@
 """Zeros for the sums of dQ, written by a warp of the kernel that adds to them.
 
-A head of a sequence has zeros once each of its tiles of STATS_ROWS rows has them. The zeros warps
-of all CTAs share these tiles out by a number in global memory, in the order in which the tiles of
-keys need them, and stay a few tiles ahead of the products: most zeros are still in L2 when
-something is added to them. The load warp waits for the heads of each tile of keys, and until they
-have zeros the CTA's zeros warp takes further tiles. It waits only for tiles that a running warp has
-taken, so that CTAs need not all be resident at once.
+A head of a sequence has zeros once each of its tiles of STATS_ROWS rows has zeros. The zeros warps
+of all CTAs take tiles from a counter in global memory, in the order in which the tiles of keys need
+the zeros. The zeros warps stay a few tiles ahead of the products, so that most zeros are still in
+L2 when a product adds to them. The load warp waits until the heads of a tile of keys have zeros;
+until then the CTA's zeros warp takes further tiles. The zeros warp waits only for tiles that a
+running warp has taken, so that CTAs need not all be resident at once.
 
     zeroed    Int32 [1 + heads * padded rows / STATS_ROWS], zeros at first: how many tiles are
               taken; then of each head, at the sequence's first padded row / STATS_ROWS, how many of
@@ -36,8 +36,8 @@ NEVER = 0x7FFFFFFF
 
 
 def unshared(queries: Sequences) -> Sequences:
-    """The sequences, but nothing computed from them is held in a register: across the loop of the
-    zeros warp, or for the consumers, who may compute the same."""
+    """The sequences, made opaque: no register then holds values computed from the sequences across
+    the zeros warp's loop, or for consumers that compute the same values."""
     return replace(queries, tokens=opaque(queries.tokens))
 
 
@@ -45,8 +45,8 @@ class QueryZeros:
     """The zeros warp of a kernel.
 
     Attributes:
-        tile_bytes: of STATS_ROWS rows of the sums.
-        ahead: how many tiles a CTA takes for each head of a tile of keys, beyond what it needs.
+        tile_bytes: bytes of STATS_ROWS rows of the sums.
+        ahead: how many tiles beyond its need a CTA takes for each head of a tile of keys.
     """
 
     ahead = 1
@@ -63,16 +63,16 @@ class QueryZeros:
         queue: TileQueue,
         barriers: Barriers,
     ) -> None:
-        """Let "zeros_full" tell of each work of the queue that its heads have zeros. `keys` are the
-        kernel's tiles of keys."""
+        """For each work of the queue, signal "zeros_full" once the work's heads have zeros. `keys`
+        are the kernel's tiles of keys."""
         left = Boolean(True)
         taken = Int32(0)
         queue.wait(taken)
         while queue.read(taken).exists:
-            # Its heads, then as many tiles ahead for each of them.
+            # First the heads of the work, then `ahead` more tiles for each head.
             i = Int32(0)
             while i < opaque(keys.group) or (left and i < opaque(keys.group) * (1 + self.ahead)):
-                needed = i < opaque(keys.group)  # for the work, not ahead
+                needed = i < opaque(keys.group)  # the work needs this head
                 missing = Boolean(True)
                 if needed:
                     missing = not self.has_zeros(sums, zeroed, keys, queue.read(taken), i)
@@ -84,12 +84,13 @@ class QueryZeros:
                 if not (needed and missing):
                     i += 1
                     if i == opaque(keys.group):
-                        # The acquired zeros come before what the async proxy adds to them.
+                        # The fence orders the acquired zeros before the async proxy's additions to
+                        # them.
                         cute.arch.fence_proxy("async.global")
                         barriers.warp_arrives("zeros_full", taken)
             taken += 1
             queue.wait(taken)
-        while left:  # heads that need none; the postprocess reads all
+        while left:  # heads that no work needs: the postprocess reads all heads
             left = self.write_next(sums, zeroed, keys)
 
     @cute.jit

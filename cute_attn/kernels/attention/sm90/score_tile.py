@@ -1,7 +1,7 @@
-"""What the SM90 kernels of the backward share: P and dS in fragments.
+"""P and dS in fragments, for all SM90 kernels of the backward.
 
-Rows of a warpgroup's tiles are queries in the dQ kernel and keys in the kernels of dK and dV, whose
-tiles are S^T and dP^T.
+In the dQ kernel, rows of a warpgroup's tiles are queries. In the kernels of dK and dV, rows are
+keys: the tiles are S^T and dP^T.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..spec import Sm90BackwardSpec
 
 STEP = 8  # columns of a lane row whose statistics are in registers at once
 
-# Statistics of a range of a lane row's columns, for each lane row: as `gradient` takes them.
+# Statistics of a range of a lane row's columns, for each lane row, in the form that `gradient`
+# takes.
 Statistics = Callable[[range], list[Any]]
 Store = Callable[[int, range, list[Any], list[Any]], None]
 
@@ -32,17 +33,17 @@ Store = Callable[[int, range, list[Any], list[Any]], None]
 class ScoreTile(Carried):
     """Tiles of S and dP of a warpgroup, from which P and dS are computed, in registers.
 
-    P' is P, with a softcap P times the slope of the cap.
+    P' is P; with a softcap, P' is P times the slope of the cap.
 
     Attributes:
         s: S, then P' if it stays in float32.
         dp: dP.
         p: P as an operand; None where no product takes it.
         ds: dS as an operand.
-        dtype: of the operands.
+        dtype: dtype of the operands.
         float32: P' stays in float32 until dS. A softcap needs it: rounded, P' would underflow where
             the cap saturates.
-        unit: what P is counted in.
+        unit: the unit of P.
     """
 
     s: cute.Tensor
@@ -60,7 +61,7 @@ class ScoreTile(Carried):
         cls, spec: Sm90BackwardSpec, columns: int, scaling: Scaling, *, float32: bool = False,
         rounds_p: bool = True,
     ) -> ScoreTile:  # fmt: skip
-        """Registers for so many columns."""
+        """Registers for a given number of columns."""
         dtype = DTYPE[spec.dtype]
         float32 = float32 or spec.softcap
         return cls(
@@ -76,14 +77,14 @@ class ScoreTile(Carried):
         )
 
     def exponentiate(self, lse: Statistics, *, small_lse: bool = False) -> None:
-        """P from S; `small_lse` as of `gradient.probabilities`."""
+        """Compute P from S; `small_lse` as in `gradient.probabilities`."""
         exponentiate(
             self.s, lse, self.scaling, self._keep, softcap=self.softcap, unit=self.unit,
             small_lse=small_lse,
         )  # fmt: skip
 
     def differentiate(self, delta: Statistics) -> None:
-        """dS from P' and dP."""
+        """Compute dS from P' and dP."""
         for columns in _steps(self.dp):
             statistics = delta(columns)
             for lane_row in range(fragments.LANE_ROWS):
@@ -118,8 +119,8 @@ def exponentiate(
     unit: float = 1.0,
     small_lse: bool = False,
 ) -> None:
-    """Call store(lane row, columns, P, P') with pairs of values, in units, where P' is P, with a
-    softcap P times the slope of the cap; `small_lse` as of `gradient.probabilities`."""
+    """Call store(lane row, columns, P, P') with pairs of values, in units. P' is P; with a softcap,
+    P' is P times the slope of the cap. `small_lse` as in `gradient.probabilities`."""
     for columns in _steps(s):
         statistics = lse(columns)
         for lane_row in range(fragments.LANE_ROWS):
@@ -147,7 +148,8 @@ def store_words(
 
 
 def word(lane_row: int, column: int) -> int:
-    """The word of an operand with a lane row's columns `column`, an even one, and the next."""
+    """The word of an operand with a lane row's columns `column` and `column` + 1; `column` is
+    even."""
     return column // 2 * fragments.LANE_ROWS + lane_row
 
 

@@ -1,4 +1,4 @@
-"""The store of a warpgroup's rows on SM90: through shared memory, by TMA, or from registers."""
+"""The store of a warpgroup's rows on SM90, by TMA through shared memory, or from registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...common.tma import BOX, boxes, partition
 from ..parts import fragments
 from .mma import ROWS, WARPGROUP
 
-GROUP_BARRIER = 1  # the first warpgroup's named barrier; 0 is that of all threads
+GROUP_BARRIER = 1  # the first warpgroup's named barrier; all threads share barrier 0
 
 
 def group_barrier(group: Any) -> None:
@@ -36,8 +36,8 @@ def store_staged(
 
     Args:
         rows: the warpgroup's rows `[64, head_dim]` in global memory.
-        staged: boxes of `box_rows` rows: 64, when each warpgroup has boxes of its own, or those of
-            all `groups` warpgroups.
+        staged: boxes of `box_rows` rows. A box has the 64 rows of one warpgroup, or the rows of all
+            `groups` warpgroups.
     """
     of_group = ROWS * (head_dim if cutlass.const_expr(box_rows == ROWS) else BOX)
     smem = boxes(staged, ROWS, (head_dim // BOX, box_rows * BOX), (groups, of_group))
@@ -47,9 +47,9 @@ def store_staged(
 
 
 def row_parts(pairs: list[Any], dtype: type[Numeric]) -> list[list[Any]]:
-    """What a lane stores of a row, for each store, from pairs of neighbouring columns in the order
-    of `fragments`: float32 as they are, or 8 columns that are rounded to `dtype`. All lanes take
-    part."""
+    """The values that a lane stores of a row, for each store, from pairs of neighbouring columns in
+    the order of `fragments`. A store has unchanged float32 values, or 8 columns rounded to `dtype`.
+    All lanes take part."""
     if dtype is Float32:
         return pairs
     return fragments.whole_units([pack(dtype, *pair) for pair in pairs])

@@ -1,5 +1,5 @@
-"""Turns of consumer warpgroups to start products, so that one's softmax falls into the products of
-another, and not into its softmax."""
+"""Turns of consumer warpgroups to start products. One warpgroup's softmax then runs during
+another's products, and not during another's softmax."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cutlass import Int32
 from ...common.carried import Carried
 from .mma import WARPGROUP
 
-FIRST_BARRIER = 8  # a named barrier for each warpgroup, from this on
+FIRST_BARRIER = 8  # the first warpgroup's named barrier; each warpgroup has one
 
 
 class Turns(Carried):
-    """The turns of warpgroup `group` of `groups`. Every warpgroup takes as many; a single one needs
-    none."""
+    """The turns of warpgroup `group` of `groups`. Every warpgroup takes equally many turns; a
+    single warpgroup needs no turns."""
 
     def __init__(self, group: Any, groups: int):
         self.group = group

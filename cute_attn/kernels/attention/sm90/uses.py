@@ -1,5 +1,5 @@
-"""In which order a CTA of the SM90 backward uses Q and dO, where its loop runs over all tiles of
-queries of all tiles of keys that it takes."""
+"""The order in which a CTA of the SM90 backward uses Q and dO. The CTA's loop runs over all tiles
+of queries of all its tiles of keys."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .key_tiles import KeyTiles
 
 @dataclass(frozen=True)
 class QueryOrder:
-    """With which of its tiles of queries a tile of keys begins.
+    """Chooses the tile of queries with which a tile of keys begins.
 
     Attributes:
-        starts: tiles of keys begin with one of so many tiles, a power of two; where it is more than
-            1, every tile of keys must see the same queries.
-        step: so many tiles apart.
+        starts: the number of tiles of queries among which the first is chosen, a power of two. If
+            `starts` is more than 1, every tile of keys must see the same queries.
+        step: the distance between these tiles of queries, in tiles.
     """
 
     starts: int = 1
@@ -34,7 +34,7 @@ class QueryOrder:
         return None if self.starts == 1 else 0
 
     def start(self, work: Work, first: Int32, end: Int32) -> Int32:
-        """With which of tiles first to end - 1 of the queries each head begins."""
+        """The tile of queries, among first to end - 1, with which each head begins."""
         if self.starts == 1:
             return first
         return cutlass.min((work.block & (self.starts - 1)) * self.step, end - 1)
@@ -51,8 +51,8 @@ class Use(Carried):
         first: the tile that each head begins with; see `QueryOrder`.
         end: behind the last tile of queries that sees some of the keys.
         whole_first, whole_end: the tiles of queries that need no mask.
-        left: how many uses of the same work come after it.
-        adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
+        left: how many uses of the same work come after this use.
+        adds: 0 for the first use of a work, when dK and dV hold nothing yet; otherwise 1.
     """
 
     taken: Int32
@@ -81,7 +81,7 @@ class Use(Carried):
         return self.head_sums + self.tile
 
     def following(self, tiles_of_head: Int32, lowest: int | None) -> Use:
-        """The next use of the same work; `lowest` as of `work.following`."""
+        """The next use of the same work; `lowest` as in `work.following`."""
         tile, head_sums = following(
             self.tile, self.head_sums, self.first, self.end, tiles_of_head, lowest
         )
@@ -116,7 +116,8 @@ class Uses(Carried):
 
     @cute.jit
     def after(self, keys: KeyTiles, use: Use) -> tuple[Boolean, Use]:
-        """The use after it, of the next work after the last of a work; False if there is none."""
+        """The use after a use. A work's last use is followed by the next work's first use. False if
+        no use follows."""
         goes_on = Boolean(True)
         after = use
         if use.left == 0:
