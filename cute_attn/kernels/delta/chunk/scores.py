@@ -53,6 +53,7 @@ from .sub_chunks import (
     load_channels,
     parity,
     row_and_part,
+    target_architecture,
 )
 
 
@@ -159,13 +160,16 @@ class Scores:
         r, _ = row_and_part()
         own = []
         slow = in_range is not None
-        # To save registers, q is loaded after k has been stored, and some loads are repeated.
+        # To save registers, loads are delayed, and some are repeated.
         frugal = slow or self.few_registers
+        late = frugal or target_architecture().startswith(("sm_90", "sm_10"))
         for half in range(2):
             if half and self.memory.in_one_product:
                 cute.arch.sync_warp()
             row = b * SUB_CHUNK + half * 8 + r
             place = at_qk + row * self.memory.qk_row
+            if not late:
+                q = self.memory.load_elements(place + self.memory["q"])
             if not slow:
                 k = self.memory.load_elements(place + self.memory["k"])
             p = load_channels(at_p + self.memory["p"] + row * self.memory.p_row, parity(r) << 4)
@@ -196,7 +200,8 @@ class Scores:
             out.decayed_k(smem, b, half, g, k, start)
             if frugal:
                 cute.arch.sync_warp()
-            q = self.memory.load_elements(place + self.memory["q"])
+            if late:
+                q = self.memory.load_elements(place + self.memory["q"])
             q = [x * y for x, y in zip(q, decay, strict=True)]
             for n, x in enumerate(pack_all(self.dtype, q)):
                 rows[half * 4 + n] = x
