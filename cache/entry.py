@@ -228,7 +228,7 @@ def _open_entry(
             raise
         raise DamagedEntry(f"{directory.path} has no {META}") from None
     try:
-        # If the locked directory is still in place, the entry cannot be evicted now.
+        # While the lock on META is held, an entry that is still at its path cannot be evicted.
         stays = try_lock(fd, shared=True) is not LockState.HELD_ELSEWHERE
         if not (stays and is_at(fd, META, directory.fd) and is_at(directory.fd, digest, shard.fd)):
             raise FileNotFoundError(f"{directory.path} is being evicted")

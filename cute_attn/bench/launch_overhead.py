@@ -1,7 +1,8 @@
 """Host time of one launch: the public operator and the layers under it, compared with torch.mul.
 
-No call of a batch waits for the device. So the result is the cost of a decode step to the Python
-thread. It bounds how many kernels per second an eager loop can launch.
+Calls are timed in batches, with no synchronisation inside a batch, so no call waits for the
+device. The result is the cost of a decode step to the Python thread. It bounds how many kernels per
+second an eager loop can launch.
 """
 
 from __future__ import annotations

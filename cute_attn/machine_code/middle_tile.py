@@ -12,8 +12,8 @@ MMAS = ("HMMA", "HGMMA")
 
 
 def middle_tile(cubin: bytes, through: Collection[str]) -> list[Instruction]:
-    """The instructions of the shortest path through the loop with the most MMAs. The path includes
-    all of the loop's MMAs, and as many instructions of the opcodes `through` as any path.
+    """The instructions of one path through the loop with the most MMAs. Of the paths with the most
+    MMAs and instructions of the opcodes `through` together, it is the shortest path.
 
     Raises:
         DisassemblyError: nvdisasm is not installed.

@@ -84,9 +84,9 @@ class Study:
         benchmark: the benchmark's name.
         calls: the sizes of each call, in words.
         modules: the modules that a user imports, by library and call.
-        setup: source that makes `inputs`, of two sizes, and a function `call_of` of one of the
-            inputs. The source knows `who` and `call`, and must not import a library whose import is
-            timed.
+        setup: source that defines `inputs`, the arguments of two calls of different sizes, and
+            `call_of(arguments)`, which returns the call as a function. The source knows `who` and
+            `call`, and must not import a library whose import is timed.
     """
 
     benchmark: str

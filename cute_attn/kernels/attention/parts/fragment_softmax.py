@@ -23,8 +23,9 @@ from ...common.ptx.math import exp2
 from .fragments import LANE_ROW_STEP, LANE_ROWS, across_lanes
 from .softmax import Scaling, row_maximum
 
-# log2 of how far a row's reference is above the maximum when it moves. P is at most 1. The
-# maximum's P is at least 2^-HEADROOM, so in float16 the smallest P is 2^-22 of the maximum's.
+# log2 of how far a row's reference is above the maximum when it moves. P is at most 1, and a row's
+# largest P at least 2^-HEADROOM. So float16, whose smallest positive number is 2^-24, holds every P
+# down to 2^-22 of the row's largest.
 HEADROOM = {"bfloat16": 8.0, "float16": 2.0}
 LARGEST_FACTOR = 2.0**10  # bound of log2: above, exponents of finite scores may be infinite
 

@@ -110,7 +110,8 @@ class Record(Carried):
         if self.memory.l2norm:
             row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
             norm = self.memory.of_token(smem, "inverse_norm_q", row)
-        # `start` has the factor 2^-shift, with which a small scale would underflow.
+        # `start` has the factor 2^-shift, q has 2^shift (ChunkMemory.shift). Their product comes
+        # first, because `start` times a small scale would underflow.
         q = [(x * y) * norm for x, y in zip(q, start, strict=True)]
         self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 

@@ -304,7 +304,8 @@ class KdaIntraBackward:
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add the pairs with an earlier block to the rows."""
+        """Add to row_q and row_k the terms of the tokens j in the earlier block `other`, without
+        the row's factor exp2(G_i - start)."""
         for j in cutlass.range(other, other + TOKENS, VECTOR, unroll=1):
             decayed = []
             for m in cutlass.range_constexpr(VECTOR):
@@ -334,7 +335,8 @@ class KdaIntraBackward:
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add the pairs with a later block to the columns."""
+        """Add to `column` the terms of the tokens i in the later block `other`, without the
+        column's factor exp2(after - G_j)."""
         for i in cutlass.range(other, other + TOKENS, unroll=4):
             row = cutlass.min(i, last)
             (beta,) = load_shared(Float32, base + self.memory["beta"] + i * 4)
