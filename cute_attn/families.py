@@ -44,7 +44,7 @@ class Family(NamedTuple):
     """A family of operators.
 
     Attributes:
-        name: the name of the family's folder or module in `ops` and `kernels`.
+        name: the name of the family's folder or module in `ops`.
         functions: the public functions, which `cute_attn` exports.
         operators: the module whose import defines the family's `torch.ops.cute_attn.*`.
         table: the module that names the family's kernels. All kernels of a table are called on

@@ -17,6 +17,8 @@ padding:
   the end. After the permutation the sequences end at the last query and start at the first key, as
   the kernel requires. The permutation costs a copy of k and v, but the host does not wait for the
   GPU.
+- `[1, 1, longest sequence, 1 + sequences]` int64, for packed sequences: their offsets in the tokens
+  of the batch, expanded to as many rows as the longest sequence has tokens.
 
 The mask has four dimensions because transformers passes on a four-dimensional mask unchanged.
 """
@@ -34,6 +36,7 @@ from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 __all__ = ["register"]
 
 NAME = "cute_attn"
+_PACKING = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 
 
 def register(name: str = NAME) -> None:
@@ -47,9 +50,14 @@ def register(name: str = NAME) -> None:
     FlashAttention; eager attention differs if there is padding in between. With padding, k and v
     are copied in each layer, so give a batch without padding no mask, as `generate` does.
 
+    Packed sequences are those of transformers' flash attention: without a mask and a cache,
+    `position_ids` start again with each sequence. Or a batch of one row comes with the four
+    arguments of `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
+
     A model raises NotImplementedError if it needs dropout, attention weights as an output, paged
-    caches, or other masks (packed sequences, chunks, blocks of images, bidirectional windows). It
-    also raises NotImplementedError if `cute_attn.flash_attn_func` has no kernel for a call.
+    caches, packed sequences while torch compiles, or other masks (chunks, blocks of images,
+    bidirectional windows). It also raises NotImplementedError if `cute_attn.flash_attn_func` has no
+    kernel for a call.
 
     The integration needs transformers 5.16.1 or later.
 
@@ -82,7 +90,10 @@ def _mask(
         q_offset, kv_offset: positions of the first query and the first key.
         attention_mask: `[batch, positions]`, False at padding, from the first position on.
     """
+    mask_function, sequence_of_token = _without_packing(mask_function)
     _check_pattern(mask_function)
+    if sequence_of_token is not None:
+        return _offsets(sequence_of_token)
     if attention_mask is not None and not _any_padding(attention_mask):
         attention_mask = None
     end = q_offset + q_length - kv_offset  # position after the last query, and so after the keys
@@ -113,6 +124,51 @@ def _any_padding(attention_mask: Tensor) -> bool:
     return torch.compiler.is_compiling() or not bool(attention_mask.all())
 
 
+def _without_packing(
+    mask_function: Callable[..., Any] | None,
+) -> tuple[Callable[..., Any] | None, Tensor | None]:
+    """The mask within a sequence, and the number of each token's sequence, `[batch, tokens]`."""
+    from transformers import masking_utils
+
+    same_sequence = masking_utils.packed_sequence_mask_function(torch.empty(0))
+    if not _has_code_of(mask_function, masking_utils.and_masks(same_sequence)):
+        return mask_function, None
+    *within, last = _closure(mask_function)["mask_functions"]
+    if len(within) != 1 or not _has_code_of(last, same_sequence):
+        return mask_function, None
+    # Positions that count from a sequence's start change neither causal masks nor windows.
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # newer releases
+    if remap is not None and _has_code_of(within[0], remap(same_sequence, torch.empty(0))):
+        within = [_closure(within[0])["mask_function"]]
+    return within[0], _closure(last)["packed_sequence_mask"]
+
+
+def _has_code_of(function: Any, other: Any) -> bool:
+    return getattr(function, "__code__", None) is other.__code__
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+def _offsets(sequence_of_token: Tensor) -> Tensor:
+    """The mask of packed sequences. The host waits for the device here, once for a forward pass and
+    kind of layer."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} takes no packed sequences while torch compiles: their "
+            "number depends on the values of position_ids. Give no position_ids for a batch that "
+            "is not packed"
+        )
+    first = torch.ones_like(sequence_of_token, dtype=torch.bool)
+    first[:, 1:] = sequence_of_token.diff(dim=1) != 0
+    starts = first.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(starts, (0, 1), value=first.numel())
+    longest = int(offsets.diff().max())
+    return offsets.expand(1, 1, longest, -1)
+
+
 def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
     """Raise NotImplementedError unless the mask is causal, full, or a causal sliding window.
 
@@ -129,7 +185,7 @@ def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
         return
     raise NotImplementedError(
         f"attn_implementation={NAME!r} makes causal, full and causal sliding-window masks, with "
-        "padding; this model asks for another (packed sequences, chunks, blocks, or a mask "
+        "padding or packed sequences; this model asks for another (chunks, blocks, or a mask "
         'function of its own): use "sdpa" or "eager" for it'
     )
 
@@ -189,6 +245,11 @@ def _attention(
         "learnable_sink": s_aux,
         "softcap": softcap or 0.0,
     }
+    packed = _packed(attention_mask, q, k, others)
+    if packed is not None:
+        # Dimensions of batch and tokens become one.
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return flash_attn_varlen_func(*flat, **packed, **options)[0].unflatten(0, q.shape[:2]), None
     if attention_mask is None:
         return flash_attn_func(q, k, v, **options)[0], None
 
@@ -202,6 +263,40 @@ def _attention(
         return flash_attn_varlen_func(q, k, v, seqused_k=used, **options)[0], None
     o = flash_attn_varlen_func(_take(q, rows), k, v, seqused_k=used, **options)[0]
     return _take(o, rows.argsort(dim=1)), None
+
+
+def _packed(
+    attention_mask: Tensor | None, q: Tensor, k: Tensor, others: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The sequences' offsets and greatest lengths for `flash_attn_varlen_func`, None for a call
+    without packed sequences."""
+    from_mask = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64
+    given = {name: others[name] for name in _PACKING if others.get(name) is not None}
+    if given:
+        if missing := _PACKING.keys() - given.keys():
+            raise NotImplementedError(
+                f"attn_implementation={NAME!r} got {', '.join(sorted(given))} without "
+                f"{', '.join(sorted(missing))}: give all of them or none"
+            )
+        if q.shape[0] != 1 or (attention_mask is not None and not from_mask):
+            raise NotImplementedError(
+                f"attn_implementation={NAME!r} takes {', '.join(_PACKING)} with a batch of one row "
+                f"and no attention_mask: the batch has {q.shape[0]}"
+            )
+        offsets_q, offsets_k = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
+        longest_q, longest_k = int(given["max_length_q"]), int(given["max_length_k"])
+    elif from_mask:
+        assert attention_mask is not None
+        offsets_q = offsets_k = attention_mask[0, 0, 0]
+        longest_q = longest_k = attention_mask.shape[2]
+    else:
+        return None
+    return {
+        "cu_seqlens_q": offsets_q.to(torch.int32),
+        "cu_seqlens_k": offsets_k.to(torch.int32),
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
 
 
 def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,6 +346,6 @@ def _check_request(dropout: float, others: dict[str, Any]) -> None:
         raise NotImplementedError(
             f'attn_implementation={NAME!r} keeps no attention weights: use "eager" for them'
         )
-    for name in ("position_bias", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k"):
+    for name in ("position_bias", "cache", "block_table"):
         if others.get(name) is not None:
             raise NotImplementedError(f"attn_implementation={NAME!r} does not take {name}")

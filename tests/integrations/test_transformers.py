@@ -276,19 +276,81 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
     assert relative_error(o, exact) <= 2 * relative_error(plain, exact)
 
 
+# -- packed sequences
+
+# Lengths of the sequences of each row; some are longer than the window, and one has one token.
+PACKED = [[8, 1, 4], [3, 10]]
+
+
+def positions_of(lengths: list[list[int]]) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+def offsets_of(lengths: list[list[int]]) -> dict[str, Any]:
+    """What `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds to a batch."""
+    counts = torch.tensor([n for row in lengths for n in row])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    longest = int(counts.max())
+    return {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def test_packed_sequences() -> None:
+    """Positions that start again start a sequence: in a sliding layer and in a full one."""
+    positions = positions_of(PACKED)
+    ours, eager, exact = (
+        model(tokens_of(2, 13), position_ids=positions, use_cache=False).logits
+        for model in Trio(gemma3).models
+    )
+    assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_offsets_of_packed_sequences(positions: bool) -> None:
+    """Offsets give the bits that positions give. Without positions, the rotary embedding differs
+    from the second sequence on."""
+    model, tokens = ours(), tokens_of(1, 13)
+    found = positions_of(PACKED[:1])
+    expected = model(tokens, position_ids=found, use_cache=False).logits
+    given: dict[str, Any] = offsets_of(PACKED[:1])
+    if positions:
+        given["position_ids"] = found
+    logits = model(tokens, use_cache=False, **given).logits
+    assert torch.equal(logits, expected) is positions
+    # The first sequence has its positions either way.
+    assert torch.equal(logits[:, :8], expected[:, :8])
+
+
 # -- training
 
 
-def gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def gradients(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor | None, **given: Any
+) -> torch.Tensor:
     """The gradients of the attention layers' parameters, for a loss that weighs every logit of a
     token."""
-    logits = model(tokens, attention_mask=mask, use_cache=False).logits.float()
+    logits = model(tokens, attention_mask=mask, use_cache=False, **given).logits.float()
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     if mask is not None:
         weights *= mask[:, :, None]
     (logits * weights).sum().backward()
     found = [x.grad for name, x in model.named_parameters() if "self_attn" in name]
     return torch.cat([x.double().flatten() for x in found])
+
+
+@pytest.mark.slow
+def test_training_of_packed_sequences() -> None:
+    positions = positions_of(PACKED)
+    with torch.inference_mode(False), torch.enable_grad():
+        ours, eager, exact = (
+            gradients(model.train(), tokens_of(2, 13), None, position_ids=positions)
+            for model in Trio(gemma3).models
+        )
+    assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
 @pytest.mark.parametrize(
@@ -373,10 +435,17 @@ def test_masks_already_made_are_refused() -> None:
         ours()(tokens_of(1, 4), attention_mask=mask)
 
 
-def test_packed_sequences_are_refused() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    with refused("packed sequences"):
-        ours()(tokens_of(1, 5), position_ids=positions, use_cache=False)
+@pytest.mark.parametrize("missing", ["cu_seq_lens_k", "max_length_q"])
+def test_offsets_without_lengths_are_refused(missing: str) -> None:
+    given = offsets_of(PACKED[:1])
+    del given[missing]
+    with refused(f"without {missing}"):
+        ours()(tokens_of(1, 13), use_cache=False, **given)
+
+
+def test_offsets_of_several_rows_are_refused() -> None:
+    with refused("one row .* has 2"):
+        ours()(tokens_of(2, 13), use_cache=False, **offsets_of(PACKED))
 
 
 def test_bidirectional_windows_are_refused() -> None:
