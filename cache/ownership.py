@@ -2,9 +2,9 @@
 
 Compiled kernels are native code, and the cache deletes whole trees: both are safe only in a
 directory that belongs to the user. So a path is walked once, component by component; the open
-directory is checked, and all later access goes through its descriptor. Another user with write
-access to a directory above can rename the cache, but no more: that user's replacement directory is
-refused, and that user's links are not followed.
+directory is checked, and all later access goes through the open directory's descriptor. Another
+user with write access to a directory above can rename the cache, but no more: that user's
+replacement directory is refused, and that user's links are not followed.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def lightning_attn_decode(
         softmax_scale: factor of the output; None is K ** -0.5.
         state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
             continuous batching. None: sequence b uses slot b, and N must be B. A negative index
-            marks a padded row: its output is 0, and it touches no slot. An index >= N is an error
-            of the caller; it is treated as a padded row, since a check would synchronise. No two
-            sequences may have the same slot.
+            marks a padded row: the row's output is 0, and no slot is read or written. An index >= N
+            is an error of the caller; the row is treated as padded, since a check would
+            synchronise. No two sequences may have the same slot.
         out: tensor to write the output to, with the shape and dtype of the result. It must not
             overlap another argument.
         state_layout: "vk" (K contiguous, the faster layout) or "kv" (V contiguous).
@@ -179,7 +179,8 @@ def plan_decode(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     del arch
     tensors: dict[str, Any] = {

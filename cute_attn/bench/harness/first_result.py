@@ -26,7 +26,7 @@ from .report import Report, Row, Verdict
 
 LIMIT_S = 420.0
 
-# Limits of a first call: seconds with a cold cache, next to nothing with a warm one.
+# Limits of a first call: seconds with a cold cache, next to nothing with a warm cache.
 COLD_S, WARM_S = 30.0, 1.0
 
 TIMES = ("first_result_s", "import_s", "first_call_s", "other_size_s")

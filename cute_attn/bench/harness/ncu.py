@@ -172,8 +172,8 @@ def profile(
 def parse(lines: Iterable[str]) -> list[Kernel]:
     """Kernels in the CSV of `ncu --csv --page raw`: a header, a row of units, a row per launch.
 
-    Lines of ncu's own (`==PROF== ...`) around the CSV are skipped, and so are metrics that are
-    not numbers.
+    Lines of ncu's own (`==PROF== ...`) around the CSV are skipped. Metrics that are not numbers are
+    skipped too.
     """
     table = list(csv.reader(line for line in lines if line.startswith('"')))
     start = next((i for i, row in enumerate(table) if row[:1] == ["ID"]), None)

@@ -86,7 +86,7 @@ class Timing:
 
     @property
     def spread_us(self) -> float:
-        """p80 - p20 in microseconds: differences of medians below it are noise."""
+        """p80 - p20 in microseconds: differences of medians below this spread are noise."""
         return self.p80_us - self.p20_us
 
 
@@ -327,7 +327,7 @@ def first_drop(values: Sequence[float], noise: Sequence[float]) -> int | None:
     """Index of the first value that is below its predecessor by more than the noise of both values,
     or None.
 
-    `values` ought to be non-decreasing; `noise` is the spread of each, in the same unit.
+    `values` ought to be non-decreasing; `noise` is the spread of each value, in the same unit.
     """
     for i in range(1, len(values)):
         if values[i] < values[i - 1] - max(noise[i], noise[i - 1]):

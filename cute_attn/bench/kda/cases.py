@@ -1,6 +1,6 @@
 """Cases, byte counts and verdicts of the KDA benchmarks; this module does not need torch.
 
-The byte counts are those of docs/kernels/kda.md, stage by stage.
+The byte counts agree with docs/kernels/kda.md, stage by stage.
 """
 
 from __future__ import annotations

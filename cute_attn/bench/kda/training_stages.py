@@ -1,6 +1,6 @@
 """The stages of the backward as public functions, ours and the peer's, for `kda-backward --stage`.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs, byte counts, contenders and the agreement check of the Lightning decode benchmarks.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations

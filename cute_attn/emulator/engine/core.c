@@ -195,7 +195,7 @@ bool live_cta(const Cta *cta) { return !cta->exited; }
 
 // ------------------------------------------------------------------------------------- execution
 
-// Lanes of an aligned instruction have to arrive together. False: wait for the others.
+// Lanes of an aligned instruction have to arrive together. False: wait for the other lanes.
 static bool aligned_ready(Warp *w, const Insn *I, Mask m) {
   const Group *g = group_of(w);
   if (g->mask != w->live) return false;

@@ -73,7 +73,7 @@ typedef struct {
 enum {
   DONE,   // go on with the next instruction
   JUMP,   // the instruction has set the program counters itself
-  BLOCK,  // the handler called wait_for() and runs again later; Group.step is its progress
+  BLOCK,  // the handler called wait_for() and runs again later; Group.step has its progress
 };
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
@@ -107,7 +107,7 @@ enum {
   F_PURE = 32,
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
   F_MOVE = 128,   // a copy of a register; machine code may have none
-  F_EFFECT = 256,  // visible to other threads: an unwritten value must not decide whether it runs
+  F_EFFECT = 256,  // visible to other threads: no unwritten value may decide whether it runs
 };
 
 struct Insn {

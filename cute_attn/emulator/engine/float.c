@@ -346,8 +346,8 @@ DOUBLE(sqrt, 1, __builtin_sqrt(x))
 
 // ----------------------------------------------------------------------------- approximations
 //
-// As ptxas builds them from the special function unit, which flushes subnormals: without .ftz,
-// arguments are scaled. mod: ftz
+// As ptxas builds the functions from the special function unit, which flushes subnormals: without
+// .ftz, arguments are scaled. mod: ftz
 #define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
     LANES32(a, 1); uint32_t r[32]; \

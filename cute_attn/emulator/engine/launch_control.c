@@ -14,7 +14,7 @@ typedef struct {
 } Request;
 
 // The distributor's answer. With spurious_cancel the answer may be "none left" although clusters
-// are left; a cluster that got this answer gets it for all later requests.
+// are left; a cluster that got this answer gets the same answer to all later requests.
 static void ask_distributor(AsyncOp *op, Request *r) {
   Emu *e = op->emu;
   Cluster *k = op->cta->cluster;

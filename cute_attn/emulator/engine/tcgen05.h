@@ -24,7 +24,7 @@ typedef struct {
 
 typedef struct {
   bool filled, in_tmem;
-  uint64_t a;  // descriptor or TMEM address of the matrix that filled it
+  uint64_t a;  // descriptor or TMEM address of the matrix in the collector
 } Collector;
 
 typedef struct {

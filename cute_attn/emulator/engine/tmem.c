@@ -197,7 +197,8 @@ static int exec_dealloc(Warp *w, const Insn *I, Mask m) {
     progress(w->cta->emu);
   }
   if (group == 1) return DONE;
-  // The first CTA of the pair may block until the other comes; in the emulator it always blocks.
+  // The first CTA of the pair may block until the second CTA comes; in the emulator the first CTA
+  // always blocks.
   if (g->step == 0) {
     Cta *ctas[2];
     if (!ctas_of(w, I, 2, ctas)) return DONE;

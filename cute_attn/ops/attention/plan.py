@@ -92,7 +92,8 @@ def plan_attention(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
     dims = head_dim, head_dim_v
@@ -228,7 +229,8 @@ def plan_attention_backward(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
     requests = [
@@ -276,7 +278,7 @@ class BackwardRequests(NamedTuple):
     zero_dq: launch.Request | None
     zero_dkdv: launch.Request | None
     postprocess: launch.Request | None  # dkdv adds up dq too
-    ds_dq: launch.Request | None  # dkdv keeps dS for it
+    ds_dq: launch.Request | None  # dkdv keeps dS for ds_dq
 
 
 def backward_requests(

@@ -158,9 +158,9 @@ def chunk_kda(
     sequence starts from the state in its slot, and its final state is written to the same slot, in
     place. A new sequence's slot must hold 0. A negative index marks padding: the sequence starts
     from a state of 0, and its final state is written nowhere. An index >= slots is an error of the
-    caller; it is treated as padding, since a check would synchronise. Slots that no index names are
-    neither read nor written. Two indices must not name one slot: the results and the slot would be
-    undefined.
+    caller; the index is treated as padding, since a check would synchronise. Slots that no index
+    names are neither read nor written. Two indices must not name one slot: the results and the slot
+    would be undefined.
 
     Checkpoints, for prefix caches: the state after (i + 1) * checkpoint_interval tokens of this
     call's sequence n is also written to slot checkpoint_indices[n, i] of the pool, if the sequence

@@ -173,7 +173,8 @@ def plan_fused_recurrent_kda(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     del arch
     tuned: dict[str, Any] = {
