@@ -1,6 +1,6 @@
 """Advisory locks that end with the process that holds them.
 
-All locks are `flock` locks: the system (on NFS, the lock server) releases them when their holder
+All locks are `flock` locks: the system (on NFS, the lock server) releases a lock when its holder
 dies. A lock that consists of a file's existence would outlive its holder, so such locks are no
 fallback. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
 publication is atomic, so at worst a kernel is compiled twice.

@@ -140,7 +140,7 @@ class Timer:
         """The contenders to time; none if there is no kernel of ours.
 
         Raises:
-            Disagreement: ours is wrong.
+            Disagreement: our kernel's result is wrong.
         """
         from . import problem
 
@@ -208,7 +208,9 @@ class Timer:
 def report(
     args: argparse.Namespace, timer: Timer, roofline: Roofline, notes: Sequence[str]
 ) -> Report:
-    """The report of the part that was timed; with several parts, a report of their reports."""
+    """The report of the part that was timed; with several parts, a report that contains the parts'
+    reports.
+    """
     plots = {
         "forward": whole_plots(timer.tables["forward"], roofline),
         "backward": whole_plots(timer.tables["backward"], roofline),

@@ -144,8 +144,8 @@ def measure(study: Study, call: str, who: str, repeats: int) -> tuple[list[Row],
     `repeats`.
 
     A process that takes longer than LIMIT_S ends the measurement with a note. An error of the peer
-    also does. Rows are printed to stderr at once, since a peer with an autotuner takes minutes for
-    each.
+    also ends the measurement. Rows are printed to stderr at once, since a peer with an autotuner
+    takes minutes for each row.
     """
     code = study.program(who, call)
     rows: list[Row] = []

@@ -14,7 +14,9 @@ from typing import Any
 
 
 class GreenContextError(RuntimeError):
-    """The driver refused a step of creating the green context; the message names both."""
+    """The driver refused a step of creating the green context; the message names the step and the
+    status.
+    """
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def find_ncu() -> str:
     """Path of ncu: on PATH, or where the CUDA toolkit and Nsight Compute install it.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: ncu is not installed.
     """
     if found := shutil.which("ncu"):
         return found

@@ -26,8 +26,8 @@ class Stage(NamedTuple):
 
 
 def stages(given: Arguments, *, with_peer: bool) -> dict[str, Stage]:
-    """The stages in the order of the backward. Their inputs are results of our forward stages and
-    of earlier stages.
+    """The stages in the order of the backward. The stages' inputs are results of our forward stages
+    and of earlier stages.
 
     Args:
         given: `training.arguments` of a dense case.

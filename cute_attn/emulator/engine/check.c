@@ -594,7 +594,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
   Region *r = region_at(e, (uint64_t)p, NULL);
-  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported it
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported that
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
     if (writes) memset(r->initialised + first, 1, bytes);

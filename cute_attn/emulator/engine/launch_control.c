@@ -1,5 +1,6 @@
 // Cluster launch control: clusterlaunchcontrol takes over the work of a cluster not yet launched. A
-// response holds the coordinates of the cancelled cluster's first CTA, and whether it succeeded.
+// response holds the coordinates of the cancelled cluster's first CTA, and whether the cancellation
+// succeeded.
 #include "barrier.h"
 
 #define RESPONSE_BYTES 16

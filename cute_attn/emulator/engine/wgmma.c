@@ -335,7 +335,7 @@ static void hold_register(struct Wgmma *s, int32_t id, uint64_t group, const Ins
   s->registers[i] = (HeldRegister){id, group, I};
 }
 
-// A in registers is copied now, though the hardware reads it later; see release_registers.
+// A in registers is copied now, though the hardware reads A later; see release_registers.
 static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
   const Operand *list = list_of(w, &I->op[1]);
   struct Wgmma *s = w->wgmma;

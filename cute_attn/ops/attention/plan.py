@@ -220,8 +220,8 @@ def plan_attention_backward(
         keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, if dS
             fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
-            bound to the right; False for others, None for both. Queries may see no key if they
-            outnumber the keys, or if the lengths of q and k are different tensors.
+            bound to the right; False for others, None for both. Queries may see no key if there are
+            more queries than keys, or if the lengths of q and k are different tensors.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:

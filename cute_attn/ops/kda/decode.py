@@ -132,7 +132,7 @@ def kda_decode(
         record_g: `[N, S, HV, K]`, dtype of g, as record_k.
         record_u: `[N, S, HV, V]`, float32, as record_k. The last dimension of all three records is
             contiguous.
-        out: tensor to write the output to, with the shape and dtype of the result. It must not
+        out: tensor to write the output to, with the shape and dtype of the result. `out` must not
             overlap another argument.
 
     Returns:

@@ -240,8 +240,8 @@ def kda_recompute_w_u_backward(
         dg   = q * dq + k * (Diag(beta) dks - dke)
         dg_e += sum_i (k_i * dke_i) + exp2(G_e) * sum_V (h * dh)
 
-    dAkk is the gradient of L. Its formula uses v_new = u - w h, so that no gradient of Akk has to
-    pass through the inverse.
+    dAkk is the gradient of L. The formula of dAkk uses v_new = u - w h, so that no gradient of Akk
+    has to pass through the inverse.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16 or float16.
@@ -316,8 +316,8 @@ def kda_chunk_intra_backward(
 
     Returns:
         dq and dk, `[B, T, HQK, K]`, the sums over the value heads that share q and k; dbeta,
-        `[B, T, HV]`; dg, `[B, T, HV, K]`. All are float32, contiguous, and undefined for tokens of
-        no sequence.
+        `[B, T, HV]`; dg, `[B, T, HV, K]`. All results are float32, contiguous, and undefined for
+        tokens of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
