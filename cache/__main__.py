@@ -211,7 +211,7 @@ def _verify(options: argparse.Namespace) -> int:
             try:
                 entry = store.open(digest)
                 if entry is None:
-                    continue  # evicted after it was listed
+                    continue  # evicted after the listing
                 with contextlib.closing(entry):
                     entry.verify()
             except (CacheError, OSError) as error:

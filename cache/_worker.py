@@ -1,8 +1,8 @@
 """A process that compiles kernels for `cute_attn.cache.warmup`.
 
-The worker reads one JSON request per line from stdin, writes one JSON answer per line to the
-original stdout, and ends at an empty line, or when stdin or its parent ends. multiprocessing would
-import a server's main module again, so the worker does not use it.
+The worker reads one JSON request per line from stdin, and writes one JSON answer per line to the
+original stdout. The worker ends at an empty line, or when stdin or the parent ends. multiprocessing
+would import a server's main module again, so the worker does not use multiprocessing.
 """
 
 from __future__ import annotations

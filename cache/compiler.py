@@ -270,9 +270,9 @@ def _use_baseline_cpu(module: Any) -> None:
 def _dumped(scratch: Path, suffix: str) -> bytes:
     """The one file with this suffix that the compiler dumped.
 
-    `artifacts` of the compiled function is no help: it looks for the file by the architecture's
-    name, and Thor has two names (sm_110a and sm_101a). If the file is not found, `artifacts` holds
-    the path, not the content.
+    `artifacts` of the compiled function is no help: `artifacts` looks for the file by the
+    architecture's name, and Thor has two names (sm_110a and sm_101a). If the file is not found,
+    `artifacts` holds the path, not the content.
     """
     found = list(scratch.glob(f"*.{suffix}"))
     if len(found) != 1:

@@ -1,6 +1,6 @@
 """Calls of the CUDA driver through cuda.bindings (of cuda-python).
 
-The first call imports cuda.bindings. In most processes tvm_ffi has imported it already.
+The first call imports cuda.bindings. In most processes tvm_ffi has imported cuda.bindings already.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Finds a kernel's source files, and their SHA-256, by parsing and not by running.
 
-The search starts from the modules of the kernel and of its specialisation. It follows every import
-into modules of the kernel's package and of packages outside site-packages: at module level, inside
-functions and inside conditions, except under `if TYPE_CHECKING`. For a package in site-packages the
-key has the installed version; for the compiler the key has other fields.
+The search starts from the modules of the kernel and of its specialisation. The search follows every
+import into modules of the kernel's package and of packages outside site-packages: at module level,
+inside functions and inside conditions, except under `if TYPE_CHECKING`. For a package in
+site-packages the key has the installed version; for the compiler the key has other fields.
 
 A package's `__init__` is a source only if something is taken from it. `from package.sub import
 name` adds `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or `name` is not
 a module), otherwise the module `package.sub.name`. `import package.sub.module` binds `package`,
 which gives access to everything, so this import adds every `__init__` on the way. `import
-package.sub.module as m` adds none.
+package.sub.module as m` adds no `__init__`.
 
 `import_module` and `__import__` are followed if their argument is a literal. If the name is
 computed, as in a package with a lazy `__getattr__`, every string in the file that names a module is
-followed; if a dictionary maps the wanted name to a string, only this string. `KernelDef.sources`
-declares modules that the search does not find.
+followed. If a dictionary maps the wanted name to a string, only this string is followed.
+`KernelDef.sources` declares modules that the search does not find.
 
 So a key changes with the code that a kernel can execute, but not with documentation or other
 kernels.
@@ -358,8 +358,9 @@ def _strings(tree: ast.AST) -> list[str]:
 
 
 def _mapped_strings(tree: ast.AST, name: str) -> list[str]:
-    """Strings to which a module's dictionaries map `name`, and keys that they map to a list with
-    `name`."""
+    """Strings to which a module's dictionaries map `name`, and keys that the dictionaries map to a
+    list with `name`.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
@@ -382,8 +383,9 @@ def _absolute_name(node: ast.ImportFrom, source: _Source) -> str:
 
 
 def _closure(roots: list[str], modules: _Modules) -> tuple[dict[str, _Source], set[str]]:
-    """The sources reached from `roots`, and the top-level packages in site-packages that they
-    import."""
+    """The sources reached from `roots`, and the top-level packages in site-packages that the
+    sources import.
+    """
     reached: dict[str, _Source] = {}
     external: set[str] = set()
     pending = list(roots)

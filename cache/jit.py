@@ -180,9 +180,9 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
 def _getting(key: KeyDescription) -> Iterator[None]:
     """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
-    A kernel's constructor may ask for other kernels. Its traced code may not: the compiler compiles
-    one kernel at a time, and the process that compiles the other kernel may be waiting for this
-    kernel.
+    A kernel's constructor may ask for other kernels. The kernel's traced code may not ask: the
+    compiler compiles one kernel at a time, and the process that compiles the other kernel may be
+    waiting for this kernel.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")
     traced = compiler.kernel_in_compiler() if compiler else None
@@ -496,7 +496,8 @@ def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -
     With a compiler installed there is one candidate. Without a compiler, its version and perhaps
     its CUDA flavour are unknown, and every entry that agrees in all other fields is a candidate.
     Entries built with the runtime library's version come first, then the newest. Entries whose key
-    cannot be read are passed over, and added to `problems`: one of them may be the kernel's.
+    cannot be read are passed over, and added to `problems`: one of these entries may be the
+    kernel's.
     """
     if not key.is_open:
         yield key.digest
@@ -712,7 +713,7 @@ def _describe_miss(key: KeyDescription, places: Places, problems: Collection[Cac
 def _reasons(
     key: KeyDescription, places: Places, problems: Collection[CacheError], shown: int = 3
 ) -> list[str]:
-    """Lines that say why no entry serves a key: those not usable, and the keys nearest to it."""
+    """Lines that say why no entry serves a key: the unusable entries, and the nearest keys."""
     known = {digest: found for digest, (found, _) in functions_by_digest.items()}
     for store in places.all():
         known.update((found.digest, found) for found in _readable_keys(store))

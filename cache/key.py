@@ -189,9 +189,9 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 class KeyDescription:
     """Everything that a kernel's code depends on, field by field.
 
-    Without a compiler, `dsl`, `cuda` and the versions of imported `packages` are None if they are
-    unknown. A description with such a None is *open*: it stands for every key that agrees in all
-    other fields.
+    Without a compiler, `dsl`, `cuda` and the versions of imported `packages` are None where the
+    value is unknown. A description with such a None is *open*: it stands for every key that agrees
+    in all other fields.
     """
 
     kernel: str

@@ -45,8 +45,8 @@ def load_libraries() -> None:
     """Load the libraries that every kernel needs, so that a library's fault is not blamed on an
     entry.
 
-    Raises CacheError: the runtime library is missing, truncated or cannot be loaded, or
-    RefusedLibrary.
+    Raises RefusedLibrary, or CacheError if the runtime library is missing, truncated or cannot be
+    loaded.
     """
     _tvm_ffi()
     _open_runtime_library()

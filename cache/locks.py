@@ -1,12 +1,12 @@
 """Advisory locks that end with the process that holds them.
 
-All locks are `flock` locks: the system (on NFS, the lock server) releases them when their holder
+All locks are `flock` locks: the system (on NFS, the lock server) releases a lock when its holder
 dies. A lock that consists of a file's existence would outlive its holder, so such locks are no
 fallback. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
 publication is atomic, so at worst a kernel is compiled twice.
 
-A forked child would share its parent's locks and hold them after the parent's death, so it closes
-their files at once.
+A forked child would share its parent's locks and hold them after the parent's death, so the child
+closes the locks' files at once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LockState(enum.Enum):
 
 
 def try_lock(fd: int, *, shared: bool = False) -> LockState:
-    """Try to take a lock on an open file without waiting. Closing the file releases it."""
+    """Try to take a lock on an open file without waiting. Closing the file releases the lock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -100,7 +100,7 @@ def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> It
 def own_file(
     path: os.PathLike[str] | str, flags: int, mode: int, dir_fd: int | None = None
 ) -> Iterator[int]:
-    """A descriptor of a file to lock. No child shares it: a forked child closes it at once."""
+    """A descriptor of a file to lock. A forked child closes its copy at once."""
     with no_fork:
         fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
         file = _OwnFile(fd)

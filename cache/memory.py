@@ -1,4 +1,4 @@
-"""The functions that this process has loaded: `jit` fills and searches it, `recording` lists it."""
+"""The functions that this process has loaded: `jit` adds and finds them, `recording` lists them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def remember(
     kernel: KernelDef, spec: Any, arch: str, key: KeyDescription, function: Function
 ) -> None:
-    """Add a function. In `functions`, an equal specialisation that came before keeps its own."""
+    """Add a function; `functions` keeps the function of an earlier, equal specialisation."""
     with _lock:
         functions_by_digest[key.digest] = (key, function)
         functions_by_text[kernel, type(spec), key.spec, arch] = function
@@ -47,7 +47,7 @@ def used() -> list[tuple[KernelDef, Any, str]]:
 
 
 def forget() -> None:
-    """Drop all functions; those that callers hold remain valid."""
+    """Drop all functions; the functions that callers hold remain valid."""
     with _lock:
         functions.clear()
         functions_by_text.clear()

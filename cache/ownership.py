@@ -1,10 +1,10 @@
 """Access to directories and files that no other user can have written, through descriptors only.
 
-Compiled kernels are native code, and the cache deletes whole trees: both are safe only in a
-directory that belongs to the user. So a path is walked once, component by component; the open
-directory is checked, and all later access goes through its descriptor. Another user with write
-access to a directory above can rename the cache, but no more: that user's replacement directory is
-refused, and that user's links are not followed.
+Compiled kernels are native code, and the cache deletes whole trees. Running that code and deleting
+trees are safe only in a directory that belongs to the user. So a path is walked once, component by
+component; the open directory is checked, and all later access goes through the open directory's
+descriptor. Another user with write access to a directory above can rename the cache, but no more:
+that user's replacement directory is refused, and that user's links are not followed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Directory:
     """An open directory. Closed by `close`, or at the end of a `with` block.
 
     Its methods raise RefusedEntry for anything that a user outside `owners` owns or may write to.
-    Their OSErrors name the whole path.
+    The methods' OSErrors name the whole path.
 
     Attributes:
         fd: the directory's descriptor, for use as `dir_fd` but not for reading.

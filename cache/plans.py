@@ -31,7 +31,7 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
 
     Args:
         function: a function of the architecture, and of keyword parameters of TOML's types (bool,
-            int, float, str, lists of them) or None. It returns pairs of KernelDef and
+            int, float, str, lists of them) or None. The function returns pairs of KernelDef and
             specialisation, and raises NotImplementedError or ValueError for parameters that have no
             kernel.
 

@@ -44,13 +44,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def record(path: str | os.PathLike[str] | None) -> None:
     """Record every kernel that this process has used or will use in a spec file.
 
-    When a kernel is first loaded, the file gets a `[[kernel]]` table, unless it already has one for
-    the kernel. Existing tables stay, so that several runs, or the ranks of a run, may share a file.
-    `python -m cute_attn.cache build` and `cute_attn.warmup` take the file like a hand-written spec
-    file. `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a
-    time, the file given last. Kernels that run in the emulator are not recorded.
+    When a kernel is first loaded, the file gets a `[[kernel]]` table, unless the file already has a
+    table for the kernel. Existing tables stay, so that several runs, or the ranks of a run, may
+    share a file. `python -m cute_attn.cache build` and `cute_attn.warmup` take the file like a
+    hand-written spec file. `CUTE_ATTN_RECORD` in the environment does the same. A process records
+    in one file at a time, the file given last. Kernels that run in the emulator are not recorded.
 
-    If the file becomes unwritable, there is one warning; the kernels are recorded once it is
+    If the file becomes unwritable, there is one warning; the kernels are recorded once the file is
     writable again.
 
     Args:

@@ -6,8 +6,8 @@
     head_dim_k = 128
 
 `plan` names a function `plan(arch, **parameters)` that is declared with `planner` and returns pairs
-of KernelDef and specialisation. `arch` is an architecture or a list of them; a table without `arch`
-is for all architectures. The other keys are the plan's parameters.
+of KernelDef and specialisation. `arch` is an architecture or a list of architectures; a table
+without `arch` is for all architectures. The other keys are the plan's parameters.
 
     [[kernel]]
     name = "scale"
@@ -16,8 +16,9 @@ is for all architectures. The other keys are the plan's parameters.
     arch = "sm_90a"
     fields = { dtype = "bfloat16" }
 
-`record` writes such tables. Each names one kernel: the values of its KernelDef, and the class and
-the fields of its specialisation. `recorded_by` is the version of the kernel's package at the time.
+`record` writes such tables. Each table names one kernel: the values of its KernelDef, and the class
+and the fields of its specialisation. `recorded_by` is the version of the kernel's package at the
+time.
 """
 
 from __future__ import annotations

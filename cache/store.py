@@ -1,4 +1,4 @@
-"""A directory of entries that withstands many processes, killed ones and wrong clocks.
+"""A directory of entries that withstands many processes, killed processes and wrong clocks.
 
 Layout, below a root of mode 0700:
 

@@ -1,8 +1,8 @@
 """The versions that a compiled kernel depends on, found without importing the compiler.
 
-Without the compiler (a server image with prebuilt kernels), its version is unknown and the key is
-*open*: an entry matches by all other fields. Loading then checks that the installed runtime library
-defines every symbol that the entry needs.
+Without the compiler (a server image with prebuilt kernels), the compiler's version is unknown and
+the key is *open*: an entry matches by all other fields. Loading then checks that the installed
+runtime library defines every symbol that the entry needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .ownership import open_directory
 
 RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
 
-# Environment variables of the DSL that change its code, except the architecture's, which is always
-# given as an option.
+# Environment variables of the DSL that change a kernel's code, except the variable for the
+# architecture, which is always given as an option.
 _CODE_CHANGING_VARIABLES = (
     "AUTO_M2S",
     "COMPILER_BACKEND",

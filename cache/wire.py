@@ -16,7 +16,7 @@ from typing import Any
 from .key import KernelDef
 
 END = "\n"
-"""The line that ends a worker. A forked child of its parent may hold stdin open."""
+"""The line that ends a worker. Stdin may stay open, held by a fork of the worker's parent."""
 
 
 class NotPortable(Exception):

@@ -1,4 +1,4 @@
-"""Processes that compile, each for one that started it: `_worker` is what they run."""
+"""Processes that compile, each for the process that started it; they run `_worker`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _ending(status: int) -> str:
 
 
 def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Built:
-    """Compile in a new process, for a forked one that cannot use its compiler.
+    """Compile in a new process, for a forked process that cannot use its own compiler.
 
     Raises CompileError.
     """

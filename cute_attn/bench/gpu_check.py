@@ -66,7 +66,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a process: its exit code, or None if it was ended at its limit."""
+    """The outcome of a process: its exit code, or None if the check ended the process at its time
+    limit.
+    """
 
     returncode: int | None
     seconds: float

@@ -1,7 +1,7 @@
 """Host time of one launch: the public operator and the layers under it, compared with torch.mul.
 
 Calls are timed in batches, with no synchronisation inside a batch, so no call waits for the
-device. The result is the cost of a decode step to the Python thread. It bounds how many kernels per
+device. The result is the cost of a decode step to the Python thread. This cost bounds how many kernels per
 second an eager loop can launch.
 """
 
@@ -19,7 +19,7 @@ BASELINE = "torch.mul(a, 2.0, out=b)"
 PUBLIC = "cute_attn.lightning_attn_decode(..., out=o)"
 PUBLIC_ATTENTION = "cute_attn.flash_attn_func(q, k, v, out=o)"
 TARGET_RATIOS = {PUBLIC: 1.0, PUBLIC_ATTENTION: 1.2}  # a public call's time over the baseline's
-HEAD_DIMS = (128, 256)  # attention takes the first that has a kernel
+HEAD_DIMS = (128, 256)  # attention takes the first head_dim that has a kernel
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -73,7 +73,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _processor() -> str:
-    """A description of the processor: `-march=native` depends on it."""
+    """A description of the processor: `-march=native` depends on the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -288,8 +288,8 @@ def _evict(library: Path) -> None:
     """Drop builds that have not been used for a while, except the newest engines' builds.
 
     `_used` records the time of use as the directory's time. A process that has loaded a library
-    keeps it: the file stays until it is unmapped. A process about to load a library that is gone
-    links it again. The caller holds the lock, so no other process is building.
+    keeps the library: the file stays until it is unmapped. A process about to load a library that
+    is gone links the library again. The caller holds the lock, so no other process is building.
     """
     builds = []
     for path in _root().iterdir():

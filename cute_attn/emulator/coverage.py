@@ -103,8 +103,9 @@ def read_silicon(path: Path) -> Silicon:
 
 
 def page(silicon: Path | None = None) -> str:
-    """The page; with the file `silicon`, it has a column with the number of cases compared with a
-    GPU."""
+    """The page; with the file `silicon`, the page has a column with the number of cases compared
+    with a GPU.
+    """
     seen = read_silicon(silicon) if silicon else None
     return "\n".join(lines(library.engine().forms.forms, seen)) + "\n"
 

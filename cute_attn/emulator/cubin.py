@@ -26,8 +26,8 @@ class RegisterUse:
 
     Attributes:
         registers: registers per thread at launch.
-        sets_registers: whether the kernel has a USETMAXREG. ptxas drops all of them if the number
-            of registers at launch is unknown at compile time.
+        sets_registers: whether the kernel has a USETMAXREG. ptxas drops every USETMAXREG if the
+            number of registers at launch is unknown at compile time.
     """
 
     registers: int

@@ -39,8 +39,8 @@ class Names:
 class Emulator:
     """Runs compiled kernels without a GPU, and checks what they do.
 
-    Threads may share an emulator: their calls take turns. Threads with an emulator each run
-    concurrently.
+    Threads may share an emulator: their calls take turns. Threads that each have an emulator of
+    their own run concurrently.
 
     Args:
         num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster are

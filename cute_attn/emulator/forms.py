@@ -1,7 +1,7 @@
 """Matching opcodes and operands to the forms that the engine's families register.
 
 A form is a pattern of opcode and modifiers, and a signature of operands; engine.h describes both.
-An instruction without a form is an error that names it and similar forms.
+An instruction without a form is an error; the message names the instruction and similar forms.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class HostFunction:
     Args:
         image: the function's object file, as `export_to_c` writes it.
         name: the function's exported name.
-        on_launch: called for each launch; its exceptions are raised by the call.
+        on_launch: called for each launch; the call raises the function's exceptions.
         num_sms, capability: properties of the device that the host code sees.
     """
 
@@ -203,7 +203,7 @@ class _AsCuda:
 
 
 def _as_device(argument: Any, keep: list[_AsCuda]) -> Any:
-    """An argument as the compiled function expects it: CPU torch tensors become CUDA ones."""
+    """An argument as the compiled function expects it: CPU torch tensors become CUDA tensors."""
     import torch
     import tvm_ffi
 

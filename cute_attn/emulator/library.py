@@ -173,7 +173,7 @@ def engine() -> Engine:
     """The engine; built if not in the cache.
 
     Raises:
-        EmulatorUnavailable: there is no C compiler to build it with, or no pyelftools.
+        EmulatorUnavailable: there is no C compiler to build the emulator with, or no pyelftools.
     """
     _check_elf_reader()  # before a build that takes a minute
     return Engine(str(build.engine_library()))

@@ -574,7 +574,7 @@ class _Lowering:
     # -- places
 
     def _place_shared(self) -> None:
-        """Place static variables in order of declaration, then all dynamic ones at one offset."""
+        """Place static variables in order of declaration, all dynamic variables at one offset."""
         offset = 0
         used = self.shared_used
         static = [v for v in self.module.variables.values() if v in used]

@@ -33,7 +33,7 @@ from .variables import ModuleMemory
 
 
 def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
-    """The lowered kernels of a PTX text, by symbol. They share the module's variables.
+    """The lowered kernels of a PTX text, by symbol. The kernels share the module's variables.
 
     Register counts come from the machine code in `object_file`, if given.
 
@@ -211,10 +211,10 @@ class Machine:
         params: bytes = b"",
         progress: Callable[[int, int], None] | None = None,
     ) -> Run:
-        """Run a kernel to its end, or to an error after which it cannot go on.
+        """Run a kernel to its end, or to an error after which the kernel cannot go on.
 
-        `progress(done, total)` is called from time to time with numbers of clusters; its exceptions
-        end the launch and are raised here.
+        `progress(done, total)` is called from time to time with numbers of clusters; exceptions of
+        `progress` end the launch and are raised here.
 
         Raises:
             ValueError: the kernel was compiled for other sizes; a driver would refuse it as well.

@@ -121,7 +121,7 @@ class Instruction:
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A kernel or device function. Without `scope` it is only declared."""
+    """A kernel or device function. Without `scope` the function is only declared."""
 
     name: str
     is_kernel: bool

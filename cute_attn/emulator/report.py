@@ -11,7 +11,7 @@ class Finding:
     """An error, or a note, that a check found in a kernel's run.
 
     Attributes:
-        check: the check that found it, such as "race"; `CHECKS` lists all checks.
+        check: the check that made the finding, such as "race"; `CHECKS` lists all checks.
         severity: "error", or "note" for code that is wrong by the specification but works on
             hardware as compiled today.
         message: what happened, in words.

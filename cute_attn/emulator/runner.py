@@ -21,7 +21,7 @@ class Buffer:
 
     Attributes:
         array: a numpy array, torch tensor, bytearray or ctypes array.
-        initialised: False if the kernel must write the memory before it reads it.
+        initialised: False if the kernel must write the memory before reading it.
         writable: False if the kernel may only read the memory.
         name: the memory's name in findings.
     """

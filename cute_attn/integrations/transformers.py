@@ -248,8 +248,9 @@ def _attention(
     packed = _packed(attention_mask, q, k, others)
     if packed is not None:
         # Dimensions of batch and tokens become one.
-        tokens = [x.flatten(0, 1) for x in (q, k, v)]
-        o: Tensor = flash_attn_varlen_func(*tokens, **packed, **options)[0]  # type: ignore[misc]
+        o, _ = flash_attn_varlen_func(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed, **options
+        )
         return o.unflatten(0, q.shape[:2]), None
     if attention_mask is None:
         return flash_attn_func(q, k, v, **options)[0], None

@@ -11,7 +11,8 @@ def register_operators() -> None:
     """Define all `torch.ops.cute_attn.*`, which an exported program refers to by name.
 
     This package's functions define their operators on first use. A process that loads an exported
-    program (`torch.export.load`) may use none of the functions, and calls this instead.
+    program (`torch.export.load`) may use none of the functions, and calls `register_operators`
+    instead.
 
         cute_attn.register_operators()
         program = torch.export.load(path)

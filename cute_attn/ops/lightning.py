@@ -91,10 +91,10 @@ def lightning_attn_decode(
         softmax_scale: factor of the output; None is K ** -0.5.
         state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
             continuous batching. None: sequence b uses slot b, and N must be B. A negative index
-            marks a padded row: its output is 0, and it touches no slot. An index >= N is an error
-            of the caller; it is treated as a padded row, since a check would synchronise. No two
-            sequences may have the same slot.
-        out: tensor to write the output to, with the shape and dtype of the result. It must not
+            marks a padded row: the row's output is 0, and no slot is read or written. An index >= N
+            is an error of the caller; the row is treated as padded, since a check would
+            synchronise. No two sequences may have the same slot.
+        out: tensor to write the output to, with the shape and dtype of the result. `out` must not
             overlap another argument.
         state_layout: "vk" (K contiguous, the faster layout) or "kv" (V contiguous).
         num_accepted_tokens: `[B]` int32, contiguous: enables speculative decoding, see below.
@@ -107,12 +107,12 @@ def lightning_attn_decode(
 
     Speculative decoding:
         With `num_accepted_tokens` the state is a checkpoint. The call advances the state by the
-        first `num_accepted_tokens[b]` of the slot's draft records and stores it. From this state
-        the call computes the outputs of its own T tokens. Their state is not stored: they are
-        drafts until the next call says how many were accepted. After the call, write its k and v to
-        the records: `draft_k[slots, :T] = k`. A call reads and writes the state once, for any
-        number of drafted tokens; a sequence needs memory for one state and S small records. Counts
-        outside 0..S are clamped.
+        first `num_accepted_tokens[b]` of the slot's draft records and stores the new state. From
+        this state the call computes the outputs of its own T tokens. The state after these tokens
+        is not stored: the tokens are drafts until the next call says how many were accepted. After
+        the call, write the call's k and v to the records: `draft_k[slots, :T] = k`. A call reads
+        and writes the state once, for any number of drafted tokens; a sequence needs memory for one
+        state and S small records. Counts outside 0..S are clamped.
 
     Raises:
         TypeError: an argument that is not a tensor, or of a wrong dtype.
@@ -162,7 +162,8 @@ def plan_decode(
     spec files. The choice does not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        arch: architecture, such as "sm_90a"; today there is one kernel for all architectures from
+            sm_80 on.
         dtype: dtype of q, k and v.
         state_dtype: dtype of the state.
         head_dim_k: K, head dimension of q and k.
@@ -179,7 +180,8 @@ def plan_decode(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     del arch
     tensors: dict[str, Any] = {

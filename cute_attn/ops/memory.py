@@ -1,7 +1,8 @@
 """Checks that tensors that an operator writes overlap no other memory.
 
-The kernels' host code checks for overlap at each launch, in `kernels/common/overlap.py`. When it
-refuses, `check_memory` names the tensors, so both must have the same rules.
+The kernels' host code checks for overlap at each launch, in `kernels/common/overlap.py`. When the
+host code refuses tensors, `check_memory` names the tensors. So the host code and `check_memory`
+must have the same rules.
 """
 
 from __future__ import annotations

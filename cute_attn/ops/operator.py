@@ -7,10 +7,10 @@ the fake implementation, autograd, and error messages for calls that compiled ho
 
 A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`),
 through a torch.autograd.Function if a gradient is needed (`recorded`). If torch may intercept the
-call, it goes through torch's dispatcher, as with torch's own operators: under torch.compile or a
-dispatch mode, with a tensor subclass, or with an object that has `__torch_function__` (`routed`).
-The dispatcher then calls the registered operator's implementation, which treats every tensor that
-it gets as plain memory.
+call, the call goes through torch's dispatcher, as with torch's own operators: under torch.compile
+or a dispatch mode, with a tensor subclass, or with an object that has `__torch_function__`
+(`routed`). The dispatcher then calls the registered operator's implementation, which treats every
+tensor that it gets as plain memory.
 
 The public function chooses the route first, with inline tests because a call would cost time:
 
@@ -97,19 +97,19 @@ class Operator(Generic[_Arguments]):
         arguments: the NamedTuple of the operator's arguments. Its annotations and defaults are the
             schema.
         written: names of the arguments written in place. An operator with such arguments returns
-            its argument `out`; if `out` is None, it is allocated like the argument `v`.
+            its argument `out`; if `out` is None, the result is allocated like the argument `v`.
         results: only if `written` is empty: pairs such as ("lse", "return_lse") of a result's name
             and the argument that requests it, a flag or an optional tensor; "" for a result that is
             always computed.
         saved, kept: only with a gradient, see below.
 
     Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or
-    `forward`. Decode and prefill of linear attention define `forward`: it does the work of both
+    `forward`. Decode and prefill of linear attention define `forward`, which does the work of both
     methods in one Python frame, without the NamedTuple, and so costs less per call. Such a
     `forward` must hand a call that `takes_gradient` to `recorded`, and exceptions to `failed`.
     `outputs` is required if `written` is empty. `check_memory`, `readable`, `nothing` and `stale`
     have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`, and
-    `check_gradient` if some of its calls have none.
+    `check_gradient` if some of the operator's calls have no gradient.
     """
 
     name: ClassVar[str]
@@ -174,7 +174,7 @@ class Operator(Generic[_Arguments]):
     def key(self, a: _Arguments) -> tuple[Any, ...]:
         """Everything that the choice of kernels depends on, and everything that must be checked
         but that neither the kernels nor their compiled host code check. Keys are compared with ==,
-        and True == 1 == 1.0, so the types of numbers and flags belong to it."""
+        and True == 1 == 1.0, so the types of numbers and flags belong to the key."""
         raise NotImplementedError
 
     def launch(self, ready: Any, a: _Arguments) -> Any:
@@ -205,8 +205,8 @@ class Operator(Generic[_Arguments]):
     ) -> Mapping[str, Tensor]:
         """Compute the gradients of the arguments in `needed`, by name.
 
-        The backward's kernels belong to a separate `Operator`. Call it through `routed`, so that
-        the backward can be traced. tests/ops/test_operator.py has an example.
+        The backward's kernels belong to a separate `Operator`. Call that operator through `routed`,
+        so that the backward can be traced. tests/ops/test_operator.py has an example.
 
         Args:
             saved: the arguments and results that the attribute `saved` names. A result that was
@@ -228,7 +228,8 @@ class Operator(Generic[_Arguments]):
         """Run the operator on plain tensors.
 
         Args:
-            ready: the result of `prepare` for the call's key; None looks it up in the table.
+            ready: the result of `prepare` for the call's key; with None, the call looks up this
+                result in the table.
         """
         key = None
         if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):

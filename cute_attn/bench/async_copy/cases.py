@@ -48,7 +48,7 @@ BOX_HEADS = (1, 32)
 
 
 def producer_warps(copy: str) -> int:
-    """Enough warps for a copy: one where one thread copies, otherwise the usual 128 threads."""
+    """Enough warps for a copy: one where one thread copies, else four, the usual 128 threads."""
     return 1 if copy in BY_ONE_WARP else 4
 
 

@@ -49,7 +49,7 @@ def requests(arch: str) -> tuple[launch.Request, dict[str, launch.Request]]:
 def state_passes(
     arch: str, device: torch.device, tokens: int, heads: int
 ) -> tuple[dict[str, Call], dict[str, torch.Tensor]]:
-    """Calls of each choice on the same records, and the outputs that they write."""
+    """Calls of each choice on the same records, and the outputs that the calls write."""
     shape = (1, tokens, heads)
     generator = torch.Generator(device=device).manual_seed(SEED)
 

@@ -1,5 +1,6 @@
-"""The machines that run the study: the GPU, which is timed, and the emulator. Both check the sums
-of every run."""
+"""The machines that run the study: the GPU, which is timed, and the emulator. Both machines check
+the sums of every run.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ class Emulator:
         """
         spec = run.spec
         streams = self.ctas // run.sharing
-        # The last tiles are the first ones again.
+        # The last tiles are the first tiles again.
         tiles = max(streams * spec.turns, streams * count - 1)
         tiles = -(-tiles // spec.heads) * spec.heads
         how = Tiles(self.ctas, tiles, count, run.sharing)

@@ -1,7 +1,8 @@
 """Tiles to copy, calls of the kernels, and the sums that they must return.
 
 Each thread returns a checksum of all words that it read, in order, or exact sums of MMAs. This
-module computes both from the source and from the place where each 16-byte unit of a tile belongs.
+module computes the checksum and the sums from the source and from the place where each 16-byte unit
+of a tile belongs.
 """
 
 from __future__ import annotations

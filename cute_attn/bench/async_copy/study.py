@@ -159,7 +159,7 @@ class Course:
     def attempt(
         self, part: str, function: Callable[..., T], run: Run, *arguments: object
     ) -> T | None:
-        """The result of a run; None, and a line in `problems`, if it is wrong."""
+        """The result of a run; None, and a line in `problems`, if the result is wrong."""
         from .problem import WrongTiles
 
         try:

@@ -11,7 +11,7 @@ from ..harness.report import Plot, Row, Verdict
 from ..harness.roofline import Roofline, gbps
 from ..harness.timing import Timing
 
-FA4, CUDNN, FA2 = "fa4", "cudnn", "fa2"  # the last one is PyTorch's flash backend
+FA4, CUDNN, FA2 = "fa4", "cudnn", "fa2"  # "fa2" is PyTorch's flash backend
 PEERS = (FA4, CUDNN, FA2)
 
 HEAD_DIMS = (64, 128, 256)
@@ -50,7 +50,7 @@ class Case:
     Attributes:
         seqlen_q, seqlen_k: of each sequence.
         group: query heads of a K/V head.
-        page_size: of K and V in pages; 0: they are in one piece.
+        page_size: of K and V in pages; 0: K and V are in one piece.
         part: of the benchmark: "forward", "backward", "decode" or "pages".
     """
 

@@ -36,7 +36,8 @@ class Specialisation:
 
     Attributes:
         ours: fields of our spec that differ from the plain spec.
-        theirs: options of FlashAttention-4's backward; None if it has no such specialisation.
+        theirs: options of FlashAttention-4's backward; None if FlashAttention-4 has no such
+            specialisation.
         beside: if `theirs` is None, another specialisation; its `theirs` is compared with `ours`.
     """
 
@@ -85,7 +86,8 @@ FROM_SHARED = Product((128, 256, 16), 8)
 DQ, DKDV, VALUE, KEY = "dQ", "dK/dV", "dK/dV, value pair", "dK/dV, key pair"
 
 # dQ, both: S = Q K^T, dP = dO V^T, dQ += dS K with dS in tensor memory. K, V and the columns of K
-# arrive, 32 KiB each: ten boxes. FlashAttention-4's kernel has one thread for a row, ours two.
+# arrive, 32 KiB each: ten boxes. FlashAttention-4's kernel has one thread for a row; our kernel has
+# two.
 THEIR_DQ = Geometry(
     tile=(256, 128),
     cluster=2,
@@ -132,8 +134,9 @@ THEIR_DKDV = Geometry(
 
 
 def _our_pair(owns: Any, exchanged: int) -> Geometry:
-    """A pair of our dK/dV kernel: one pair makes S^T and dV, the other dP^T and dK. Each pair loads
-    Q and dO."""
+    """A pair of our dK/dV kernel: one pair makes S^T and dV, the other pair makes dP^T and dK. Each
+    pair loads Q and dO.
+    """
     return Geometry(
         tile=(128, 256),
         cluster=4,

@@ -23,7 +23,8 @@ class Specialisation:
 
     Attributes:
         ours: fields of our spec that differ from the plain spec.
-        theirs: options of FlashAttention-4's forward; None if it has no such specialisation.
+        theirs: options of FlashAttention-4's forward; None if FlashAttention-4 has no such
+            specialisation.
         beside: if `theirs` is None, another specialisation; its `theirs` is compared with `ours`.
     """
 

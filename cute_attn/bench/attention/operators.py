@@ -54,7 +54,7 @@ DEFAULT_MODES: Mapping[str, Mode] = {
     "forward": "do_bench", "backward": "do_bench", "decode": "graph", "pages": "graph",
 }  # fmt: skip
 # A flush with zeros leaves dirty lines in L2. A decode step writes almost nothing, and would wait
-# for their whole write-back, 9 us on an H200; a copy waits for 2 to 4 us.
+# for the write-back of all these lines, 9 us on an H200; a copy waits for 2 to 4 us.
 DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "pages": "read"}
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
@@ -140,7 +140,7 @@ class Timer:
         """The contenders to time; none if there is no kernel of ours.
 
         Raises:
-            Disagreement: ours is wrong.
+            Disagreement: our kernel's result is wrong.
         """
         from . import problem
 
@@ -208,7 +208,9 @@ class Timer:
 def report(
     args: argparse.Namespace, timer: Timer, roofline: Roofline, notes: Sequence[str]
 ) -> Report:
-    """The report of the part that was timed; with several parts, a report of their reports."""
+    """The report of the part that was timed; with several parts, a report that contains the parts'
+    reports.
+    """
     plots = {
         "forward": whole_plots(timer.tables["forward"], roofline),
         "backward": whole_plots(timer.tables["backward"], roofline),

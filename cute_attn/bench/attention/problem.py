@@ -1,6 +1,6 @@
 """Inputs, contenders and agreement checks of the benchmark of attention.
 
-Imports torch, so the benchmark's module imports it only when it runs.
+Imports torch, so the benchmark's module imports this module only when the benchmark runs.
 """
 
 from __future__ import annotations

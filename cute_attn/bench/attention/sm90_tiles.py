@@ -139,8 +139,9 @@ def _of_ours(case: Case) -> Row:
 
 
 def _of_theirs(cases: Sequence[Case], captures: Path) -> tuple[list[Row], list[str]]:
-    """The counts of FlashAttention-4, and notes on missing kernels. `captures` holds its compiled
-    kernels; missing kernels are compiled first."""
+    """The counts of FlashAttention-4, and notes on missing kernels. `captures` holds
+    FlashAttention-4's compiled kernels; missing kernels are compiled first.
+    """
     from .. import peers  # imports torch
 
     if reason := peers.missing("flash_attention_4"):

@@ -26,7 +26,7 @@ from .report import Report, Row, Verdict
 
 LIMIT_S = 420.0
 
-# Limits of a first call: seconds with a cold cache, next to nothing with a warm one.
+# Limits of a first call: seconds with a cold cache, next to nothing with a warm cache.
 COLD_S, WARM_S = 30.0, 1.0
 
 TIMES = ("first_result_s", "import_s", "first_call_s", "other_size_s")
@@ -144,8 +144,8 @@ def measure(study: Study, call: str, who: str, repeats: int) -> tuple[list[Row],
     `repeats`.
 
     A process that takes longer than LIMIT_S ends the measurement with a note. An error of the peer
-    also does. Rows are printed to stderr at once, since a peer with an autotuner takes minutes for
-    each.
+    also ends the measurement. Rows are printed to stderr at once, since a peer with an autotuner
+    takes minutes for each row.
     """
     code = study.program(who, call)
     rows: list[Row] = []

@@ -3,7 +3,7 @@
 Work belongs to a green context through its stream, not through the current context. So code that
 selects its device (and with it the primary context) on every launch stays inside the partition. So
 the benchmark runs on a stream created in the green context. `visible_sms` counts the SMs that a
-kernel really uses, which confirms it.
+kernel really uses, which confirms the partition.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 
 class GreenContextError(RuntimeError):
-    """The driver refused a step of creating the green context; the message names both."""
+    """The driver refused a step of creating the green context; the message names the step and the
+    status.
+    """
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def find_ncu() -> str:
     """Path of ncu: on PATH, or where the CUDA toolkit and Nsight Compute install it.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: ncu is not installed.
     """
     if found := shutil.which("ncu"):
         return found
@@ -172,8 +172,8 @@ def profile(
 def parse(lines: Iterable[str]) -> list[Kernel]:
     """Kernels in the CSV of `ncu --csv --page raw`: a header, a row of units, a row per launch.
 
-    Lines of ncu's own (`==PROF== ...`) around the CSV are skipped, and so are metrics that are
-    not numbers.
+    Lines of ncu's own (`==PROF== ...`) around the CSV are skipped. Metrics that are not numbers are
+    skipped too.
     """
     table = list(csv.reader(line for line in lines if line.startswith('"')))
     start = next((i for i, row in enumerate(table) if row[:1] == ["ID"]), None)

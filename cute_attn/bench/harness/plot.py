@@ -79,7 +79,7 @@ def chosen(report: Report, titles: Collection[str] | None = None) -> list[tuple[
 
 
 def fingerprint(report: Report, titles: Collection[str] | None = None) -> str:
-    """A digest of what `draw` shows: names, points and lines. The PNG has it as its Description."""
+    """A digest of what `draw` shows (names, points, lines), stored as the PNG's Description."""
     shown = [
         (plot.title, AXES.get(plot.x, plot.x), AXES.get(plot.y_label, plot.y_label),
          [series(column) for column in plot.ys], dict(plot.lines),

@@ -19,7 +19,7 @@ def run_child(text: str, env: Mapping[str, str], timeout_s: float = TIMEOUT_S) -
     """Run a Python program in a fresh process. Returns the JSON object on its last output line.
 
     Raises:
-        ChildError: the program failed, or its last line is no JSON object.
+        ChildError: the program failed, or the last output line is no JSON object.
         subprocess.TimeoutExpired: the program took longer than `timeout_s`.
     """
     done = subprocess.run(

@@ -61,9 +61,9 @@ class Benchmark:
     """A benchmark.
 
     Attributes:
-        run: measures and returns the report. Its argument holds the parsed options, including
-            `short`, and the command line as `argv`. Raises `Unavailable` if the benchmark cannot
-            run.
+        run: measures and returns the report. The argument of `run` holds the parsed options,
+            including `short`, and the command line as `argv`. Raises `Unavailable` if the benchmark
+            cannot run.
         needs_gpu: whether the benchmark is refused on a machine without a GPU.
         add_arguments: adds the benchmark's own options to a parser.
         gpu_check: the command lines, without the name, that `gpu-check` runs.

@@ -37,7 +37,7 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target of the benchmark; `passed` is None if it could not be judged."""
+    """A target of the benchmark; `passed` is None if the target could not be judged."""
 
     name: str
     passed: bool | None
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """File name without suffix: benchmark and tag. It is the same in every run."""
+        """File name without suffix: benchmark and tag. The name is the same in every run."""
         return "-".join(filter(None, (self.benchmark, slug(self.tag))))
 
     @property

@@ -56,8 +56,9 @@ def copies(num_bytes: int, device: str = "cuda") -> dict[str, Call]:
 
 def copy_columns(timings: Mapping[str, Timing], mode: Mode) -> dict[str, float]:
     """Columns: the time of a copy of as many bytes, and our time over the copy's time. The copy is
-    `Tensor.copy_`; in a graph it is the copy kernel, because a memcpy node takes half as long
-    again."""
+    `Tensor.copy_`; in a graph a torch kernel copies, because a memcpy node takes half as long
+    again.
+    """
     copy_us = timings["kernel_copy" if mode == "graph" else "memcpy"].median_us
     return {"copy_us": copy_us, "time_to_copy_ratio": timings["ours"].median_us / copy_us}
 

@@ -9,7 +9,7 @@ Three modes:
 
 - `do_bench`: `triton.testing.do_bench`, one function after the other. The flush is queued before
   the call and hides up to its own duration (about 0.1 ms) of the host's work; the rest of the
-  host's work counts, as an eager caller would wait for it.
+  host's work counts, as an eager caller would wait for this work.
 - `eager`: as `do_bench`, but in turns, so that the host runs ahead during longer calls. Only the
   device's time counts, including launch gaps.
 - `graph`: the replay of a CUDA graph in which the call was captured once, as in an inference
@@ -86,7 +86,7 @@ class Timing:
 
     @property
     def spread_us(self) -> float:
-        """p80 - p20 in microseconds: differences of medians below it are noise."""
+        """p80 - p20 in microseconds: differences of medians below this spread are noise."""
         return self.p80_us - self.p20_us
 
 
@@ -183,7 +183,7 @@ def time_cuda_interleaved(
     """Device times in microseconds of functions that are compared, taken in turns in one loop.
 
     Args:
-        fns: the functions, by name. Each launches on the current stream.
+        fns: the functions, by name. Each function launches on the current stream.
         mode, flush: see the module's docstring.
         warmup_ms: milliseconds of running all functions before the first sample.
         rep_ms: milliseconds that the timed calls of the slowest function add up to. Each function
@@ -327,7 +327,7 @@ def first_drop(values: Sequence[float], noise: Sequence[float]) -> int | None:
     """Index of the first value that is below its predecessor by more than the noise of both values,
     or None.
 
-    `values` ought to be non-decreasing; `noise` is the spread of each, in the same unit.
+    `values` ought to be non-decreasing; `noise` is the spread of each value, in the same unit.
     """
     for i in range(1, len(values)):
         if values[i] < values[i - 1] - max(noise[i], noise[i - 1]):

@@ -1,6 +1,6 @@
 """Cases, byte counts and verdicts of the KDA benchmarks; this module does not need torch.
 
-The byte counts are those of docs/kernels/kda.md, stage by stage.
+The byte counts agree with docs/kernels/kda.md, stage by stage.
 """
 
 from __future__ import annotations
@@ -212,9 +212,10 @@ class Case:
 
     @property
     def training_bytes(self) -> int:
-        """A rough upper bound of the memory of a training step, ours or the peer's. It counts G,
-        gradients of q, k and g in float32, states and gradients of states, and 12 tensors of 16
-        bits."""
+        """A rough upper bound of the memory of a training step, ours or the peer's. The bound
+        counts G, gradients of q, k and g in float32, states and gradients of states, and 12 tensors
+        of 16 bits.
+        """
         wide = max(self.k_wide, self.v_wide)
         return 4 * self.sums + 2 * self.chunk_states + 12 * wide + 6 * self.scores
 

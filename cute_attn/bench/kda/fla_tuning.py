@@ -1,4 +1,4 @@
-"""Preparation of flash-linear-attention for timing, as its autotuner alone would take minutes.
+"""Preparation of flash-linear-attention for timing, because the autotuner alone would take minutes.
 
 For every number of heads the autotuner compiles some 80 configurations, one after the other, and
 times each configuration. `compile_peer` compiles the configurations in several processes
@@ -138,7 +138,7 @@ def _same_heads(case: Case, others: Sequence[Case]) -> bool:
 
 
 def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool) -> None:
-    """Compile every count-th configuration of each kernel of a call, without launching them.
+    """Compile every count-th configuration of each kernel of a call, without launching the kernels.
 
     Args:
         tuned: another case with these heads has been compiled before. Kernels whose autotuner does

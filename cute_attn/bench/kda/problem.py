@@ -1,6 +1,6 @@
 """Inputs, contenders and agreement checks of the KDA benchmarks.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
-# operator: the peer's error is reported, and refused if rounding cannot explain it.
+# operator: its error is reported, and is a failure only where rounding cannot explain the error.
 PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
 
@@ -240,7 +240,7 @@ def recompute_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]
 
 
 def intra_results(name: str, result: Any) -> Results:
-    """The stage's tensors by name; the peer returns them in another order."""
+    """The stage's tensors by name; the peer returns the tensors in another order."""
     order = INTRA if name == "ours" else ("w", "u", "qg", "kg", "Aqk", "Akk")
     return _named(order, result)
 
@@ -316,7 +316,7 @@ def time_calls(
 
 
 def some_heads(heads: int, heads_v: int) -> tuple[list[int], list[int]]:
-    """The first and the last head of q and k, and the value heads that read them."""
+    """The first and the last head of q and k, and the value heads that read these heads."""
     few = sorted({0, heads - 1})
     group = heads_v // heads
     return few, [head * group + i for head in few for i in range(group)]

@@ -1,7 +1,7 @@
 """Calls of `chunk_kda` that need gradients, for the benchmarks: inputs, contenders, agreement,
 kernels and memory.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stages of the backward as public functions, ours and the peer's, for `kda-backward --stage`.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Stage(NamedTuple):
 
 
 def stages(given: Arguments, *, with_peer: bool) -> dict[str, Stage]:
-    """The stages in the order of the backward. Their inputs are results of our forward stages and
-    of earlier stages.
+    """The stages in the order of the backward. The stages' inputs are results of our forward stages
+    and of earlier stages.
 
     Args:
         given: `training.arguments` of a dense case.

@@ -200,7 +200,7 @@ class Ladder:
     # -- in the emulator ----------------------------------------------------------------------
 
     def emulated(self, cases: Sequence[Case]) -> Report:
-        """Each step's error, and the instructions that it executes."""
+        """Each step's error, and the instructions that the step executes."""
         from ... import cache
         from ...emulation import emulated
         from ...emulator import Emulator
@@ -284,7 +284,7 @@ class Ladder:
                 row = self._time(case, name, make, problem)
                 if row is not None:
                     tables[case.seqlen][name] = row
-            del problem, makers, make  # and the tensors that these hold
+            del problem, makers, make  # and the tensors that these objects hold
             torch.cuda.empty_cache()
         return self.report(cases, tables)
 
@@ -375,7 +375,7 @@ def with_speedup(row: Row, baseline: Row | None) -> Row:
 
 
 def ratio(row: Row | None, other: Row | None) -> float | None:
-    """A contender's speed over another's; None if one of them is missing."""
+    """A contender's speed over another's; None if one of the two speeds is missing."""
     if row is None or other is None:
         return None
     tflops, others = row["tflops"], other["tflops"]

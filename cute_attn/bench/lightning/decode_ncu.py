@@ -95,7 +95,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def drive(batch: int) -> None:
-    """The profiled program: a few warm calls, then a few between profiler start and stop."""
+    """The profiled program: a few warm calls, then a few calls between profiler start and stop."""
     import torch
 
     from .problem import Case, make_inputs, ours

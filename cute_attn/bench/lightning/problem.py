@@ -1,6 +1,6 @@
 """Inputs, byte counts, contenders and the agreement check of the Lightning decode benchmarks.
 
-Imports torch, so the benchmark modules import it only when they run.
+Imports torch, so the benchmarks' modules import this module only when a benchmark runs.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def check_agreement(case: Case, seed: int, num_sms: int | None = None) -> dict[s
         Disagreement: NaN, or an error over its bound. The message holds all four numbers.
     """
     inputs = make_inputs(case, seed)
-    expected = _reference(case, inputs)  # before ours updates the state
+    expected = _reference(case, inputs)  # before our kernel updates the state
     fla_out, fla_state = fla(case, inputs)()
     ours(case, inputs, num_sms)()
     ours_result = (inputs.out, as_kv(case, inputs.state))

@@ -66,7 +66,7 @@ class Request:
         function: the function of the module, such as "forward".
         arch: such as "sm_100a".
         num_sms: the number of SMs that the front end is told. The number sets the grid of
-            persistent kernels, and some kernels compile it in.
+            persistent kernels, and some kernels have the number as a compile-time constant.
         options: the function's options, sorted by name.
     """
 
@@ -276,9 +276,9 @@ class Memory:
     """The buffers of a capture, as CPU tensors.
 
     Each buffer starts as NaNs (every byte is 0xFF), unless the front end fills the buffer, or the
-    content goes with the request, or the caller overrides it. A caller overrides by a number, or by
-    a tensor of the same shape and dtype, which is copied. Buffers are aligned like GPU buffers, and
-    lie between guard bytes.
+    content goes with the request, or the caller overrides the content. A caller overrides by a
+    number, or by a tensor of the same shape and dtype, which is copied. Buffers are aligned like
+    GPU buffers, and lie between guard bytes.
 
     Attributes:
         tensors: each buffer by name, as its allocator sees the buffer.

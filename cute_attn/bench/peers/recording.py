@@ -298,7 +298,7 @@ class _Compile:
 
 
 def import_without_triton() -> None:
-    """Import quack where triton, which its unused autotuner needs, is not installed.
+    """Import quack where triton, which quack's unused autotuner needs, is not installed.
 
     CPU builds of torch come without triton. No other package may mistake the stand-in for the real
     triton.

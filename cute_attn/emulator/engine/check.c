@@ -267,10 +267,10 @@ typedef struct {
   const char *space;  // "shared memory", "TMEM" ...
   const Cta *cta;     // the owner of shared memory or TMEM
   const Region *region;
-  // Precomputed for the check of each word: the clocks that must cover an earlier access, for
-  // writes through the generic proxy and for all others, and the accessor's own agent.
+  // Precomputed for the check of each word: the clocks that must cover an earlier access, one for
+  // writes through the generic proxy and one for all other accesses, and the accessor's own agent.
   const Clock *generic_writes, *others;
-  uint32_t own_agent;  // an impossible agent if its own effects are unordered
+  uint32_t own_agent;  // an impossible agent if the accessor's own effects are unordered
   Clock birth;
 } Context;
 
@@ -384,8 +384,8 @@ static inline bool same_epoch(const Mark *m, const Mark *n) {
   return m->clock == n->clock && m->agent == n->agent && m->flags == n->flags;
 }
 
-// Whether a later read stands for an earlier read: whatever must be ordered after one must be
-// ordered after the other.
+// Whether a later read stands for an earlier read: whatever must be ordered after one read must be
+// ordered after the other read.
 static inline bool covers(const Access *a, const Mark *later, const Mark *earlier) {
   if (later->flags & MARK_LATE && !(earlier->flags & MARK_LATE)) return false;
   return earlier->agent == later->agent || earlier->clock <= a->view->vc[earlier->agent];
@@ -594,7 +594,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
   Region *r = region_at(e, (uint64_t)p, NULL);
-  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported it
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported that
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
     if (writes) memset(r->initialised + first, 1, bytes);

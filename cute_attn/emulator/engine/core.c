@@ -195,7 +195,7 @@ bool live_cta(const Cta *cta) { return !cta->exited; }
 
 // ------------------------------------------------------------------------------------- execution
 
-// Lanes of an aligned instruction have to arrive together. False: wait for the others.
+// Lanes of an aligned instruction have to arrive together. False: wait for the other lanes.
 static bool aligned_ready(Warp *w, const Insn *I, Mask m) {
   const Group *g = group_of(w);
   if (g->mask != w->live) return false;
@@ -327,7 +327,7 @@ void *scratch(Emu *e, int which, size_t bytes) {
 static void *zeroed(size_t bytes) { return calloc(bytes ? bytes : 1, 1); }
 
 // Registers of a thread at launch. Each quarter of an SM has its own 16384 registers and every
-// fourth warp; the assembler uses at most 255, and the hardware allocates them in units of 8.
+// fourth warp; the assembler uses at most 255, and the hardware allocates registers in units of 8.
 static int registers_at_launch(const Program *p, int nwarps) {
   int most = 65536 / 4 / (32 * ((nwarps + 3) / 4)), count = p->launch_registers;
   if (!count) {
@@ -405,7 +405,7 @@ static Cta *new_cta(Cluster *cluster, int rank, int slot, const uint32_t id[3]) 
   c->nwarps = c->live_warps = e->warps_per_cta;
   c->shared_bytes = (uint32_t)e->program->static_shared + e->dynamic_shared;
   c->shared = aligned_alloc(1024, (c->shared_bytes + 1024 + 1023) & ~1023u);
-  memset(c->shared, 0xFF, c->shared_bytes);  // NaN, so that its use shows in results
+  memset(c->shared, 0xFF, c->shared_bytes);  // NaN, so that reads of unwritten bytes show
   c->shared_init = zeroed(c->shared_bytes);
   c->mbarrier_at = malloc(sizeof(int16_t) * (c->shared_bytes / 8 + 1));
   memset(c->mbarrier_at, 0xFF, sizeof(int16_t) * (c->shared_bytes / 8 + 1));

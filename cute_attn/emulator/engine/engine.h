@@ -73,7 +73,7 @@ typedef struct {
 enum {
   DONE,   // go on with the next instruction
   JUMP,   // the instruction has set the program counters itself
-  BLOCK,  // the handler called wait_for() and runs again later; Group.step is its progress
+  BLOCK,  // the handler called wait_for() and runs again later; Group.step has its progress
 };
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
@@ -83,12 +83,12 @@ typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Fo
 // nothing.
 typedef struct {
   const char *name;   // of the family's file
-  const Form *forms;  // the last one has no pattern
+  const Form *forms;  // the last form has no pattern
   void (*cta_starts)(Cta *cta);
   void (*lanes_exit)(Warp *w, Mask lanes);
   void (*warp_exits)(Warp *w);
-  void (*cta_exits)(Cta *cta);  // its last warp has exited
-  void (*cta_ends)(Cta *cta);   // its cluster's asynchronous operations are done
+  void (*cta_exits)(Cta *cta);  // the CTA's last warp has exited
+  void (*cta_ends)(Cta *cta);   // the asynchronous operations of its cluster are done
   void (*cta_freed)(Cta *cta);
 } Family;
 int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: instructions without effect here
@@ -107,7 +107,7 @@ enum {
   F_PURE = 32,
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
   F_MOVE = 128,   // a copy of a register; machine code may have none
-  F_EFFECT = 256,  // visible to other threads: an unwritten value must not decide whether it runs
+  F_EFFECT = 256,  // visible to other threads: no unwritten value may decide whether it runs
 };
 
 struct Insn {
@@ -459,7 +459,8 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 //
 // Sources are 32 lanes: a pointer into the register file, or in `buffer` for anything else.
 // 16-bit values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
-// (undefined_read). So is reading a register that an asynchronous operation will still write.
+// (undefined_read). Reading a register that an asynchronous operation will still write is a finding
+// too.
 
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // report.c
 void pending_read(Warp *w, const Insn *I, const Operand *o);                 // async.c
@@ -617,7 +618,8 @@ void exit_lanes(Warp *w, Mask m);
 void add_group(Warp *w, Mask mask, int32_t pc);
 void remove_group(Warp *w, int i);
 static inline void progress(Emu *e) { e->progress++; }
-// check.c: take an agent for an mbarrier, and the clock from which it starts; give the agent back.
+// check.c: take an agent for an mbarrier, and the clock at which the agent starts; give the agent
+// back.
 uint32_t new_mbarrier_agent(Emu *e, Clock *start);
 void free_mbarrier_agent(Emu *e, uint32_t agent, Clock clock);
 uint32_t emu_random(Emu *e, uint32_t below);   // deterministic in the seed

@@ -1,4 +1,5 @@
-// The families of instructions. A new one is a file with a Family, and its name here.
+// The families of instructions. To add a family, write a file with a Family, and list the family's
+// name here.
 #include "core.h"
 
 #define FAMILY_LIST(X) \

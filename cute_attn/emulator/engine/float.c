@@ -314,8 +314,8 @@ HANDLER(copysign_f64) {
 
 // ---------------------------------------------------------------------------------------- f64
 
-// A NaN operand becomes the result, quieted, with sign and payload kept; of several NaNs the second
-// operand's, else the third's.
+// A NaN operand becomes the result, quieted, with sign and payload kept; of several NaNs, the
+// second operand's NaN wins, else the third operand's.
 ALWAYS_INLINE uint64_t double_result(double v, uint64_t a, uint64_t b, uint64_t c) {
   uint64_t infinity = 0x7FFull << 52, magnitude = ~(1ull << 63), quiet = 1ull << 51;
   return v == v ? double_bits(v) : (b & magnitude) > infinity ? b | quiet
@@ -346,8 +346,8 @@ DOUBLE(sqrt, 1, __builtin_sqrt(x))
 
 // ----------------------------------------------------------------------------- approximations
 //
-// As ptxas builds them from the special function unit, which flushes subnormals: without .ftz,
-// arguments are scaled. mod: ftz
+// As ptxas builds the functions from the special function unit, which flushes subnormals: without
+// .ftz, arguments are scaled. mod: ftz
 #define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
     LANES32(a, 1); uint32_t r[32]; \
@@ -415,7 +415,8 @@ HANDLER(tanh_f32) {
 HALF_APPROXIMATE_ALL(ex2)
 HALF_APPROXIMATE_ALL(tanh)
 
-// Quotients are products with a reciprocal; with .full they are also right beyond 2^126. mod: ftz
+// Quotients are products with a reciprocal; with .full, quotients are also right beyond 2^126.
+// mod: ftz
 static int divide(Warp *w, const Insn *I, Mask m, bool full) {
   LANES32(a, 1); LANES32(b, 2); uint32_t r[32], x[32], y[32], scale[32];
   bool ftz = I->mod[0];
@@ -434,7 +435,7 @@ static int divide(Warp *w, const Insn *I, Mask m, bool full) {
 HANDLER(div_approx_f32) { return divide(w, I, m, false); }
 HANDLER(div_full_f32) { return divide(w, I, m, true); }
 
-// For double, only the upper halves.
+// For double, the approximation reads and writes only the upper halves.
 #define UPPER(name) \
   HANDLER(name##_approx_f64) { \
     LANES64(a, 1); uint64_t r[32]; \

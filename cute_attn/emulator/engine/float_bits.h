@@ -55,7 +55,7 @@ ALWAYS_INLINE float half_value(uint16_t h) { return as_float(f32_of_f16(h)); }
 ALWAYS_INLINE uint32_t f32_of_bf16(uint32_t h) { return h << 16; }
 
 // Formats. A format without an infinity gives `infinity` on overflow; a format under 8 bits has no
-// NaN, and a NaN becomes its largest number.
+// NaN: a NaN becomes the format's largest number.
 typedef struct {
   int mantissa, bias, bits;
   uint32_t infinity, max, nan;  // codes

@@ -414,7 +414,8 @@ HANDLER(mov_pred) {
   PUTP(0, SRCP(1)); set_defined(w, &I->op[0], m, defined); return DONE;
 }
 
-// Comparisons of the pattern COMPARISONS: each even comparison is the inverse of the one before it.
+// Comparisons of the pattern COMPARISONS: each even comparison is the inverse of the comparison
+// before.
 #define COMPARISONS "(.eq|ne|lt|ge|gt|le|lo|hs|hi|ls)"
 #define BOOLEANS "{.and|or|xor}"
 #define COMPARE(t) \

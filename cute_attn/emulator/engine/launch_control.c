@@ -1,5 +1,6 @@
 // Cluster launch control: clusterlaunchcontrol takes over the work of a cluster not yet launched. A
-// response holds the coordinates of the cancelled cluster's first CTA, and whether it succeeded.
+// response holds the coordinates of the cancelled cluster's first CTA, and whether the cancellation
+// succeeded.
 #include "barrier.h"
 
 #define RESPONSE_BYTES 16
@@ -14,7 +15,7 @@ typedef struct {
 } Request;
 
 // The distributor's answer. With spurious_cancel the answer may be "none left" although clusters
-// are left; a cluster that got this answer gets it for all later requests.
+// are left; a cluster that got this answer gets the same answer to all later requests.
 static void ask_distributor(AsyncOp *op, Request *r) {
   Emu *e = op->emu;
   Cluster *k = op->cta->cluster;

@@ -6,8 +6,8 @@
 
 #define K_BYTES 32  // bytes of K in one operation, for every type
 
-// A swizzle permutes atoms of 1 << shift bytes within each line of 128 bytes: it xors the line's
-// number, masked by `mask`, into the atom's number.
+// A swizzle permutes atoms of 1 << shift bytes within each line of 128 bytes. The swizzle xors the
+// line's number, masked by `mask`, into the atom's number.
 typedef struct { uint32_t mask, shift; } Swizzle;
 
 // The pattern that repeats after `width` bytes: 16 (none), 32, 64 or 128.

@@ -517,8 +517,8 @@ static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarri
   return true;
 }
 
-// A try_wait may fail at any time. In the emulator it fails rarely, and never under the fair
-// schedule.
+// A try_wait may fail at any time. In the emulator a try_wait fails rarely, and never under the
+// fair schedule.
 static bool gives_up(Warp *w) {
   Group *g = group_of(w);
   return g->timed_out || (g->step == 0 && emu_of(w)->schedule && emu_random(emu_of(w), 8) == 0);

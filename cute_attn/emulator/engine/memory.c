@@ -753,8 +753,8 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
   return store_as(w, I, m, space, I->mod[ST_SEM], mod[ST_VECTOR], TYPE[mod[ST_TYPE] - 1]);
 }
 
-// st.async to global memory is a release. It may take effect at any later time; in the emulator it
-// takes effect at once.
+// st.async to global memory is a release. The store may take effect at any later time; in the
+// emulator it takes effect at once.
 static int exec_st_async_release(Warp *w, const Insn *I, Mask m) {
   static const uint8_t bytes[] = {2, 4, 8, 2, 4, 8, 2, 4, 8, 4, 8};
   Type t = {bytes[I->mod[3] - 1], false};

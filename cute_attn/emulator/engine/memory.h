@@ -69,8 +69,8 @@ void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t, const ui
 // The elements of a vector instruction, or its one operand; 0 after a fatal finding.
 int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t);
 
-// st.async and red.async to global memory are releases. The emulator makes them take effect at
-// once.
+// st.async and red.async to global memory are releases. In the emulator these stores and reductions
+// take effect at once.
 #define ASYNC_RELEASE "(.release|mmio.release)(.gpu|sys){.global}"
 
 #pragma GCC visibility pop

@@ -258,8 +258,8 @@ static int exec_movmatrix(Warp *w, const Insn *I, Mask m) {
 // -------------------------------------------------------------------------------- fragments
 //
 // Counted in bytes, all types have the same layout. A row of A (a column of B) has 16 or 32 bytes;
-// register r of lane 4g + t holds four of them, from 4t on (and from 16 + 4t on for its second
-// half), of rows g and g + 8 in turn.
+// register r of lane 4g + t holds four of these bytes, from 4t on (and from 16 + 4t on for its
+// second half), of rows g and g + 8 in turn.
 
 #define MAX_K_BYTES 32
 

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-// Without AVX these vectors are passed in memory; they are used only within this file.
+// Without AVX these vectors are passed in memory; only this file uses the vectors.
 #pragma GCC diagnostic ignored "-Wpsabi"
 typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));

@@ -23,7 +23,7 @@ typedef enum {
   TY_TF32, TY_TF32_FTZ, TY_B4X16, TY_B4X16_P64, TY_B6X16_P32, TY_COUNT
 } ElementType;  // in the order of tensormap.replace's .elemtype
 
-// to = to op from, element by element. Both may lie at any address.
+// to = to op from, element by element. `to` and `from` may lie at any address.
 typedef void (*Reduction)(uint8_t *to, const uint8_t *from, uint32_t bytes);
 
 Reduction reduction_of(ReduceOp op, ElementType type);  // NULL: no such reduction

@@ -1,5 +1,6 @@
 // Tensor memory (TMEM) and declarations shared by the tcgen05 instructions. Allocation, loads and
-// stores are in tmem.c, matrix operations in tcgen05_mma.c, the rest in tcgen05_copy.c.
+// stores are in tmem.c, matrix operations in tcgen05_mma.c, all other instructions in
+// tcgen05_copy.c.
 #ifndef CUTE_ATTN_TCGEN05_H
 #define CUTE_ATTN_TCGEN05_H
 
@@ -24,7 +25,7 @@ typedef struct {
 
 typedef struct {
   bool filled, in_tmem;
-  uint64_t a;  // descriptor or TMEM address of the matrix that filled it
+  uint64_t a;  // descriptor or TMEM address of the matrix in the collector
 } Collector;
 
 typedef struct {
@@ -41,7 +42,7 @@ struct Tmem {
   int deallocations;  // number so far, with cta_group::2
   View released;      // effects that deallocations publish to the next allocation
   const Insn *relinquished;
-  int group;      // the kernel's cta_group, and the first instruction that used it
+  int group;      // the kernel's cta_group, and the first instruction with this cta_group
   const Insn *group_insn;
   Collector collectors[5];  // a, b0 to b3
   WarpState warps[MAX_WARPS];
@@ -52,7 +53,8 @@ struct Tmem {
 struct Tmem *tmem_of(Warp *w, const Insn *I);  // NULL after a fatal finding
 // Report a kernel that uses both cta_groups.
 void check_group(Warp *w, const Insn *I, int group);
-// The CTAs of a cta_group, the CTA of even rank first. Returns their number; 0 after a finding.
+// The CTAs of a cta_group, the CTA of even rank first. Returns the number of CTAs; 0 after a
+// finding.
 int ctas_of(Warp *w, const Insn *I, int group, Cta *ctas[2]);
 // Whether `lanes` x `columns` words of TMEM exist; reports words that do not exist or are not
 // allocated.
@@ -69,7 +71,8 @@ AsyncOp *issue_tcgen05(Warp *w, const Insn *I, const char *what, int lane, void 
 // The matrix of a descriptor; false after a finding if the matrix cannot be read.
 bool read_matrix(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m);
 
-// Units of 16 bytes of a CTA's shared memory that an operand reads, to check them in long spans.
+// Units of 16 bytes of a CTA's shared memory that an operand reads, to check the units in long
+// spans.
 typedef struct {
   uint64_t bits[(1 << 18) / 16 / 64];
   int low, high;

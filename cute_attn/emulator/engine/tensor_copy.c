@@ -275,7 +275,8 @@ static int exec_im2col_multicast(Warp *w, const Insn *I, Mask m) {
   return load_im2col(w, I, m, SRC32(5), pair_of(I, 7));
 }
 
-// Restrictions of stores that loads do not have. Hardware stops at a violation of all but the last.
+// Restrictions of stores that loads do not have. Hardware stops at a violation of any of these
+// restrictions except the last.
 static bool storable(Warp *w, const Insn *I, const Copy *c) {
   const TensorMap *t = &c->map;
   for (int d = 0; d < t->rank && c->mode != MODE_GATHER; d++) {

@@ -197,7 +197,8 @@ static int exec_dealloc(Warp *w, const Insn *I, Mask m) {
     progress(w->cta->emu);
   }
   if (group == 1) return DONE;
-  // The first CTA of the pair may block until the other comes; in the emulator it always blocks.
+  // The first CTA of the pair may block until the second CTA comes; in the emulator the first CTA
+  // always blocks.
   if (g->step == 0) {
     Cta *ctas[2];
     if (!ctas_of(w, I, 2, ctas)) return DONE;
@@ -540,7 +541,8 @@ static int exec_wait_ld(Warp *w, const Insn *I, Mask m) {
     AsyncOp *op = s->loads[0];
     Load d = *(Load *)op->data;
     force(op);
-    // An operation is freed once no register is pending on it, so take it off the list first.
+    // An operation is freed once no register is pending on it, so take the operation off the list
+    // first.
     if (s->nloads && s->loads[0] == op)
       memmove(&s->loads[0], &s->loads[1], sizeof *s->loads * (size_t)--s->nloads);
     for (int r = 0; r <= d.cells.count; r++) {

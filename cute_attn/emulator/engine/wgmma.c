@@ -2,7 +2,8 @@
 //
 // Each warp computes its 16 of the 64 rows as a separate operation. The hardware starts when all
 // four warps have arrived, so the operations of the first three warps are held back, and the last
-// warp's operation runs all four. A wgmma that one warp has waited for is complete in all four.
+// warp's operation runs all four. A wgmma that one warp has waited for is complete in all four
+// warps.
 #include "engine.h"
 #include "float_bits.h"
 #include "matrix.h"
@@ -142,7 +143,7 @@ static void flip_signs(float *x, int count) {
 }
 
 // Accumulators of lane 4g + t: registers 4j + 2h and 4j + 2h + 1 hold columns 8j + 2t and
-// 8j + 2t + 1 of row g + 8h; with f16, register 2j + h holds both. D is 16 x n.
+// 8j + 2t + 1 of row g + 8h; with f16, register 2j + h holds both elements. D is 16 x n.
 static void read_accumulators(Warp *w, const Multiply *x, float *D) {
   static const uint32_t zeros[32];
   const Operand *d = list_of(w, &x->op->insn->op[0]);
@@ -334,7 +335,7 @@ static void hold_register(struct Wgmma *s, int32_t id, uint64_t group, const Ins
   s->registers[i] = (HeldRegister){id, group, I};
 }
 
-// A in registers is copied now, though the hardware reads it later; see release_registers.
+// A in registers is copied now, though the hardware reads A later; see release_registers.
 static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
   const Operand *list = list_of(w, &I->op[1]);
   struct Wgmma *s = w->wgmma;

@@ -31,9 +31,9 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
     """2 ** x of each x in the pairs, relative error at most 8.8e-5.
 
     Results are exact at integers, 0 for x <= -127 (-inf included) and inf for x >= 128. Between
-    -127 and -126, where float32 is subnormal, they lie somewhere from 0 to 2 ** -126. A NaN gives
-    an arbitrary value, so the caller has to detect NaNs itself. Pairs are interleaved step by step,
-    because one pair alone is a chain of eight dependent instructions.
+    -127 and -126, where float32 is subnormal, results lie somewhere from 0 to 2 ** -126. A NaN
+    gives an arbitrary value, so the caller has to detect NaNs itself. Pairs are interleaved step by
+    step, because one pair alone is a chain of eight dependent instructions.
 
     Args:
         bounded: the caller guarantees that every x is at most 128.

@@ -56,7 +56,7 @@ class Kind(Flag):
 class Reach(Enum):
     """Which CTA's mbarrier a producer completes.
 
-    CTAs 0 and 1 of a cluster are a pair, and so are CTAs 2 and 3. The CTA of even rank leads."""
+    CTAs 0 and 1 of a cluster are one pair, CTAs 2 and 3 another. The CTA of even rank leads."""
 
     CTA = "its own"
     LEADER = "that of a pair's leader, by the producers of both CTAs"

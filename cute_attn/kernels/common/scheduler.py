@@ -86,8 +86,8 @@ class CounterScheduler(StaticPersistentScheduler):
     """Persistent clusters; each takes the next tile that no cluster has taken.
 
     `counter` is an Int32 in global memory. The counter must be 0, and is 0 again after the launch:
-    it wraps after `num_tiles` requests. The clusters make exactly so many, since each cluster's
-    last request fails. Launches that may overlap need separate counters.
+    it wraps after `num_tiles` requests. The clusters make exactly `num_tiles` requests, since each
+    cluster's last request fails. Launches that may overlap need separate counters.
     """
 
     def __init__(self, num_tiles: Int32, barriers: Barriers, counter: cute.Pointer):
@@ -140,7 +140,7 @@ class ClcScheduler(SingleTileScheduler):
         following = Int32(NO_TILE)
         if granted != 0:
             following = first_cta // cute.arch.cluster_size()
-        # The async proxy writes the next answer over the one read here.
+        # The async proxy writes the next answer over the answer read here.
         cute.arch.fence_view_async_shared()
         self.barriers.warp_arrives("clc_read", n)
         return following
@@ -196,7 +196,7 @@ class TileQueue(Carried, Generic[Work]):
                 record to publish.
             load: of a warp that loads too, called in place of `publish_work`:
                 `load(where, published, loaded)` gets what `locate` has found, the number of tiles
-                published so far, and a count of its own. It returns both counts after the tile.
+                published so far, and a count of its own. `load` returns both counts after the tile.
         """
         published = Int32(0)
         loaded = Int32(0)

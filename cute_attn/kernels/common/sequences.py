@@ -13,11 +13,11 @@ from ..common.carried import Carried
 
 @dataclass(frozen=True)
 class Sequences(Carried):
-    """Sequences of equal length, or packed sequences; `seqused` may limit either.
+    """Sequences of equal length, or packed sequences; `seqused` may limit the tokens that are used.
 
     Attributes:
         tokens: tokens of each sequence, or of all packed sequences together.
-        cu_seqlens: the starts of packed sequences, followed by the end of the last.
+        cu_seqlens: the starts of packed sequences, followed by the end of the last sequence.
         seqused: number of leading tokens of each sequence that are used.
     """
 
@@ -26,7 +26,7 @@ class Sequences(Carried):
     seqused: cute.Tensor | None = None
 
     def batch(self, x: cute.Tensor) -> Int32:
-        """The number of sequences; `x` is a tensor whose rows are their tokens."""
+        """The number of sequences; `x` is a tensor whose rows are the sequences' tokens."""
         return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def start(self, sequence: Int32) -> Int32:

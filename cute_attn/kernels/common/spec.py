@@ -41,9 +41,9 @@ def _is_plain(value: Any) -> bool:
 class Spec:
     """Base of every kernel's Spec: the frozen, hashable record of the compile-time parameters.
 
-    A Spec is a cache key, so its fields are ints, bools, strings and tuples of them. Other objects,
-    such as tensors, compare by identity and would never match again. True and 1 are different keys,
-    so a field's type must be exactly its annotation's.
+    A Spec is a cache key, so its fields are ints, bools, strings and tuples of these. Other
+    objects, such as tensors, compare by identity and would never match again. True and 1 are
+    different keys, so a field's type must be exactly the annotated type.
 
     Attributes:
         ALLOWED: the supported values of fields; a field that is not listed is not checked.

@@ -16,7 +16,7 @@ class SumPartialsSpec(Spec):
     Attributes:
         dtype: dtype of the sums; the partial results are float32.
         vector: consecutive elements that a thread loads at once; it divides a row's columns.
-        slices: threads that share an element's sum; more than 1 pays for many partials of few
+        slices: threads that share an element's sum; more than 1 is faster for many partials of few
             elements.
 
     Raises:

@@ -1,8 +1,8 @@
 """Zeroes the rows of a tensor that belong to no sequence, and the unused rows of sequences.
 
 A backward's kernels write only the used rows of each sequence, so that every row of a gradient is
-written once. Here a CTA has a tile of rows. It zeroes the rows before the first sequence and after
-the last, and with seqused the rows after each sequence's used rows.
+written once. Here a CTA has a tile of rows. The CTA zeroes the rows before the first sequence and
+after the last sequence, and with seqused the rows after each sequence's used rows.
 
 Runs on sm_80 and newer.
 """
@@ -31,8 +31,8 @@ class Arguments(NamedTuple):
     """What the kernel is called with.
 
     Attributes:
-        x: `[n, tokens, words]`, 32-bit words of any type. All n have the same packed sequences;
-            without cu_seqlens, `x[i]` has sequence i modulo the batch size.
+        x: `[n, tokens, words]`, 32-bit words of any type. Every `x[i]` has the same packed
+            sequences; without cu_seqlens, `x[i]` has sequence i modulo the batch size.
         cu_seqlens: `[batch + 1]`.
         seqused: `[batch]`.
     """

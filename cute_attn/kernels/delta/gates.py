@@ -67,7 +67,7 @@ def log_decay_gradients(
     gate: str, dg: Any, g: Any, rate: Any, bias: Any, lower_bound: Any
 ) -> tuple[Any, Any]:
     """Return the gradient of g (and of dt_bias) and the gradient of A_log, from dg, the gradient of
-    the logarithm of the decay. Both are 0 where `log2_decay` replaces the logarithm."""
+    the logarithm of the decay. Both gradients are 0 where `log2_decay` replaces the logarithm."""
     if gate == "none":
         kept = g * LOG2_E > Float32(SMALLEST_LOG2_DECAY)
         return Float32(cutlass.select_(kept, dg, Float32(0.0))), Float32(0.0)
@@ -88,7 +88,7 @@ def log_decay_gradients(
     most = cutlass.select_(share < Float32(1.0), most, Float32(math.inf))
     kept_dg = Float32(cutlass.select_(z < most, dg, Float32(0.0)))
     d = kept_dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
-    # Where g is infinite, so is x, and d is 0.
+    # Where g is infinite, x is infinite too, and d is 0.
     return d, Float32(cutlass.select_(d == Float32(0.0), Float32(0.0), d * x))
 
 

@@ -1,6 +1,6 @@
 """The arguments of every step's kernel, and placeholders to compile against.
 
-B, S and H are symbolic; the compiled host code checks that all tensors agree on them.
+B, S and H are symbolic; the compiled host code checks that all tensors agree on these sizes.
 """
 
 from __future__ import annotations

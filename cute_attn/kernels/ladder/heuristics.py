@@ -75,7 +75,7 @@ def spec_of(
     swizzled: bool | None = None,
 ) -> FmhaLadderSpec:
     """The spec of a step on `arch`; None leaves a value to the configuration. Named configurations
-    are for the portable steps; each later step has its own.
+    are for the portable steps; each later step has a configuration of its own.
 
     Raises:
         ValueError: an unknown configuration, or values that no kernel supports.

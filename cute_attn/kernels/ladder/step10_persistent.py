@@ -3,10 +3,10 @@
 While the consumers finish a tile, the load warp already fetches Q, K and V of the next tile, so
 that a tile's end overlaps the next tile's start. The stores of O also run beside the next tile.
 
-The load warp takes the next tile after it has started the last load of the current tile. A counter
-in global memory gives the next tile that no CTA has taken. The load warp tells the consumers
-through a queue in shared memory. Heads whose K and V fit L2 together are worked on together,
-longest tiles first.
+The load warp takes the next tile after starting the last load of the current tile. A counter in
+global memory gives the next tile that no CTA has taken. The load warp tells the consumers through a
+queue in shared memory. Heads whose K and V fit L2 together are worked on together, longest tiles
+first.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Step 3 of the ladder, memory: loads ahead of their use, and no transpose of K.
 
 `mma.sync` takes its right operand by columns, which are the rows of K: a plain ldmatrix of the K
-tile loads it, so the transpose and its buffer go. V still needs ldmatrix's transpose.
+tile loads this operand, so K needs neither a transpose nor a buffer for one. V still needs
+ldmatrix's transpose.
 
 K and V have rings of stages. A tile's copy starts as soon as its stage is free:
 
     K of tile + k_stages        once all warps have the scores of `tile`
     V of tile + v_stages - 1    once all warps have added the values of `tile` - 1
 
-So even one stage of each hides the copy of V behind Q K^T, and the copy of K behind the softmax and
-P V. Every copy commits a group, past the last tile an empty group. So a wait always leaves the same
-number of younger groups unfinished.
+So even one stage of K and one of V hide the copy of V behind Q K^T, and the copy of K behind the
+softmax and P V. Every copy commits a group, past the last tile an empty group. So a wait always
+leaves the same number of younger groups unfinished.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In steps 1 to 5 all threads compute addresses and bounds, and issue a `cp.async` for each 16 bytes.
 TMA needs one thread: a descriptor has the tensor's address and shape, and rows out of bounds become
 0. So a load warp runs ahead of the consumers, as far as its rings have stages. mbarriers replace
-`sync_threads`: a consumer warp waits for a tile's bytes and signals when it has read them. Warps
-drift apart, so that one warp's MMAs run beside another warp's softmax.
+`sync_threads`: a consumer warp waits for a tile's bytes and signals when the warp has read the
+tile. Warps drift apart, so that one warp's MMAs run beside another warp's softmax.
 
     warps            role       work
     0 to n - 1       consumers  as before: S = Q K^T, softmax, O += P V, store O

@@ -9,7 +9,7 @@ goes through shared memory.
     0-3            consumers  S = Q K^T, softmax, O += P V; then O to shared memory, and TMA
     4              load       Q, then each K/V tile, by TMA
 
-K/V tiles come from the last to the first, because only the first ones to come can need a mask. The
+K/V tiles come from the last to the first, because only the first tiles to come can need a mask. The
 pipeline's edges and the shared memory are declared in `__init__`. `fragments` has the arithmetic on
 rows in registers, and `sm90.mma` the products.
 """
@@ -373,7 +373,7 @@ class FmhaStep7:
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:
-        """Wait, in the thread that starts the stores, until they have read shared memory."""
+        """Wait, in the thread that starts the stores, until the stores have read shared memory."""
         if own.warp % WARPGROUP_WARPS == 0:
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

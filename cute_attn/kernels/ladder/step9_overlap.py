@@ -1,8 +1,8 @@
 """Step 9 of the ladder, overlap: products run while a softmax is computed.
 
-In step 8 a warpgroup's S = Q K^T, softmax and O += P V follow each other. Two changes overlap them.
-First, a warpgroup starts the scores of the next K/V tile before this tile's P V, and computes the
-next tile's softmax while P V runs:
+In step 8 a warpgroup's S = Q K^T, softmax and O += P V follow each other. Two changes overlap these
+steps. First, a warpgroup starts the scores of the next K/V tile before this tile's P V, and
+computes the next tile's softmax while P V runs:
 
     start  S_j = Q K_j^T
     start  O += P_j+1 V_j+1       of the previous K/V tile
@@ -10,7 +10,7 @@ next tile's softmax while P V runs:
     wait   for O, and rescale it
 
 Second, the warpgroups take turns to start products (named barriers), so that one warpgroup's
-softmax runs beside the other warpgroup's products, not beside its softmax.
+softmax runs beside the other warpgroup's products, not beside the other warpgroup's softmax.
 """
 
 from __future__ import annotations

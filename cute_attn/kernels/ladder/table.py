@@ -15,7 +15,7 @@ class LadderStep(NamedTuple):
         name: the step's name on the command line and in tables.
         idea: what the step adds, in one line.
         kernel: None for PyTorch.
-        archs: the targets that the kernel runs on; empty for all from sm_80 on.
+        archs: the targets that the kernel runs on; empty for all targets from sm_80 on.
         persistent: the kernel takes two more arguments before the stream: the number of CTAs, and
             an int32 counter that is 0.
     """

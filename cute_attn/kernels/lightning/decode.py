@@ -4,9 +4,9 @@ Per token and head, with S the state as a V by K matrix:
 
     S <- exp(-decay) * S + v k^T            o = softmax_scale * S q
 
-A call reads and writes the state once; all other tensors have a hundredth of its bytes. So the
-kernel is bound by memory bandwidth. Every thread issues all of its loads before the first use, and
-the CTAs resident on an SM hide each other's latency.
+A call reads and writes the state once; all other tensors have a hundredth of the state's bytes. So
+the kernel is bound by memory bandwidth. Every thread issues all of its loads before the first use,
+and the CTAs resident on an SM hide each other's latency.
 
     CTA (tile of V, head, sequence)
       load      the tile of the slot's state, 16 bytes an access

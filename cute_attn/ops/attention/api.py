@@ -59,19 +59,19 @@ def flash_attn_func(
             whose value is 0. This score is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
         num_splits: into how many parts the keys are split, at most 256. Separate CTAs compute the
-            parts, and a second kernel combines the results. More than one part pays for a few short
-            queries with many keys. 0 chooses by shapes alone, without reading the device. Equal
-            calls with equal num_splits give equal bits. With several parts, and always on Hopper,
-            bits also depend on whether sequences have more than 128 queries (packed sequences: by
-            max_seqlen_q).
+            parts, and a second kernel combines the results. More than one part is faster for a few
+            short queries with many keys. 0 chooses by shapes alone, without reading the device.
+            Equal calls with equal num_splits give equal bits. With several parts, and always on
+            Hopper, bits also depend on whether sequences have more than 128 queries (packed
+            sequences: by max_seqlen_q).
         deterministic: whether the gradients have the same bits in every run. If False, a faster
             kernel on Hopper, at head_dim 64 and 128, adds up the gradient of q in any order. All
             other results are always deterministic. Under `torch.use_deterministic_algorithms` every
             result is deterministic.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
-            hardware's queue, which balances uneven tiles). Both give the same bits. None follows
-            the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
-            queue: with either scheduler, CTAs take tiles from a counter.
+            hardware's queue, which balances uneven tiles). Both schedulers give the same bits. None
+            follows the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has
+            no such queue: with either scheduler, CTAs take tiles from a counter.
         return_lse: whether to compute the log-sum-exp. On Hopper, at head_dim 64 and 128, the last
             bits of o depend on return_lse, and so on whether a gradient is taken. Without lse, a
             row is divided by the sum of its rounded probabilities; with lse, by a sum in float32.
@@ -85,11 +85,11 @@ def flash_attn_func(
         float32 `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a
         query that sees no key, o is 0, and lse is the sink, or -inf without a sink.
 
-    Both are differentiable with respect to q, k, v and learnable_sink, once. Only needed gradients
-    are computed, each in its tensor's dtype. Sums over queries, keys and heads are float32. A query
-    that sees no key, and a key that no query sees, have gradient 0. On Hopper, at head_dim 256,
-    gradients of q and k together take a workspace of up to 2 GiB while they are computed. At
-    head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    o and lse are differentiable with respect to q, k, v and learnable_sink, once. Only needed
+    gradients are computed, each in its tensor's dtype. Sums over queries, keys and heads are
+    float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper, at
+    head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
+    computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
     `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
     slower.
 
@@ -148,8 +148,8 @@ def flash_attn_varlen_func(
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
         cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
         max_seqlen_q: length of the longest sequence, an int or a tensor. This is only a hint: heads
-            share a query tile if sequences are short. None stands for the mean length, and so does
-            a tensor, which is not read.
+            share a query tile if sequences are short. None and a tensor stand for the mean length;
+            a tensor is not read.
         max_seqlen_k: length of the longest sequence of keys, an int or a tensor. This too is only a
             hint: with num_splits of 0, it is the number of keys to split, if the tensors have room
             for more keys.
@@ -175,8 +175,8 @@ def flash_attn_varlen_func(
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
         and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without
-        cu_seqlens_q, or None without return_lse. Both are undefined for rows of q that belong to no
-        sequence.
+        cu_seqlens_q, or None without return_lse. o and lse are undefined for rows of q that belong
+        to no sequence.
 
     Differentiable as `flash_attn_func`. Rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.

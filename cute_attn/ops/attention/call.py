@@ -106,7 +106,7 @@ def attend(
             try:
                 device = q.get_device()
                 sink_dtype = None if learnable_sink is None else learnable_sink.dtype
-                # Two tuples: joining them to one costs more.
+                # Two tuples: joining the tuples costs more.
                 plan = (
                     q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
                     window_left, window_right, sink_dtype, softcap, scheduler, num_splits,

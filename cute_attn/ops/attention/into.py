@@ -1,7 +1,7 @@
 """Softmax attention into a given tensor: the operator.
 
-This is a separate operator, because it writes one of its arguments. It uses the forward's kernels,
-whose host code refuses an `out` that overlaps an argument.
+This is a separate operator, because it writes one of its arguments. The operator uses the forward's
+kernels, whose host code refuses an `out` that overlaps an argument.
 """
 
 from __future__ import annotations

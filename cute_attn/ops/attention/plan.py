@@ -92,7 +92,8 @@ def plan_attention(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
     dims = head_dim, head_dim_v
@@ -219,8 +220,8 @@ def plan_attention_backward(
         keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, if dS
             fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
-            bound to the right; False for others, None for both. Queries may see no key if they
-            outnumber the keys, or if the lengths of q and k are different tensors.
+            bound to the right; False for others, None for both. Queries may see no key if there are
+            more queries than keys, or if the lengths of q and k are different tensors.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
@@ -228,7 +229,8 @@ def plan_attention_backward(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
     requests = [
@@ -276,7 +278,7 @@ class BackwardRequests(NamedTuple):
     zero_dq: launch.Request | None
     zero_dkdv: launch.Request | None
     postprocess: launch.Request | None  # dkdv adds up dq too
-    ds_dq: launch.Request | None  # dkdv keeps dS for it
+    ds_dq: launch.Request | None  # dkdv keeps dS for ds_dq
 
 
 def backward_requests(

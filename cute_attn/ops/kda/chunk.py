@@ -5,8 +5,8 @@
     fused      prepare, state_pass                        the default: moves half of the bytes
     modular    gate_cumsum, chunk_intra, delta_h, output  has the intermediate states
 
-If few long sequences would leave SMs idle, the fused path splits them. Three kernels then replace
-state_pass, and the last bits of a sequence's result may depend on the rest of the call.
+If few long sequences would leave SMs idle, the fused path splits the sequences. Three kernels then
+replace state_pass, and the last bits of a sequence's result may depend on the rest of the call.
 
 A warm call of the fused path looks up the loaded kernels, allocates the results and calls the
 kernels. The look-up's key holds everything that the choice of kernels depends on, every number and
@@ -17,8 +17,8 @@ The host neither reads device memory nor waits for the device: the kernels find 
 sequences themselves, see `kernels/delta/chunk/chunks.py`.
 
 A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
-corrections v_new. With disable_recompute it also keeps the records of `prepare`, which the backward
-(`chunk_backward`) otherwise computes again.
+corrections v_new. With disable_recompute the forward also keeps the records of `prepare`, which the
+backward (`chunk_backward`) otherwise computes again.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def chunk_kda(
     sequence starts from the state in its slot, and its final state is written to the same slot, in
     place. A new sequence's slot must hold 0. A negative index marks padding: the sequence starts
     from a state of 0, and its final state is written nowhere. An index >= slots is an error of the
-    caller; it is treated as padding, since a check would synchronise. Slots that no index names are
-    neither read nor written. Two indices must not name one slot: the results and the slot would be
-    undefined.
+    caller; the index is treated as padding, since a check would synchronise. Slots that no index
+    names are neither read nor written. Two indices must not name one slot: the results and the slot
+    would be undefined.
 
     Checkpoints, for prefix caches: the state after (i + 1) * checkpoint_interval tokens of this
     call's sequence n is also written to slot checkpoint_indices[n, i] of the pool, if the sequence

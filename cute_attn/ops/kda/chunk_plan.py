@@ -95,7 +95,8 @@ def plan_chunk_kda(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     for name, value in (
         ("gradient", gradient),
@@ -187,7 +188,8 @@ def plan_chunk_kda_backward(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
         NotImplementedError: there is no kernel for this K on this architecture.
     """
     found = backward_requests(
@@ -358,7 +360,7 @@ class _Call:
             **segments_config(**self.dims),
         )
         transitions = dataclasses.replace(spec, segments="transitions")
-        if isinstance(transitions, StatePassSpec):  # it stores no results
+        if isinstance(transitions, StatePassSpec):  # a pass without results
             transitions = dataclasses.replace(transitions, store_states=False)
         return [(kernel, spec)] + self.split * [
             (kernel, transitions),

@@ -1,7 +1,7 @@
 """`chunk_kda` on a server's pool of states: the operator.
 
-This is a separate operator because it writes one of its arguments, the pool. It runs only the fused
-path, on whole sequences or in segments.
+This is a separate operator because it writes one of its arguments, the pool. The operator runs only
+the fused path, on whole sequences or in segments.
 """
 
 from __future__ import annotations

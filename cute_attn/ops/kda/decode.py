@@ -124,15 +124,15 @@ def kda_decode(
         state_v_first: whether the state is `[N, HV, V, K]`, the faster layout.
         state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
             continuous batching; or `[B, 1 + S]`, see below. None: sequence b uses slot b, and N
-            must be B. A negative index marks padding: its output is 0, and it touches no slot. An
-            index >= N is an error of the caller; it is treated as padding, since a check would
-            synchronise. No two sequences may have the same slot.
+            must be B. A negative index marks padding: the sequence's output is 0, and no slot is
+            read or written. An index >= N is an error of the caller; the index is treated as
+            padding, since a check would synchronise. No two sequences may have the same slot.
         num_accepted_tokens: `[B]` int32, contiguous: for speculative decoding, see below.
         record_k: `[N, S, HQK, K]`, dtype of k: records of drafted tokens, see below.
         record_g: `[N, S, HV, K]`, dtype of g, as record_k.
         record_u: `[N, S, HV, V]`, float32, as record_k. The last dimension of all three records is
             contiguous.
-        out: tensor to write the output to, with the shape and dtype of the result. It must not
+        out: tensor to write the output to, with the shape and dtype of the result. `out` must not
             overlap another argument.
 
     Returns:
@@ -147,10 +147,10 @@ def kda_decode(
 
         A checkpoint and records: record_k, record_g and record_u are given. The slot holds the
         state before the previous call's tokens, and the records hold those tokens. The call replays
-        the first num_accepted_tokens[b] recorded tokens and stores the resulting state. Then it
-        computes its own tokens, at most S, and stores them in the records, not in the state. Counts
-        outside 0..S are clamped. A replay repeats the draft's arithmetic exactly. A call reads and
-        writes the state once; a sequence needs memory for one state and S small records.
+        the first num_accepted_tokens[b] recorded tokens and stores the resulting state. Then the
+        call computes its own tokens, at most S, and stores them in the records, not in the state.
+        Counts outside 0..S are clamped. A replay repeats the draft's arithmetic exactly. A call
+        reads and writes the state once; a sequence needs memory for one state and S small records.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -235,7 +235,8 @@ def plan_kda_decode(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     del arch
     tuned: dict[str, Any] = {

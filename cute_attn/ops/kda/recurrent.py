@@ -151,7 +151,8 @@ def plan_fused_recurrent_kda(
     spec files. The choice does not depend on batch, lengths and numbers of heads.
 
     Args:
-        arch: architecture, such as "sm_90a"; today there is one kernel for all from sm_80 on.
+        arch: architecture, such as "sm_90a"; today there is one kernel for all architectures from
+            sm_80 on.
         dtype: dtype of q, k and v.
         gate_dtype: dtype of g; None means q's dtype.
         beta_dtype: dtype of beta; None means q's dtype.
@@ -173,7 +174,8 @@ def plan_fused_recurrent_kda(
 
     Raises:
         TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
     """
     del arch
     tuned: dict[str, Any] = {

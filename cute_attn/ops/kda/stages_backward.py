@@ -147,8 +147,8 @@ def kda_chunk_output_backward(
 
     Returns:
         dAqk, `[B, T, HV, 64]` float32, 0 above the diagonal and in the columns past a short chunk's
-        length; dv, the gradient of v_new, in v_new's shape and dtype. Both are contiguous, and
-        undefined for tokens of no sequence.
+        length; dv, the gradient of v_new, in v_new's shape and dtype. dAqk and dv are contiguous,
+        and undefined for tokens of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -240,8 +240,8 @@ def kda_recompute_w_u_backward(
         dg   = q * dq + k * (Diag(beta) dks - dke)
         dg_e += sum_i (k_i * dke_i) + exp2(G_e) * sum_V (h * dh)
 
-    dAkk is the gradient of L. Its formula uses v_new = u - w h, so that no gradient of Akk has to
-    pass through the inverse.
+    dAkk is the gradient of L. The formula of dAkk uses v_new = u - w h, so that no gradient of Akk
+    has to pass through the inverse.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16 or float16.
@@ -316,8 +316,8 @@ def kda_chunk_intra_backward(
 
     Returns:
         dq and dk, `[B, T, HQK, K]`, the sums over the value heads that share q and k; dbeta,
-        `[B, T, HV]`; dg, `[B, T, HV, K]`. All are float32, contiguous, and undefined for tokens of
-        no sequence.
+        `[B, T, HV]`; dg, `[B, T, HV, K]`. All results are float32, contiguous, and undefined for
+        tokens of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -354,8 +354,9 @@ def kda_gate_cumsum_backward(
 
     Returns:
         dg, of g's shape and dtype, contiguous, undefined for tokens of no sequence; dA_log and
-        ddt_bias, of the shape and dtype of A_log and dt_bias. Each is None if its argument is None,
-        or without use_gate_in_kernel. dA_log and ddt_bias are summed in float32, in a fixed order.
+        ddt_bias, of the shape and dtype of A_log and dt_bias. dA_log is None without A_log,
+        ddt_bias without dt_bias, and both are None without use_gate_in_kernel. dA_log and ddt_bias
+        are summed in float32, in a fixed order.
 
     Raises:
         TypeError: as `chunk_kda`.

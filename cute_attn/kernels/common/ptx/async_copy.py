@@ -32,8 +32,9 @@ def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None
 
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
     """Start to add `nbytes` of float32 from shared memory to the float32 at a 64-bit global address
-    (sm_90 and newer). One thread calls this; the copy joins its bulk group. Addresses and `nbytes`
-    are multiples of 16. Several threads' additions to one element come in any order."""
+    (sm_90 and newer). One thread calls this; the copy joins this thread's bulk group. Addresses and
+    `nbytes` are multiples of 16. Several threads' additions to one element come in any order.
+    """
     text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {nbytes};"
     asm(text, [], [Int64(target), Int32(shared)], memory=True)
 

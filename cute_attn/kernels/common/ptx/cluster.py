@@ -1,4 +1,4 @@
-"""A CTA's place in its cluster, and stores to the shared memory of others (sm_90 and newer)."""
+"""A CTA's place in its cluster, and stores to other CTAs' shared memory (sm_90 and newer)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .asm import asm, operands
 
 
 def cta_rank() -> Int32:
-    """Read the CTA's rank in its cluster. Each use reads it again, since a rank kept in a register
-    would spill."""
+    """Read the CTA's rank in its cluster. Each use reads the rank again, since a rank kept in a
+    register would spill.
+    """
     return cute.arch.make_warp_uniform(
         asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
     )

@@ -13,8 +13,9 @@ Value = TypeVar("Value", bound=Numeric)
 
 def keep_branch() -> None:
     """Keep the enclosing branch a branch. The compiler would turn a short branch into selects or
-    predicated instructions, which every warp executes. It cannot predicate `pmevent`, a trigger for
-    profilers; event 7 is unused."""
+    predicated instructions, which every warp executes. The compiler cannot predicate `pmevent`, a
+    trigger for profilers; event 7 is unused.
+    """
     asm("pmevent 7;", [], [], volatile=True)
 
 

@@ -46,8 +46,9 @@ def to_tf32(x: Float32) -> Int32:
 
 
 def split_tf32(x: Float32) -> tuple[Int32, Int32]:
-    """Return two tf32 operands, high and low, whose sum is x to 22 bits. A product of two such
-    pairs without low times low is nearly as accurate as float32."""
+    """Return two tf32 operands, high and low, whose sum is x to 22 bits. The product of two such
+    sums, without low times low, is nearly as accurate as a float32 product.
+    """
     high = to_tf32(x)
     low = Float32(x) - asm("mov.b32 $0, $1;", [Float32], [high])
     return high, to_tf32(low)

@@ -50,8 +50,9 @@ def prefetch_global(x: cute.Tensor, index: Int32) -> None:
 
 
 def add_global(address: Int64, values: Sequence[Float32]) -> None:
-    """Add 4 Float32 to the 4 at a 64-bit address in global memory, 16-byte aligned (sm_90 and
-    newer). Each of the 4 additions is atomic at GPU scope."""
+    """Add 4 Float32 to 4 Float32 at a 64-bit address in global memory, 16-byte aligned (sm_90 and
+    newer). Each of the 4 additions is atomic at GPU scope.
+    """
     _, sources = _vector(1, len(values))
     text = f"red.relaxed.gpu.global.add.v4.f32 [$0], {sources};"
     asm(text, [], [Int64(address), *map(Float32, values)], memory=True)

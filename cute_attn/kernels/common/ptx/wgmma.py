@@ -4,8 +4,8 @@ Fragments are laid out as in `mma` (m16n8k16). Warp w of the warpgroup has rows 
 the left operand and of the result. The right operand is in shared memory, in sub-tiles of 64 rows
 of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
-`product`, `shared_product` and `mixed_product` start an asynchronous product. Its result may be
-used only as returned by `wait`.
+`product`, `shared_product` and `mixed_product` start an asynchronous product. The product's result
+may be used only as returned by `wait`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ of o.
 
 All matrices are transposed. A warp owns 16 columns of V and all of K: the carried matrix, 16 by K,
 is in the accumulators of its products. Packed to 16 bits, the accumulators are the left operand of
-the next product without moving between threads, and so are that product's results. So the
-recurrence never leaves a warp's registers, and warps share only the chunk's tiles in shared memory.
+the next product without moving between threads. That product's results become a left operand in the
+same way. So the recurrence never leaves a warp's registers, and warps share only the chunk's tiles
+in shared memory.
 
     CTA (tile of V, value head, sequence)
       warp tile_v / 16     load    tiles, decay and rows of chunk after chunk
@@ -81,12 +82,13 @@ class Arguments(NamedTuple):
         decay: float32 [slots, HV, K], as `prepare` writes them.
         o: [B, T, HV, V], written: the output, or the gradient of v.
         states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
-            end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64
-            rows it has K / 64 sub-tiles, swizzled as those of a record are.
+            end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64 rows
+            the matrix has K / 64 sub-tiles, swizzled like a record's sub-tiles.
         v_new: [slots, HV, 64 * V], written: 64 rows of V as V / 64 such sub-tiles, with zeros
             past the end of a short chunk.
         start, result: float32 [N, HV, K, V], or with state_v_first [N, HV, V, K]: the carried
-            matrix before the first chunk of the pass, and after the last, which is written.
+            matrix before the first chunk of the pass, which is read, and after the last chunk,
+            which is written.
         cu_seqlens: [N + 1].
         segment_states, segment_transitions: see `fake_workspace`.
     """
@@ -290,8 +292,8 @@ class ChunkPass:
             first = segment * x.chunks_per_segment
             end = cutlass.min(first + x.chunks_per_segment, end)
             if cutlass.const_expr(self.transitions):
-                # Neither the last segment's result is needed, nor M of the first segment, whose
-                # start is known.
+                # Not needed: the last segment's result, and M of the first segment, whose start is
+                # known.
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
                 end = end if needed else first
 
@@ -476,8 +478,8 @@ class ChunkPass:
         elif cutlass.const_expr(spec.segments == "none"):
             self.store_result(state, x, sequence, head, column)
         elif cutlass.const_expr(self.ends):
-            # The segment with the last chunk stores the result; of an empty sequence, the first
-            # segment.
+            # The segment with the last chunk stores the result; for an empty sequence, the first
+            # segment stores it.
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_result(state, x, sequence, head, column)
 

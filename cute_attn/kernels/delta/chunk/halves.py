@@ -26,8 +26,9 @@ from .sub_chunks import (
 
 
 class ScoresByHalves:
-    """Computes the scores of 8 tokens against the 8 before them, then of 4, 2 and 1. All methods
-    run on the device."""
+    """Computes the scores of 8 tokens against the 8 before, then of 4, 2 and 1 tokens. All methods
+    run on the device.
+    """
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
@@ -38,8 +39,9 @@ class ScoresByHalves:
         block, and scale q k, transposed, above it.
 
         A level pairs h later tokens with the h tokens before them. A sub-chunk has 8 later tokens
-        in all: rows 0 to 7 of the left operand are their q, rows 8 to 15 their k. The right operand
-        has the 8 earlier tokens. Only elements whose two tokens are in one group of 2 h are used.
+        in all. Rows 0 to 7 of the left operand are q of these tokens, rows 8 to 15 are k. The right
+        operand has the 8 earlier tokens. Only elements whose two tokens are in one group of 2 h are
+        used.
         """
         for level in cutlass.range(2 * half, 2 * half + 2, unroll=1):
             shift = 3 - level

@@ -47,8 +47,9 @@ from .sub_chunks import (
 
 
 def split(x: Any) -> tuple[Any, Any]:
-    """Split x into two tf32 operands whose sum is x to 21 bits: x's upper 19 bits, which are all
-    that a tf32 MMA reads, and the rest."""
+    """Split x into two tf32 operands whose sum is x to 21 bits. The first is x's upper 19 bits,
+    which are all that a tf32 MMA reads; the second is the remainder.
+    """
     x = Float32(x)
     high = Int32(x.bitcast(Int32)) & Int32(-(1 << 13))
     low = x - high.bitcast(Float32)

@@ -21,8 +21,8 @@ from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
 from .tiles import UNIT_BYTES
 
 # With l2norm, rows longer than LONG are first multiplied by SHORTENED. The shifted product of two
-# rows that are not LONG stays below 2^120; so does the product of shortened rows up to a length
-# of 2^64.
+# rows that are not LONG stays below 2^120. For shortened rows the bound holds up to a length of
+# 2^64.
 LONG, SHORTENED = 2.0**30, 2.0**-34
 
 

@@ -34,7 +34,9 @@ class ScoreTiles:
 
     def swap_sums(self, smem: Int32, b: Int32, half: Any, acc: cute.Tensor) -> None:
         """Exchange partial sums between the two warps of sub-chunk b: warp b (half 0) gives its
-        sums of q, warp b + 4 its sums of k. Each may then `take` the other kind."""
+        sums of q, warp b + 4 its sums of k. Then warp b may `take` the sums of k, and warp b + 4
+        the sums of q.
+        """
         first = half == 0
         at = [self._partial_sums(smem, b, which) for which in (0, 1)]
         at = cutlass.select_(first, *at)

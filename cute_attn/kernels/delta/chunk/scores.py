@@ -8,7 +8,7 @@ With G the sum of a channel's gates (base 2) from the start of the chunk, a chun
 For the tensor cores, exp2 is split into a factor of row i and a factor of column j. Tokens are in
 sub-chunks of 16. P is the sum of gates from the first token of the sub-chunk, whose P is 0. The
 factor of row i is exp2(P_i). The factor of a column j of an earlier sub-chunk is the decay from j
-to the first token of i's sub-chunk. Both are at most 1 for gates that are at most 0.
+to the first token of i's sub-chunk. Both factors are at most 1 if no gate is above 0.
 
 The factor of a column j of i's own sub-chunk is exp2(-P_j). bfloat16 has float32's exponents, so
 this factor is used directly, divided by 2^60, while rows are multiplied by 2^60. The direct use
@@ -63,12 +63,12 @@ class Outputs(Protocol):
     def decayed_k(
         self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any], start: Any
     ) -> None:
-        """Take exp2(P + shift) * k. Times `start` and the inverse norm it is exp2(G) * k."""
+        """Take exp2(P + shift) * k. Times `start` and the inverse norm, this is exp2(G) * k."""
 
     def decayed_q(
         self, smem: Int32, b: Int32, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
-        """Take exp2(P + shift) * q. Times `start` and the inverse norm it is exp2(G) * q."""
+        """Take exp2(P + shift) * q. Times `start` and the inverse norm, this is exp2(G) * q."""
 
     def k_to_end(self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any]) -> None:
         """Take exp2(G_e - G) * k; times the inverse norm it is kg."""

@@ -89,8 +89,8 @@ class PrepareSpec(InputsSpec):
     """The fused path's preparation of chunks (`prepare`).
 
     Attributes:
-        for_backward: a backward will use the records: a beta too near 0 to divide by is replaced
-            (`gates.nonzero_beta`), and with l2norm the inverse norms of q and k are a result.
+        for_backward: a backward will use the records. A beta too near 0 to divide by is replaced
+            (`gates.nonzero_beta`). With l2norm, the inverse norms of q and k are a result.
     """
 
     for_backward: bool = False

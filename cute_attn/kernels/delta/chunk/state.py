@@ -2,11 +2,12 @@
 
 A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of m16n8k16
 (see `common.ptx.mma`). Rounded to 16 bits, the accumulators are the left operand of the next
-product without moving between threads, and so are that product's results. Right operands are a
-chunk's 64 rows in shared memory, in sub-tiles of 64 columns with TMA's swizzle.
+product without moving between threads. That product's results become a left operand in the same
+way. Right operands are a chunk's 64 rows in shared memory, in sub-tiles of 64 columns with TMA's
+swizzle.
 
 Products run on `mma.sync`, or on `wgmma` (sm_90a), which distributes fragments over threads as
-`mma.sync` does. `times_rows` and `times_columns` start a wgmma, and `done` waits for it. All
+`mma.sync` does. `times_rows` and `times_columns` start a wgmma, and `done` waits for the wgmma. All
 methods run on the device.
 """
 

@@ -29,8 +29,8 @@ SHIFT = 60.0  # log2 of the factor of rows with bfloat16 (see `scores`)
 RESERVED_BYTES = 1024  # shared memory that the hardware takes for each CTA
 
 # A sub-chunk's region overwrites q, k and P once the scores are summed. A region has 16 rows of Aqk
-# and of Akk as 16-bit tiles, and room to exchange a block between warps. Before that, its first
-# half has partial sums of q's scores, its second half partial sums of k's scores.
+# and of Akk as 16-bit tiles, and room to exchange a block between warps. Before, a region's first
+# half has partial sums of q's scores, the second half of k's scores.
 REGION = SharedMemory(
     Buffer("tile_qk", cutlass.Int16, SUB_CHUNK * CHUNK),
     Buffer("exchange", cutlass.Float32, 2 * SUB_CHUNK * SUB_CHUNK),

@@ -4,8 +4,9 @@ Per token and value head, with the state a K by V matrix S:
 
     S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
 
-A call reads and writes the state once. Everything else is a fiftieth of these bytes, so the kernel
-is bound by memory bandwidth, as Lightning's is (docs/kernels/kda_decode.md).
+A call reads and writes the state once. All other tensors together have a fiftieth of the state's
+bytes, so the kernel is bound by memory bandwidth, as Lightning decode is
+(docs/kernels/kda_decode.md).
 
     CTA (tile of V, value head, sequence)
       fetch     the token's q, k, v, g and beta
@@ -14,9 +15,9 @@ is bound by memory bandwidth, as Lightning's is (docs/kernels/kda_decode.md).
       advance   decay, both sums over K in one pass, rank-1 update
       store     the tile, in place; barrier; the output
 
-With several tokens, the next one is fetched and prepared while the current one is computed, with
-one barrier for each token. With records, the accepted drafted tokens come first, and the state is
-stored after them. With a slot for each position, the state is stored after every token.
+With several tokens, the next token is fetched and prepared while the current token is computed,
+with one barrier for each token. With records, the accepted drafted tokens come first, and the state
+is stored after them. With a slot for each position, the state is stored after every token.
 
 Runs on sm_80 and newer. Shared memory: two stages of a token, 8 KiB at most.
 """

@@ -8,8 +8,9 @@ where dAqk includes the scale. dk is row + col. `gradients` adds the terms i == 
 
 Sums over sub-chunks follow Horner's method. The sum so far decays to the first token of the next
 sub-chunk; then comes the product of a sub-chunk whose k has decayed to that token. So each factor
-is a decay from a token to a later token, at most 1, and no large gate cancels. The sum starts with
-the state's part; for columns, which go backwards, with the part of the state's gradient.
+is a decay from a token to a later token, at most 1, and no large gate cancels. For rows, the sum
+starts with the state's part. For columns, which go backwards, the sum starts with the part of the
+state's gradient.
 
 Within a sub-chunk, decays are relative to a reference, as for the scores (see `..scores`): rows in
 range take one product, with a constant reference; rows out of range are multiplied by halves, in
@@ -19,8 +20,9 @@ Each term of dq_i times q_i is also a term of col_j times k_j. In dG, the gradie
 
     dG = q dq + k row - k col
 
-the two terms cancel wherever both tokens are before or after a gate. To cancel despite rounding, dG
-multiplies each product by the operand of its counterpart, rounded as in the counterpart.
+the two terms cancel wherever both tokens are before or after a gate. So that the terms cancel
+despite rounding, dG multiplies each product by the operand of the product it cancels against,
+rounded as in that product.
 """
 
 from __future__ import annotations
@@ -269,8 +271,9 @@ class DecayedProducts:
         self, smem: Int32, in_range: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor,
         acc: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Add the other products of the sub-chunk with itself: the products by halves, and to col
-        the product of rows in range."""
+        """Add the other products of the sub-chunk with itself: the products by halves and, to col,
+        the product of the rows in range.
+        """
         if in_range < SUB_CHUNK:
             # The compiler would load P before the loops, or interleave the loops, and spill.
             for pair in cutlass.range_constexpr(PAIRS):

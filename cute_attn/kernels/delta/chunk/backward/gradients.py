@@ -17,8 +17,8 @@ The last kernel of the backward. A chunk needs nothing from other chunks.
                    CTAs exchange q dq and k dk
       norms      dq and dk, summed over the group
 
-Both CTAs compute dAqk and dLhat: exchanging them would take longer. A CTA has all of K at K = 64,
-and also at K = 128, with 16 warps, where the architecture has no clusters.
+Both CTAs compute dAqk and dLhat: exchanging these matrices would take longer. A CTA has all of K at
+K = 64, and also at K = 128, with 16 warps, where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
 the corrections and dr the gradient of r, which is also the gradient of v
@@ -88,14 +88,14 @@ class Arguments(NamedTuple):
     Attributes:
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in
             `prepare`.
-        inverse_norms: float32 [slots, HQK, 2 * 64], those of a chunk's q and then k, with
-            l2norm; as `prepare` writes them.
+        inverse_norms: float32 [slots, HQK, 2 * 64], the inverse norms of a chunk's rows of q, then
+            of k, as `prepare` writes these norms; only with l2norm.
         do: [B, T, HV, V], the gradient of o.
-        states, adjoints: [slots, HV, V K], the state at the start of each chunk and the
-            gradient of the state after it, transposed: for each 64 rows of V, K / 64 sub-tiles.
+        states, adjoints: [slots, HV, V K], the state at the start of each chunk and the gradient of
+            the state after the chunk, transposed: for each 64 rows of V, K / 64 sub-tiles.
         v_new: [slots, HV, 64 V], v' / m in sub-tiles of 64 columns; rows past the end are 0.
         dv: [B, T, HV, V], dr with `nonzero_beta`; becomes the gradient of v.
-        dq, dk: [B, T, HQK, K], written, and so are the following.
+        dq, dk: [B, T, HQK, K], written, as are the arguments below.
         dg: [B, T, HV, K].
         dbeta: [B, T, HV], any strides.
         dA_log, ddt_bias: float32 [slots, cluster, HV] and [slots, HV, K]; the gradients of

@@ -2,7 +2,7 @@
 
 Warp 4 n + b has the rows of sub-chunk b, and the n-th part of the channels. A thread has
 accumulators of 16 rows by 8 channels (see `common.ptx.mma`), and operands of 16 tokens by 8
-channels; each 16 channels have a pair of each.
+channels; for each 16 channels there is a pair of accumulator fragments and a pair of operands.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     S_(p+1) = M_p S_p + B_p
 
 The products, of K by K by V, form a chain, so latency is all that counts. A CTA has few columns of
-V, transposed, and each of its warps a quarter of K. A warp loads its rows of M_(p+1) while it
+V, transposed, and each warp has a quarter of K. A warp loads its rows of M_(p+1) while it
 multiplies by its rows of M_p. Each product is computed as three tf32 products, nearly as accurate
 as float32. S^T passes through shared memory between steps.
 

@@ -5,8 +5,8 @@ and the corrections v_new.
 
 All matrices are transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
 by K, is in the accumulators of its products. Rounded accumulators are h and, without moving between
-threads, the left operand of the next product; so is v_new^T. So the recurrence never leaves a
-warp's registers, and warps share only the chunk's rows in shared memory.
+threads, the left operand of the next product. v_new^T is a left operand in the same way. So the
+recurrence never leaves a warp's registers, and warps share only the chunk's rows in shared memory.
 
 `products="wgmma"` (sm_90a) distributes fragments over threads as "mma" does, and reads the rows
 once rather than once per warp. wgmmas overlap the start of copies and the stores of results.

@@ -2,8 +2,8 @@
 
 The kernel is bound by memory bandwidth. A thread holds 4 channels of 8 tokens, and issues all loads
 before the first use. The chunk's 8 groups of 8 tokens exchange their sums through shared memory. A
-token's sum depends on no later token. The groups' sums are added in double-float arithmetic: they
-grow as large as G, and a rounding error would stay in all later tokens.
+token's sum depends on no later token. The groups' sums are added in double-float arithmetic: these
+sums grow as large as G, and a rounding error would stay in all later tokens.
 
     CTA (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels for each thread
@@ -124,7 +124,8 @@ class KdaGateCumsum:
         channel = (thread & (self.threads_a_row - 1)) * CHANNELS
         first = group * ROWS
 
-        # Past the end, the last token is read again; it enters only sums that are not stored.
+        # Past the end, the last token is read again; this token enters only sums that are not
+        # stored.
         source = row_address(g, place.batch, place.start, head, channel)
         pitch = row_bytes(g)
         rows = []

@@ -9,14 +9,15 @@ With D_ij = exp2(G_i - G_j), and the gradients dA (`dAqk`) of the product of q a
                                           dk_i = dA_ii q_i + beta_i row_k_i + column_i
     dG_i = q_i * row_q_i + k_i * (beta_i row_k_i - column_i)
 
-All are added to the other stages' results; dq and dk are then summed over the value heads that
-share q and k. A token's product with itself has no decay, so it contributes nothing to dG.
+The gradients are added to the other stages' results. Then dq and dk are summed over the value heads
+that share q and k. A token's product with itself has no decay, so the product contributes nothing
+to dG.
 
 Sums run on the CUDA cores in float32, since this kernel moves many bytes. A thread has two channels
 of 8 tokens, so that an element of dA in shared memory serves two channels. Between blocks of 8
-tokens D_ij is split in two factors, as in the forward: for rows at the first token of the later
-block, for columns at the first token after the earlier block. Within a block D_ij is computed for
-every pair. No factor exceeds 1.
+tokens D_ij is split in two factors at a token between i and j, as in the forward. For rows, this
+token is the first of the later block; for columns, the first after the earlier block. Within a
+block D_ij is computed for every pair. No factor exceeds 1.
 
     CTA (slot of a chunk, head of q and k), 8 warps with 8 tokens each
       for each value head
@@ -161,7 +162,7 @@ class KdaIntraBackward:
             group = Int32(Uint32(x.g.shape[2]) // Uint32(x.q.shape[2]))
             for n in cutlass.range(group, unroll=1):
                 head = head_qk * group + n
-                cute.arch.sync_threads()  # all warps have read those of the previous head
+                cute.arch.sync_threads()  # all warps are done with the previous head
                 self.load(x.dAqk, x.dAkk, x.beta, place, head, base)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()

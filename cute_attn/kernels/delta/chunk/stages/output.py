@@ -4,7 +4,7 @@
 
 The kernel is bound by memory bandwidth. A warp has 16 rows. It loads q and G directly as fragments
 of a left operand. In each 16 channels a lane takes 4 neighbours of a row, so that loads are whole
-sectors. This permutes the channels, and the rows of h are read in the same order:
+sectors. This order permutes the channels, and the rows of h are read in the permuted order:
 
     position in the fragment    2 i, 2 i + 1, 2 i + 8, 2 i + 9        i = lane % 4
     channel                     4 i, 4 i + 1, 4 i + 2, 4 i + 3

@@ -1,6 +1,7 @@
 """The gradients of q, k, v, beta, G and L through a chunk's products with the state.
 
-With du the gradient of u, h the state before the chunk, and dh the gradient of the state after it:
+With du the gradient of u, h the state before the chunk, and dh the gradient of the state after the
+chunk:
 
     dy  = Akk^T du                          dv = Diag(beta) dy
     dq  = scale exp2(G) * (do h^T)
@@ -11,7 +12,7 @@ With du the gradient of u, h the state before the chunk, and dh the gradient of 
     dG  = q * dq + Diag(beta) k * dks - k * dke; for the last token, plus
           sum_i k_i * dke_i + exp2(G_e) * (h * dh summed over V)
 
-dL needs no product of 64 by 64 matrices: it is -Akk^T dAkk Akk^T, and dAkk Akk^T = du v_new^T.
+dL needs no product of 64 by 64 matrices: dL is -Akk^T dAkk Akk^T, and dAkk Akk^T = du v_new^T.
 
     CTA (slot of a chunk, value head), 8 warps: a warp has 16 rows, and half of the channels
       for each 64 columns of V
@@ -166,7 +167,7 @@ class KdaRecomputeWUBackward:
     @entry(Arguments)
     @cute.jit
     def __call__(self, *args: Any) -> None:
-        """Launch the kernel; dq and dk are float32 `[B, T, HV, K]`, dAkk is that of L."""
+        """Launch the kernel; dq and dk are float32 `[B, T, HV, K]`, dAkk is the gradient of L."""
         a, stream = gathered(Arguments, args)
         slots = num_slots(a.v.shape[0], a.v.shape[1], a.cu_seqlens)
         self.kernel(a).launch(
@@ -470,7 +471,7 @@ class KdaRecomputeWUBackward:
         half: Int32,
         base: Int32,
     ) -> None:
-        """Store dq, dk, and dG but for the last token's further terms."""
+        """Store dq, dk and dG, without the further terms of the last token's dG."""
         lane = cute.arch.lane_idx()
         head_qk = shared_head(head, g.shape[2], q.shape[2])
         first = half * self.channels + ((lane & 3) << 1)
