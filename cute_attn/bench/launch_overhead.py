@@ -1,8 +1,8 @@
 """Host time of one launch: the public operator and the layers under it, compared with torch.mul.
 
 Calls are timed in batches, with no synchronisation inside a batch, so no call waits for the
-device. The result is the cost of a decode step to the Python thread. This cost bounds how many kernels per
-second an eager loop can launch.
+device. The result is the cost of a decode step to the Python thread. This cost bounds how many
+kernels per second an eager loop can launch.
 """
 
 from __future__ import annotations
