@@ -32,12 +32,13 @@ def register() -> None:
     to `torch.distributed.tensor`, forward and backward.
 
     q, k and v may be sharded by heads, if the number of devices divides the heads of k, and by
-    sequences, if they are not packed; on a mesh of two dimensions by both. Then nothing is
-    communicated but the sum of the sink's gradient, and o has the placement of q. Other placements
-    are redistributed first. All tensors of a call have to be DTensors: `learnable_sink` and lengths
-    too. `out` has no rule.
+    sequences, if they are not packed; on a mesh of two dimensions by heads and sequences. Then
+    nothing is communicated but the sum of the sink's gradient, and o has the placement of q. Other
+    placements are redistributed first. All tensors of a call have to be DTensors: `learnable_sink`
+    and lengths too. `out` has no rule.
 
-    It calls `torch.distributed.tensor.experimental.register_sharding`, which PyTorch may change.
+    `register` calls `torch.distributed.tensor.experimental.register_sharding`, which PyTorch may
+    change.
     """
     from torch.distributed.tensor.experimental import register_sharding
 

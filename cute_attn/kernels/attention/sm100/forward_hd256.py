@@ -423,7 +423,7 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def mma_warp(self, own: Shared, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma) -> None:
-        """Issue S of the next K/V tile before P V of this one, so that softmax overlaps an MMA."""
+        """Issue S of the next K/V tile before P V of this tile, so that softmax overlaps an MMA."""
         storage, barriers, queue = own.storage, own.barriers, own.queue
         q_frag = shared_a(qk_mma, OVER_HEAD_DIM, self.dtype, storage.q)
         k_frag = shared_b(qk_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)

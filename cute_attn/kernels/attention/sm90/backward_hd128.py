@@ -3,7 +3,7 @@ warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
 warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
-each query head it loops over the tiles of 64 queries that see some of the keys.
+each query head the CTA loops over the tiles of 64 queries that see some of the keys.
 
     S^T = K Q^T            64 x 64 a warpgroup         K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers

@@ -1,7 +1,7 @@
 """Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
-A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. It goes
-over the tile's visible K/V tiles from the last to the first.
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. The CTA
+goes over the tile's visible K/V tiles from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
     P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
@@ -14,7 +14,8 @@ a part of Q is in registers.
 
 Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
 this tile's P V, and computes the next tile's softmax while P V runs. The warpgroups also take turns
-to start products (named barriers), so that one warpgroup's softmax runs during another's products.
+to start products (named barriers), so that one warpgroup's softmax runs during another warpgroup's
+products.
 
     warps             role        work on a tile
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA

@@ -312,7 +312,8 @@ class Consumer(Carried):
 
     def first_loaded(self, statistics: Statistics) -> Statistics:
         """Load the statistics of the first columns before a wait: the compiler does not move loads
-        across it."""
+        across a wait.
+        """
         ahead = self.columns_ahead
         loaded = statistics(range(ahead))
         return lambda columns: loaded if columns.stop <= ahead else statistics(columns)
