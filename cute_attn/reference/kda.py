@@ -612,9 +612,9 @@ def kda_chunk_reference(
 
     Args:
         stage_dtype: dtype to which these are rounded: normalised q and k, the results that a stage
-            passes to the next stage, and operands of products made of them. G, the state and o are
-            not rounded. With `dtype` float32 this is plain code that stores tensors in 16 bits;
-            tests compare the kernels' error with this code's error. None rounds nothing.
+            passes to the next stage, and product operands computed from these tensors. G, the state
+            and o are not rounded. With `dtype` float32 this is plain code that stores tensors in 16
+            bits; tests compare the kernels' error with this code's error. None rounds nothing.
     """
     q, k, g, beta = prepare(
         q,
@@ -710,8 +710,8 @@ def kda_chunk_gradients(
     Args:
         dtype: dtype of the arithmetic and of the gradients.
         stage_dtype: dtype to which these are rounded: normalised q and k, tensors that a stage
-            passes to the next stage (states, gradients of states, v_new ...), and operands of
-            products made of them. With `dtype` float32 this is plain code; tests compare the
+            passes to the next stage (states, gradients of states, v_new ...), and product operands
+            computed from these tensors. With `dtype` float32 this is plain code; tests compare the
             kernels' error with this code's error. None rounds nothing.
         jitter: a generator of random factors. A value is rounded to `stage_dtype` while multiplied
             by its factor: the rounding errors change, but not their size.

@@ -373,7 +373,7 @@ class Sm90DsDq:
         own.barriers.warp_arrives("k_empty", high - 1)
 
     def start_product(self, own: Consumer, n: Int32) -> None:
-        """Start the accumulators + dS K, with use n of both."""
+        """Start the accumulators + dS K, with use n of dS and K."""
         own.barriers.wait("k_full", n)
         stage = own.barriers.stage("k_full", n)
         started = start_query_gradients(
