@@ -376,7 +376,8 @@ def flash_attn_with_kvcache(
             block_table, the cache's first sequences are used.
         v_cache: as k_cache.
         k: `[batch, seqlen_new, heads_k, head_dim]`, dtype of q: keys to append at cache_seqlens.
-            There must be room for them, also in block_table; only an int cache_seqlens is checked.
+            There must be room for the new keys, also in block_table; only an int cache_seqlens is
+            checked.
         v: as k, given with k.
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: q and k are rotated in float32, k at
             its place in the cache. With `causal` or a window, query i is rotated at

@@ -69,7 +69,7 @@ class KdaRecords(NamedTuple):
     computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly. u is the correction: with it a replay needs no product of state and k.
+    exactly. u is the correction: with u a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]

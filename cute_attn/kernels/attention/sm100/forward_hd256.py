@@ -22,7 +22,7 @@ The special function unit alone would need half of the MMAs' time.
     11       scheduler    publishes the next tile to all other warps
 
 With splits, a tile's K/V tiles are shared out among clusters. The correction warps store each
-split's O in float32, straight from registers, and `combine` adds them up.
+split's O in float32, straight from registers, and `combine` adds up the splits.
 
 `EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the register counts below
 declare the budgets.
@@ -278,7 +278,7 @@ class Sm100Hd256Forward:
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # the driver rejects it; the operator says why
+                num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         o_copy = (None, a.o)
         if cutlass.const_expr(not spec.split):

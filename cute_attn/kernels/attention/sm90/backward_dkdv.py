@@ -277,7 +277,7 @@ class Sm90DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         keys = KeyLoads.of(self.spec, storage, barriers)
         queries = QueryLoads.of(self.spec, storage, barriers)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)

@@ -280,7 +280,7 @@ class Sm90DsDq:
 
     @cute.jit
     def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
-        """Publish the cluster's tile, and load what it needs."""
+        """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
 

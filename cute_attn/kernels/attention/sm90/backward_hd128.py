@@ -83,8 +83,9 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 K_STAGES, DS_STAGES = 2, 2
 Q_STAGES, DO_STAGES = 2, 2
 
-# If all tiles of keys see the same queries, they begin with different tiles of queries: one of
-# STARTS tiles, START_STEP apart. Fewer CTAs then add to the same sums at the same time.
+# If all tiles of keys see the same queries, the tiles of keys begin with different tiles of
+# queries: one of STARTS tiles, START_STEP apart. Fewer CTAs then add to the same sums at the same
+# time.
 STARTS, START_STEP = 4, 2
 
 COLUMNS_AHEAD = 16  # all columns of a tile that a lane has

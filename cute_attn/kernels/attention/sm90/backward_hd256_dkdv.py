@@ -358,7 +358,7 @@ class Sm90Hd256DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the cluster's tile, and load what it needs."""
+        """Publish the cluster's tile, and load the tile's operands."""
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill_with_one(

@@ -293,7 +293,7 @@ class Sm90Forward:
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # the driver rejects it; the operator says why
+                num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
         k_tma, k = self.k_rows.atom(load, a.k)
@@ -393,7 +393,7 @@ class Sm90Forward:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         spec, pages = self.spec, x.pages
         k_smem = self.ring(storage.k, spec.head_dim, pages)
         v_smem = self.ring(storage.v, spec.head_dim_v, pages)
