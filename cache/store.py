@@ -8,7 +8,7 @@ Layout, below a root of mode 0700:
     v1/quarantine/      damaged entries
     v1/ledger           the total size at the last measurement, and the sizes added since
 
-An entry appears by one rename of a complete and synced directory, and disappears by one rename, so
+An entry appears by one rename of a complete and synced directory, and disappears by one rename. So
 no reader ever sees half an entry, not even on NFS. A killed process leaves files only in `staging`,
 from which nothing is loaded; these files are removed when their lock is free.
 """

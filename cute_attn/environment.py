@@ -1,6 +1,6 @@
 """What can be said of this machine and installation: versions, the processor, GPUs, the commit.
 
-`python -m cute_attn env` prints it, and reports of benchmarks hold it.
+`python -m cute_attn env` prints these facts, and reports of benchmarks hold them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-# Distributions that the numbers depend on; those not installed are left out.
+# Distributions that the numbers depend on; distributions that are not installed are left out.
 PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4")
 

@@ -1,7 +1,7 @@
-"""The families of operators: what each one has, and where. A new family is a record here.
+"""The families of operators: what each family has, and where. A new family is a record here.
 
-The public names of `cute_attn` come from it, and so do the operators that are registered, the list
-of benchmarks, the table in docs/support.md and what tests ask of every family. It is plain data:
+This module gives the public names of `cute_attn`, the registered operators, the list of benchmarks,
+the table in docs/support.md, and what tests ask of every family. The module is plain data:
 everything is named by a string, as "module" or "module:name", and nothing else is imported.
 """
 
@@ -25,8 +25,9 @@ class Support(NamedTuple):
         dtype: the parameter of `plan` that is the dtype.
         unequal: whether the row leaves out equal sizes, which have another row.
         states: the dtypes of recurrent states, where the functions have states.
-        measured: the architectures that a GPU has tested and timed; the others are emulated.
-        summary: the row of README's table that stands for this one, if any.
+        measured: the architectures that a GPU has tested and timed; all other architectures are
+            emulated.
+        summary: the row of README's table that stands for this row, if any.
     """
 
     functions: tuple[str, ...]
@@ -48,7 +49,7 @@ class Family(NamedTuple):
         functions: the public functions, which `cute_attn` exports.
         operators: the module whose import defines the family's `torch.ops.cute_attn.*`.
         table: the module that names the family's kernels. All kernels of a table are called on
-            every architecture, unless it has a function `called(arch)`.
+            every architecture, unless the table has a function `called(arch)`.
         reference: the modules that define the operators in plain PyTorch.
         support: the rows of docs/support.md.
         spec_files: the files of cute_attn/models that have plans of the family.

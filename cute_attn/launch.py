@@ -152,8 +152,8 @@ def warmup(
             `arch` or were recorded by another version. The message names each failure; all other
             kernels are ready.
         cute_attn.cache.FrozenCacheMiss: a kernel is missing after `cute_attn.cache.freeze`.
-        cute_attn.cache.CacheError: the file cannot be read, a plan in it fails, or it lists nothing
-            for `arch`; or neither a device nor `arch` is given.
+        cute_attn.cache.CacheError: the file cannot be read, a plan in the file fails, or the file
+            lists nothing for `arch`; or neither a device nor `arch` is given.
         ValueError: `arch` is not of the form "sm_90a", or `jobs` is less than 1.
     """
     return cache.warmup(requests, arch=arch, jobs=jobs, progress=progress)

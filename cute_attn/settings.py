@@ -77,7 +77,7 @@ def reload_settings() -> Settings:
     `CUTE_ATTN_EMULATE` in `os.environ`, if an operator was called before.
 
     Raises:
-        ValueError: a variable has an invalid value; the message names it.
+        ValueError: a variable has an invalid value; the message names the variable.
     """
     settings.cache_clear()
     for forget in _on_reload:

@@ -10,8 +10,9 @@ Window = tuple[int | None, int | None]
 
 
 def given_tensors(required: dict[str, Any], **optional: Any) -> dict[str, Tensor]:
-    """The tensors that are not None, q first. The kernel's operator checks more, but not before it
-    is called."""
+    """The tensors that are not None, q first. The kernel's operator checks more, but only when the
+    operator is called.
+    """
     given = required | {name: x for name, x in optional.items() if x is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):

@@ -366,17 +366,18 @@ def flash_attn_with_kvcache(
 
     Appending is a few torch operators before the kernel. Nothing reads device memory, so that a
     CUDA graph can capture the call. There is no gradient, as in FlashAttention: the result requires
-    none, whatever q does.
+    no gradient, even if q does.
 
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16.
         k_cache: `[batch_cache, seqlen_cache, heads_k, head_dim]`, dtype of q; with block_table
             `[num_pages, page_size, heads_k, head_dim]`, page_size a multiple of 16. Written in
             place if k is given: other rows keep their bits. Without cache_batch_idx and
-            block_table, its first sequences are used.
+            block_table, the cache's first sequences are used.
         v_cache: as k_cache.
         k: `[batch, seqlen_new, heads_k, head_dim]`, dtype of q: keys to append at cache_seqlens.
-            There must be room for them, also in block_table; only an int cache_seqlens is checked.
+            There must be room for the new keys, also in block_table; only an int cache_seqlens is
+            checked.
         v: as k, given with k.
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: q and k are rotated in float32, k at
             its place in the cache. With `causal` or a window, query i is rotated at
@@ -387,7 +388,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: `[batch]` int32: the sequence of the cache for each sequence of q, all
             distinct if k is given. Needs a seqlen_cache that is a multiple of 16.
         cache_leftpad: `[batch]` int32: the first row of each sequence of the cache; the rows in
-            front are not seen. cache_seqlens counts them.
+            front are not seen. cache_seqlens counts these rows.
         block_table: `[batch, max_pages]` int32: row j of sequence b is in page
             block_table[b, j // page_size].
         softmax_scale: as for `flash_attn_func`.
@@ -407,7 +408,8 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, strides or values, or k, v, cache_seqlens, rotary_cos and
-            rotary_sin do not go together. Where the kernel refuses a cache, it says k and v.
+            rotary_sin do not go together. Where the kernel refuses a cache, the message says k and
+            v.
         NotImplementedError: alibi_slopes is given; cache_batch_idx or cache_leftpad is given with
             block_table or with each other; cache_batch_idx, and seqlen_cache is no multiple of 16;
             no kernel has the head dimension on this GPU.

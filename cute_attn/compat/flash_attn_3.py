@@ -289,7 +289,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: as for FlashAttention 2's function.
         page_table: `[batch, max_pages]` int32; page_size is a multiple of 16.
         cu_seqlens_q: `[batch + 1]` int32: where each sequence of q begins and ends.
-        cu_seqlens_k_new: no effect without k, and only None with it.
+        cu_seqlens_k_new: no effect without k; with k, only None.
         max_seqlen_q: length of the longest sequence of q, a hint.
         rotary_seqlens: only None.
         q_descale: only None, as k_descale and v_descale: there is no FP8.
@@ -314,8 +314,8 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: as FlashAttention 2's function.
         ValueError: as FlashAttention 2's function.
-        NotImplementedError: as FlashAttention 2's function, or an argument that has only one value
-            has another.
+        NotImplementedError: as FlashAttention 2's function, or an argument that supports only one
+            value has another value.
     """
     if k is not None:
         _refuse(0, cu_seqlens_k_new=cu_seqlens_k_new)

@@ -152,7 +152,7 @@ class _Cache(NamedTuple):
         return cls(k_cache, v_cache, lengths, batch_idx, leftpad, table, capacity)
 
     def appended(self, new: int) -> Tensor:
-        """The rows of each sequence where so many new ones go, `[batch, new]`."""
+        """The rows of each sequence where `new` new rows go, `[batch, new]`."""
         steps = torch.arange(new, device=self.lengths.device)
         return self.lengths[:, None].long() + steps
 
@@ -168,7 +168,7 @@ class _Cache(NamedTuple):
         self.v.index_put_((first, rows), v)
 
     def seen(self, new: int) -> dict[str, Any]:
-        """k, v and lengths for the kernel, after so many rows were appended."""
+        """k, v and lengths for the kernel, after `new` rows were appended."""
         used, table = self.lengths + new, self.page_table
         if self.batch_idx is not None:  # a page for each sequence of the cache
             if self.capacity % PAGE_STEP:
@@ -179,7 +179,7 @@ class _Cache(NamedTuple):
             table = self.batch_idx[:, None].contiguous()
         if self.leftpad is None:
             return {"k": self.k, "v": self.v, "seqused_k": used, "page_table": table}
-        # All rows of the cache one after another, of which a sequence begins at its first used one.
+        # All rows of the cache one after another; a sequence begins at its first used row.
         k, v = (_joined(name, x) for name, x in (("k_cache", self.k), ("v_cache", self.v)))
         sequences = torch.arange(len(self.leftpad) + 1, dtype=torch.int32, device=k.device)
         starts = sequences * self.capacity

@@ -46,8 +46,8 @@ class Emulator:
         num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster are
             resident even if there are fewer SMs.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
-            warps, and when each asynchronous operation reads and writes, by `seed`;
-            "adversarial" delays each asynchronous effect until no warp can run.
+            the warps, and the times at which each asynchronous operation reads and writes, by
+            `seed`; "adversarial" delays each asynchronous effect until no warp can run.
         seed: seed of the random choices; equal seeds give equal runs.
         checks: "all", "none", or names of checks in `Emulator.CHECKS`.
         on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"

@@ -48,12 +48,12 @@ LN2_RECIPROCAL = 1.4426950408889634  # converts G to base 2
 def register() -> None:
     """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
 
-    The backend takes calls of `chunk_kda`, with gradients and without. Without gradients it also
-    takes `fused_recurrent_kda` and `fused_recurrent_kda_fwd`, which servers call with states in
-    slots that are updated in place. Speculative decoding and any number of value heads per query
-    head (GVA) are included. If the backend declines a `chunk_kda` that needs gradients, it still
-    takes stages of the forward, which the backward runs again: `kda_gate_chunk_cumsum`,
-    `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+    The backend takes calls of `chunk_kda`, with gradients and without. Without gradients the
+    backend also takes `fused_recurrent_kda` and `fused_recurrent_kda_fwd`, which servers call with
+    states in slots that are updated in place. Speculative decoding and any number of value heads
+    per query head (GVA) are included. If the backend declines a `chunk_kda` that needs gradients,
+    the backend still takes stages of the forward, which the backward runs again:
+    `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
     The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel

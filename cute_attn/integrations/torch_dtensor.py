@@ -31,13 +31,14 @@ def register() -> None:
     """Make the sharding of `cute_attn.flash_attn_func` and `cute_attn.flash_attn_varlen_func` known
     to `torch.distributed.tensor`, forward and backward.
 
-    q, k and v may be sharded by heads, if the number of devices divides the heads of k, and by
-    sequences, if they are not packed; on a mesh of two dimensions by both. Then nothing is
-    communicated but the sum of the sink's gradient, and o has the placement of q. Other placements
-    are redistributed first. All tensors of a call have to be DTensors: `learnable_sink` and lengths
-    too. `out` has no rule.
+    q, k and v may be sharded by heads, if the number of devices divides the heads of k. They may be
+    sharded by sequences, if the sequences are not packed. A mesh of two dimensions may shard by
+    heads and sequences. Then nothing is communicated but the sum of the sink's gradient, and o has
+    the placement of q. Other placements are redistributed first. All tensors of a call have to be
+    DTensors: `learnable_sink` and lengths too. `out` has no rule.
 
-    It calls `torch.distributed.tensor.experimental.register_sharding`, which PyTorch may change.
+    `register` calls `torch.distributed.tensor.experimental.register_sharding`, which PyTorch may
+    change.
     """
     from torch.distributed.tensor.experimental import register_sharding
 

@@ -8,8 +8,9 @@
 
 PyTorch's functions reach FlashAttention by five operators in the namespace `aten`. While active,
 this module's functions stand in for these operators on CUDA. A call that the kernels do not take
-goes on to PyTorch's own, which is looked up before it is replaced. Whether they take it depends on
-nothing that differs between a forward and its backward, so that both run on one side.
+goes on to PyTorch's own kernel, which is looked up before the replacement. Whether the kernels take
+a call depends on nothing that differs between a forward and its backward. So the forward and its
+backward run on one side.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ _NEEDED = "register_flash_attention_impl"
 def register(name: str = NAME, *, fallback: bool = True) -> None:
     """Make `torch.nn.attention.activate_flash_attention_impl(name)` known to PyTorch.
 
-    Once that is called, `torch.nn.functional.scaled_dot_product_attention`, where PyTorch chooses
+    After that call, `torch.nn.functional.scaled_dot_product_attention`, where PyTorch chooses
     FlashAttention for it, and `torch.nn.attention.varlen.varlen_attn` run on this package's
     kernels, forward and backward, eager and compiled.
     `torch.nn.attention.restore_flash_attention_impl()` ends that.
 
     The kernels take bfloat16 and float16, head_dim 64, 128 and 256 on Hopper and 256 on Blackwell,
     causal masks, windows, grouped heads, pages and splits. A q, k or v with strides or an address
-    that TMA cannot read is copied. They do not take other head dimensions, `dropout_p` above 0,
-    `alibi_slopes`, `return_debug_mask`, or a page table without lengths of the keys.
+    that TMA cannot read is copied. The kernels do not take other head dimensions, `dropout_p` above
+    0, `alibi_slopes`, `return_debug_mask`, or a page table without lengths of the keys.
 
     Args:
         name: the value for `activate_flash_attention_impl`.
         fallback: whether calls that the kernels do not take go to PyTorch's own kernels, silently,
-            as they do before activation. Otherwise they raise NotImplementedError with the reason.
+            as they do before activation. Otherwise such calls raise NotImplementedError with the
+            reason.
 
     Raises:
-        RuntimeError: PyTorch has no such function; the message names its version.
+        RuntimeError: PyTorch has no such function; the message names PyTorch's version.
     """
     from torch.nn import attention
 
@@ -104,7 +106,7 @@ class _StandIn:
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            # The graph is PyTorch's: ours would be a second one.
+            # The graph is PyTorch's: a graph of ours would be a second graph.
             with torch.no_grad():
                 return self._function(*args, **kwargs)
         except _NoKernel as error:

@@ -302,8 +302,9 @@ def _packed(
 
 
 def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, converted to autocast's dtype if autocast is on and one of them is float32, as
-    torch's own attention does. Under autocast, norms and rotary embeddings return float32."""
+    """q, k and v, converted to autocast's dtype if autocast is on and one of q, k and v is float32,
+    as torch's own attention does. Under autocast, norms and rotary embeddings return float32.
+    """
     given = query, key, value
     device = query.device.type
     if torch.float32 in {x.dtype for x in given} and torch.is_autocast_enabled(device):

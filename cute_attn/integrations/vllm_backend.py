@@ -6,7 +6,7 @@ memory. A block is a page of `flash_attn_varlen_func`, which reads keys and valu
 
 Everything that changes from step to step is in tensors that only the device reads. Numbers that the
 host gives (the longest query, the longest sequence) choose how the work is divided; no result
-depends on them. So a CUDA graph of a batch may be replayed for any batch of the same size.
+depends on these numbers. So a CUDA graph of a batch may be replayed for any batch of the same size.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _is_mma(instruction: Instruction) -> bool:
 
 
 def _hands_over(instructions: Iterable[Instruction]) -> bool:
-    """Whether the instructions wait for another role or signal one, as in every tile."""
+    """Whether the instructions wait for another role or signal another role, as in every tile."""
     return any(_is(i, "SYNCS", "BAR") for i in instructions)
 
 
@@ -282,7 +282,7 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
         blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
         work = _columns(_of(function, blocks), "LDTM") / what.columns
     elif any(_is(i, "UTMALDG") for i in body):
-        # Tiles in the middle load less than the first one, which may load other operands too.
+        # Tiles in the middle load less than the first tile, which may load other operands too.
         exact = function.path_with(loop, lambda i: _is(i, "UTMALDG"), geometry.loads)
         blocks = exact or function.path(loop, lambda i: float(_is(i, "UTMALDG")))
         work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
@@ -387,7 +387,7 @@ _MMA = re.compile(r"tcgen05\.mma\.cta_group::\S+\s+\[[^\]]*\]\s*,\s*([^,]+),[^,]
 def check_shapes(ptx: str, geometry: Geometry) -> bool:
     """Compare the MMA shapes of `geometry` with the instruction descriptors in a kernel's PTX.
 
-    A descriptor may be one of several constants, as long as the shape is the same in all of them.
+    A descriptor may be one of several constants, as long as the shape is the same in all constants.
 
     Returns:
         Whether all descriptors are known; descriptors that a kernel computes are not checked.
@@ -452,7 +452,7 @@ def exponentiates(body: list[Instruction], at_least: int = WARP) -> bool:
 def rescales(body: list[Instruction]) -> bool:
     """Whether the loop reads and writes tensor memory, without exponentials.
 
-    The forward's epilogue also reads O, but does not write it back.
+    The forward's epilogue also reads O, but does not write O back.
     """
     both = all(any(_is(i, o) for i in body) for o in ("LDTM", "STTM"))
     return both and not any(_is(i, "MUFU.EX2") for i in body)
@@ -567,7 +567,8 @@ class TileCost:
     Attributes:
         clocks: clocks of a tile after which O is not rescaled.
         rescaling: clocks of a tile after which O is rescaled.
-        shapes_checked: whether the PTX confirms the shapes of all MMAs; else they are assumed.
+        shapes_checked: whether the PTX confirms the shapes of all MMAs; else the shapes are
+            assumed.
     """
 
     counted: KernelCount

@@ -1,7 +1,7 @@
 """Registers that a kernel's machine code reads without having set them.
 
 Such a read is an error of the compiler: the kernel computes with a value that another kernel left
-in the register. ptxas 13.4 has emitted one (docs/log/kda.md).
+in the register. ptxas 13.4 has emitted such a read (docs/log/kda.md).
 
     (function,) = functions(text)        # of `nvdisasm -c`
     unset_reads(function)                # [] in correct code

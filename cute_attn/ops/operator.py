@@ -1,16 +1,17 @@
 """The base class of all operators.
 
-An operator is written as a NamedTuple of its arguments, in the order of the registered operator's
-schema, and a subclass of `Operator` with its checks, its choice of kernels and its launch. The base
-class adds the table of loaded kernels, the route of a call, the registration with torch.library,
-the fake implementation, autograd, and error messages for calls that compiled host code refuses.
+An operator is written as two classes. A NamedTuple has the arguments, in the order of the
+registered operator's schema. A subclass of `Operator` has the checks, the choice of kernels and the
+launch. The base class adds the table of loaded kernels, the route of a call, the registration with
+torch.library, the fake implementation, autograd, and error messages for calls that compiled host
+code refuses.
 
 A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`),
 through a torch.autograd.Function if a gradient is needed (`recorded`). If torch may intercept the
-call, the call goes through torch's dispatcher, as with torch's own operators: under torch.compile
-or a dispatch mode, with a tensor subclass, or with an object that has `__torch_function__`
-(`routed`). The dispatcher then calls the registered operator's implementation, which treats every
-tensor that it gets as plain memory.
+call, the call goes through torch's dispatcher, as with torch's own operators (`routed`). Torch may
+intercept a call under torch.compile or a dispatch mode, with a tensor subclass, or with an object
+that has `__torch_function__`. The dispatcher then calls the registered operator's implementation,
+which treats every tensor that it gets as plain memory.
 
 The public function chooses the route first, with inline tests because a call would cost time:
 

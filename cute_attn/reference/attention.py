@@ -51,7 +51,7 @@ def attention_reference(
     """`cute_attn.flash_attn_func` and `flash_attn_varlen_func`, a sequence and head at a time.
 
     With sq queries and sk keys in a sequence, query i is at position i + sk - sq, so that the last
-    query is at the last key. It sees key j if the distance j - (i + sk - sq) is at least
+    query is at the last key. Query i sees key j if the distance j - (i + sk - sq) is at least
     -window_size[0] and at most window_size[1]; causal is a window of 0 to the right. Then
 
         s_j = softmax_scale * q . k_j              softcap * tanh(s_j / softcap), with a softcap
@@ -60,8 +60,8 @@ def attention_reference(
 
     A key that is not visible contributes nothing, even if its k or v is NaN. A row without visible
     keys, or with scores of -inf only, has output 0, and as lse the sink, or -inf without a sink. A
-    visible score of NaN or +inf makes the row's output and lse NaN; so does a sink of NaN or +inf
-    if the row sees a key.
+    visible score of NaN or +inf makes the row's output and lse NaN. A sink of NaN or +inf does the
+    same if the row sees a key.
 
     Args:
         q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q.

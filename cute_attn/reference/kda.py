@@ -9,9 +9,9 @@ For each token, where the state S of a value head is a K by V matrix (Kimi Linea
     o  = scale S^T q
 
 `kda_reference` and `kda_decode_reference` compute this token by token, and are the references. The
-functions named for a stage compute it in chunks of 64 tokens, as the kernels do, so that each stage
-can be tested alone; `kda_chunk_reference` runs all stages. `kda_gradients` differentiates the
-reference by autograd; `kda_chunk_gradients` computes these gradients by chunks.
+functions named for a stage compute the stage in chunks of 64 tokens, as the kernels do, so that
+each stage can be tested alone; `kda_chunk_reference` runs all stages. `kda_gradients`
+differentiates the reference by autograd; `kda_chunk_gradients` computes these gradients by chunks.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
 value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
@@ -69,7 +69,7 @@ class KdaRecords(NamedTuple):
     computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly. u is the correction: with it a replay needs no product of state and k.
+    exactly. u is the correction: with u a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -305,8 +305,8 @@ def kda_decode_reference(
 
     Speculative decoding with records: the slot holds the state before the tokens of the last call,
     and `records` holds those tokens. This call replays the first num_accepted_tokens[b] recorded
-    tokens and stores the resulting state in the slot. Then it computes its own tokens, at most S,
-    and stores them in the records, not in the state. Counts are clamped to 0..S.
+    tokens and stores the resulting state in the slot. Then the call computes its own tokens, at
+    most S, and stores them in the records, not in the state. Counts are clamped to 0..S.
 
     A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
     neither state nor records change. If a position's slot is negative or past the pool, the state
@@ -612,9 +612,9 @@ def kda_chunk_reference(
 
     Args:
         stage_dtype: dtype to which these are rounded: normalised q and k, the results that a stage
-            passes to the next stage, and operands of products made of them. G, the state and o are
-            not rounded. With `dtype` float32 this is plain code that stores tensors in 16 bits;
-            tests compare the kernels' error with its error. None rounds nothing.
+            passes to the next stage, and product operands computed from these tensors. G, the state
+            and o are not rounded. With `dtype` float32 this is plain code that stores tensors in 16
+            bits; tests compare the kernels' error with this code's error. None rounds nothing.
     """
     q, k, g, beta = prepare(
         q,
@@ -710,9 +710,9 @@ def kda_chunk_gradients(
     Args:
         dtype: dtype of the arithmetic and of the gradients.
         stage_dtype: dtype to which these are rounded: normalised q and k, tensors that a stage
-            passes to the next stage (states, gradients of states, v_new ...), and operands of
-            products made of them. With `dtype` float32 this is plain code; tests compare the
-            kernels' error with its error. None rounds nothing.
+            passes to the next stage (states, gradients of states, v_new ...), and product operands
+            computed from these tensors. With `dtype` float32 this is plain code; tests compare the
+            kernels' error with this code's error. None rounds nothing.
         jitter: a generator of random factors. A value is rounded to `stage_dtype` while multiplied
             by its factor: the rounding errors change, but not their size.
     """

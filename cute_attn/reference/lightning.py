@@ -27,7 +27,7 @@ def lightning_attn_decode_reference(
 
     Args:
         dtype: dtype of the arithmetic. float64 gives the reference. float32 gives a plain PyTorch
-            implementation; tests compare the kernels' error with its error.
+            implementation; tests compare the kernels' error with this implementation's error.
 
     Returns:
         (o, new_state) in `dtype`. Unless `dtype` is float64, new_state has been rounded to

@@ -8,8 +8,8 @@ affects all functions.
 Three modes:
 
 - `do_bench`: `triton.testing.do_bench`, one function after the other. The flush is queued before
-  the call and hides up to its own duration (about 0.1 ms) of the host's work; the rest of the
-  host's work counts, as an eager caller would wait for this work.
+  the call and hides up to its own duration (about 0.1 ms) of the host's work. All other work of the
+  host counts, as an eager caller would wait for this work.
 - `eager`: as `do_bench`, but in turns, so that the host runs ahead during longer calls. Only the
   device's time counts, including launch gaps.
 - `graph`: the replay of a CUDA graph in which the call was captured once, as in an inference

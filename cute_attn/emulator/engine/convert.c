@@ -325,8 +325,7 @@ HANDLER(halves_from_small) {
   PUT32(0, r); return DONE;
 }
 // Four f32; the first becomes the uppermost element. Each half of rbits serves two elements: the
-// upper half (for 4-bit formats the upper bytes of both halves) serves a and b, the other half e
-// and f.
+// upper half (for 4-bit formats the upper bytes of both halves) a and b, the other half e and f.
 // mod: relu, type
 HANDLER(four_from_f32_random) {
   const Operand *list = list_of(w, &I->op[1]);

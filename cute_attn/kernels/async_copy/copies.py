@@ -57,7 +57,8 @@ class Operands(Carried):
 
 class TileCopy:
     """Base of the copies for one spec. `place` is the index of a tile in memory. All threads that
-    copy call `start`. With `one_warp`, all threads of one warp call it, and one of them copies."""
+    copy call `start`. With `one_warp`, all threads of one warp call `start`, and one thread copies.
+    """
 
     one_warp = False
 
@@ -207,7 +208,7 @@ class Tensor(TileCopy):
 
 
 class MulticastTensor(Tensor):
-    """TMA to both CTAs of a cluster: each loads half of a tile's rows for both."""
+    """TMA to both CTAs of a cluster: each CTA loads half of a tile's rows for both CTAs."""
 
     op = staticmethod(cpasync.CopyBulkTensorTileG2SMulticastOp)
     ctas = CLUSTER

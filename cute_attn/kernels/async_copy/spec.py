@@ -37,7 +37,7 @@ class AsyncCopySpec(Spec):
         box_rows, box_columns: what an instruction of one thread copies.
         num_stages: tiles in shared memory.
         consumer_warps: warps that use each tile together.
-        producer_warps: warps that only copy; with 0, the warps that use the tiles copy them.
+        producer_warps: warps that only copy; with 0, the warps that use the tiles copy the tiles.
         products: MMAs for each 16 by 8 elements of a tile; 0 computes a checksum of the tile's
             words instead.
         whole_tile: the checksum covers whole tiles; otherwise one vector per thread and tile, in
@@ -169,8 +169,9 @@ class AsyncCopySpec(Spec):
 
     @property
     def bytes_in_flight(self) -> int:
-        """Largest number of bytes in flight to an SM. Vector loads hold them in registers. Warps
-        that both copy and use tiles start the next copies before they use a tile."""
+        """Largest number of bytes in flight to an SM. Vector loads hold these bytes in registers.
+        Warps that both copy and use tiles start the next copies before they use a tile.
+        """
         if self.copy == "vector" or self.num_stages == 1:
             return self.tile_bytes
         return self.tile_bytes * (self.num_stages - (self.producer_warps == 0))

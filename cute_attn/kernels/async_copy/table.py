@@ -1,5 +1,6 @@
-"""The kernels that study copies, by name; no operator uses them. Importing this loads no
-compiler."""
+"""The kernels that study copies, by name; no operator uses these kernels. Importing this loads no
+compiler.
+"""
 
 from __future__ import annotations
 

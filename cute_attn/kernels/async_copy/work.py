@@ -1,7 +1,7 @@
 """What warps do with a tile once it is in shared memory: a checksum of its words, or MMAs.
 
-Both cover every byte, and both results are exact, so that a missing, stale or misplaced tile
-changes the result. A thread reads 16-byte vectors, `consumer_threads` vectors apart.
+The checksum and the MMAs cover every byte, and their results are exact, so that a missing, stale or
+misplaced tile changes the result. A thread reads 16-byte vectors, `consumer_threads` vectors apart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layout of dS in global memory, between the SM90 dK/dV and dQ kernels at head_dim 256.
 
-A tile is dS^T of 64 keys and 64 queries in 16 bits. It has the layout that `wgmma` reads from
+A tile is dS^T of 64 keys and 64 queries in 16 bits. The tile has the layout that `wgmma` reads from
 shared memory: a row of 128 bytes for each key, with TMA's swizzle of 16-byte units. So one bulk
 copy loads a tile. In a row, queries are permuted so that a lane of the accumulators' fragment has
 whole units. Unit 4 h + j has queries 2 j and 2 j + 1 of each 8 of the h-th 32 queries. The rows of

@@ -237,8 +237,8 @@ def parts_with_ds(
     batch: int,
     clusters: int,
 ) -> Parts:
-    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel, in at most `limit` bytes. dS is
-    kept of several heads at once, in launches of about equally many heads. If one head is too
+    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel, in at most `limit` bytes. dS of
+    several heads is kept at once, in launches of about equally many heads. If one head is too
     large, dS of one query head and a part of the keys is kept. Otherwise the dQ kernel computes dS
     itself.
 

@@ -121,7 +121,7 @@ class Hd256ForwardSpec(ForwardSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90ForwardSpec(ForwardSpec):
-    """The compile-time parameters of the SM90 forward; see `ForwardSpec` for the others.
+    """The compile-time parameters of the SM90 forward; see `ForwardSpec` for all other parameters.
 
     Attributes:
         head_dim: head dimension of q and k.
@@ -325,8 +325,8 @@ class Hd256BackwardSpec(BackwardSpec):
 
 @dataclass(frozen=True)
 class Sm90BackwardSpec(BackwardSpec):
-    """The compile-time parameters of the SM90 dQ and dK/dV kernels; see `BackwardSpec` for the
-    others.
+    """The compile-time parameters of the SM90 dQ and dK/dV kernels; see `BackwardSpec` for all
+    other parameters.
 
     Attributes:
         scheduler: "single" for the dK/dV kernel at head_dim 256, else "counter".

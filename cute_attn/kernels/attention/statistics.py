@@ -1,10 +1,10 @@
 """What the backward needs to know of each query row: its log-sum-exp, and delta.
 
-The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the dQ and dK/dV kernels
-read them. P is exp(score - lse), with the natural lse; delta is the sum of o * do over
-head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
-queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0, and
-delta = 0. Only delta's lowest bit is a flag in every row: whether any row in the row's aligned
+The preprocess kernel writes the log-sum-exp and delta as float32 `[2, heads, padded rows]`, and the
+dQ and dK/dV kernels read them. P is exp(score - lse), with the natural lse; delta is the sum of o *
+do over head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a
+tile of queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0,
+and delta = 0. Only delta's lowest bit is a flag in every row: whether any row in the row's aligned
 block of 32 rows has a large lse. Importing this loads no compiler.
 """
 

@@ -91,7 +91,7 @@ def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> A
     """The kernel of a pass, such as ("forward", "sm_100a", 256); head_dim_v is head_dim if None.
 
     Raises:
-        NotImplementedError: there is no such kernel; the message lists the existing ones.
+        NotImplementedError: there is no such kernel; the message lists the existing kernels.
     """
     row = configs.find(way, arch, head_dim, head_dim_v)
     return AttentionKernel(KERNELS[row.kernel], row)

@@ -162,9 +162,10 @@ def chunk_kda(
     names are neither read nor written. Two indices must not name one slot: the results and the slot
     would be undefined.
 
-    Checkpoints, for prefix caches: the state after (i + 1) * checkpoint_interval tokens of this
-    call's sequence n is also written to slot checkpoint_indices[n, i] of the pool, if the sequence
-    has as many tokens and the index names a slot. Other states are not stored.
+    Checkpoints, for prefix caches: checkpoint i of sequence n is the state after (i + 1) *
+    checkpoint_interval tokens of this call. The call also writes this state to slot
+    checkpoint_indices[n, i] of the pool, if the sequence has as many tokens and the index names a
+    slot. Other states are not stored.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
     their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
@@ -173,8 +174,8 @@ def chunk_kda(
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
         `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
-        `[N, HV, K, V]` float32, or None without output_final_state; with state_indices it is the
-        pool itself. h is as `kda_chunk_delta_h` returns it.
+        `[N, HV, K, V]` float32, or None without output_final_state; with state_indices, final_state
+        is the pool itself. h is as `kda_chunk_delta_h` returns it.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.

@@ -60,7 +60,8 @@ class Arguments(NamedTuple):
         stats: `[2, heads, padded rows]`; see `statistics`.
         zeroed: see `query_zeros`.
         dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
-        seen_do: the copy of do. The kernel uses it and the next fields with `rows_without_keys`.
+        seen_do: the copy of do. The kernel uses this field and the next fields with
+            `rows_without_keys`.
         seqlen_k: rows of k.
         window_right: how many keys right of the diagonal a query sees.
     """

@@ -1,5 +1,5 @@
-"""The online softmax of rows of S in fragments. It has all guarantees of `softmax` but one: in the
-K/V tile in which a row's scores become large, the scaled scores are rounded to float32.
+"""The online softmax of rows of S in fragments. This softmax has all guarantees of `softmax` but
+one: in the K/V tile in which a row's scores become large, the scaled scores are rounded to float32.
 
 Exponents are relative to the row's reference, a number that was set HEADROOM above the row's
 maximum. A K/V tile uses the reference from before the tile. Only an exponent that is not negative
@@ -35,14 +35,14 @@ class FragmentSoftmax(Carried):
 
     Attributes:
         scaling: the Scaling, with HEADROOM as its growth.
-        maximum: the reference of each row, in units of S: P is 1 there. It is -inf until a key of
-            the row has been seen.
+        maximum: the reference of each row, in units of S: P is 1 there. The reference is -inf until
+            a key of the row has been seen.
         offset: the offset of the exponents, -maximum * log2 rounded; finite.
         total: the lane's part of the row's sum of P.
         factor: the factor of each row of O, after an `update` that returns True.
         exact: not 0 where the warp's next tile needs S itself: scores are large, or a row has no
             reference.
-        sums: whether `total` is computed. It is not with columns of ones in V.
+        sums: whether `total` is computed. With columns of ones in V, `total` is not computed.
         on_fma: the lane's columns of a row whose exponentials run on the FMA units.
     """
 

@@ -24,7 +24,7 @@ from .mask import mask_fragment_words, mask_row
 from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
-LANE_ROW_STEP = 8  # rows from a lane's first to its second
+LANE_ROW_STEP = 8  # rows from a lane's first row to its second row
 LANES = 4  # that share a row
 BOX_COLUMNS = 64  # 16-bit columns, as wide as TMA's swizzle
 LOWEST = -(2.0**100)  # a finite number below any maximum of products of 16-bit values

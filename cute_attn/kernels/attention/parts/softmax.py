@@ -95,8 +95,9 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 def move_maximum(
     highest: Float32, previous: Float32, scaling: Scaling
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
-    """(the new maximum, the new maximum or a finite number if it is -inf, whether the maximum
-    stayed, whether the row's scores are large)."""
+    """(the new maximum, the new maximum or a finite number if the maximum is -inf, whether the
+    maximum stayed, whether the row's scores are large).
+    """
     large = (abs(highest) >= scaling.large) & (highest != -INF)
     # The threshold is rounded down: an ulp of a large maximum may exceed `growth`.
     passed, _ = cute.arch.add_packed_f32x2(

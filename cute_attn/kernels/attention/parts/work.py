@@ -138,7 +138,7 @@ class TileMap(Carried):
         heads_at_once: heads, counted across sequences, that share L2.
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
         last_tiles: the last heads, which together have `last_tiles` tiles, are one group, even if
-            they do not fit L2. None: no such group. Packed sequences have no such group.
+            these heads do not fit L2. None: no such group. Packed sequences have no such group.
         first_block, num_blocks: in each sequence, only `num_blocks` blocks from `first_block` on
             are tiles. None: all blocks are tiles.
     """

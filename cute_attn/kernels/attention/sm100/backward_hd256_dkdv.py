@@ -1,16 +1,16 @@
 """Gradients of k and v at head_dim 256 for SM100: clusters of four CTAs, two pairs.
 
 A cluster computes dK and dV of 256 keys of a K/V head. The cluster loops over the query heads of
-the head's group or split. For each query head it loops over the tiles of 128 queries that see some
-of the keys. The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs'
-operands.
+the head's group or split. For each query head the cluster loops over the tiles of 128 queries that
+see some of the keys. The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both
+CTAs' operands.
 
     value pair (CTAs 0 and 1)                   key pair (CTAs 2 and 3)
     S^T = K Q^T        256 x 128, K = 256       dP^T = V dO^T
     P^T = exp(c S^T - lse), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
     dV += P^T dO       256 x 256, K = 128       dK += dS^T Q
 
-P' is P; with a softcap, P' is P times the slope of the cap. Both are in units of
+P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in units of
 `PROBABILITY_UNIT`. By st.async, P' goes from a thread of CTA c to the thread of CTA c + 2 that has
 the same key and queries. Apart from this, both pairs run one pipeline. T = X Y^T is computed in
 tensor memory, from a resident X and tiles Y. The elementwise warps turn T into T', and the MMAs add
@@ -120,7 +120,7 @@ EDGES = (
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
     # t_done implies stats_empty and acc_empty, through the order of the elementwise warps' work.
-    # Both stay declared: a change of the order must not become a race.
+    # Both edges stay declared: a change of the order must not become a race.
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
@@ -438,8 +438,9 @@ class Sm100Hd256DkDv:
 
     @cute.jit
     def mma_warp(self, own: Shared, t_mma: cute.TiledMma, acc_mma: cute.TiledMma) -> None:
-        """Issue T of the next tile before T' Z of this one, so that the elementwise warps overlap
-        an MMA."""
+        """Issue T of the next tile before T' Z of this tile, so that the elementwise warps overlap
+        an MMA.
+        """
         storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         x_frag = shared_a(t_mma, OVER_HEAD_DIM, self.dtype, storage.x)
         y_frag = shared_b(t_mma, OVER_HEAD_DIM, self.dtype, storage.yz, YZ_STAGES)

@@ -111,9 +111,9 @@ assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
-    # Other edges imply q_empty and dq_read, through the order of the producers' work. Both stay
-    # declared: a change of the order must not become a race. They cost one arrival for each tile of
-    # queries.
+    # Other edges imply q_empty and dq_read, through the order of the producers' work. Both edges
+    # stay declared: a change of the order must not become a race. The edges cost one arrival for
+    # each tile of queries.
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
@@ -389,7 +389,7 @@ class Sm100Hd256Dq:
 
     @cute.jit
     def mma_warp(self, own: Shared, s_mma: cute.TiledMma, dq_mma: cute.TiledMma) -> None:
-        """Issue S of the next K/V tile before dQ of this one, so that dS is made during an MMA.
+        """Issue S of the next K/V tile before dQ of this tile, so that dS is made during an MMA.
 
         dP overwrites dS of the K/V tile before. The MMA that reads the old dS has been issued, and
         MMAs run in order.

@@ -22,7 +22,7 @@ The special function unit alone would need half of the MMAs' time.
     11       scheduler    publishes the next tile to all other warps
 
 With splits, a tile's K/V tiles are shared out among clusters. The correction warps store each
-split's O in float32, straight from registers, and `combine` adds them up.
+split's O in float32, straight from registers, and `combine` adds up the splits.
 
 `EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the register counts below
 declare the budgets.
@@ -278,7 +278,7 @@ class Sm100Hd256Forward:
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # the driver rejects it; the operator says why
+                num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         o_copy = (None, a.o)
         if cutlass.const_expr(not spec.split):
@@ -423,7 +423,7 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def mma_warp(self, own: Shared, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma) -> None:
-        """Issue S of the next K/V tile before P V of this one, so that softmax overlaps an MMA."""
+        """Issue S of the next K/V tile before P V of this tile, so that softmax overlaps an MMA."""
         storage, barriers, queue = own.storage, own.barriers, own.queue
         q_frag = shared_a(qk_mma, OVER_HEAD_DIM, self.dtype, storage.q)
         k_frag = shared_b(qk_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)

@@ -1,8 +1,8 @@
 """Gradients of k and v for SM90, at head_dim 64, 128 and 192: wgmma, TMA, warp-specialised.
 
 A CTA computes dK and dV of a tile of keys of a K/V head, 64 for each of two consumer warpgroups.
-The CTA loops over the query heads of the head's group or split. For each query head it loops over
-the tiles of queries that see some of the keys.
+The CTA loops over the query heads of the head's group or split. For each query head the CTA loops
+over the tiles of queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -277,7 +277,7 @@ class Sm90DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         keys = KeyLoads.of(self.spec, storage, barriers)
         queries = QueryLoads.of(self.spec, storage, barriers)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)

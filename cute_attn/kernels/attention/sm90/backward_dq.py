@@ -291,7 +291,7 @@ class Sm90Dq:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         spec = self.spec
         d, d_v = spec.head_dim, spec.head_dim_v
         q_smem, do_smem = (

@@ -16,7 +16,7 @@ between, dQ is in global memory in float32, in the order of the registers (`quer
     8        load         finds the tile; K and dS of each tile of keys
 
 A cluster has one tile of queries, so that the hardware hands out tiles as SMs become free. The load
-warp's warpgroup gives its registers to the others; its three other warps idle.
+warp's warpgroup gives registers to the other warpgroups; its three other warps idle.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Sm90DsDq:
                 acc=fragments.accumulators(self.spec.head_dim),
             )
             self.consumer_warps(x, own, TileQueue(Work, storage.work, barriers))
-        # Neither CTA may end while the other signals it or copies to it.
+        # Neither CTA may end while the other CTA signals it or copies to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -280,7 +280,7 @@ class Sm90DsDq:
 
     @cute.jit
     def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
-        """Publish the cluster's tile, and load what it needs."""
+        """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
 
@@ -373,7 +373,7 @@ class Sm90DsDq:
         own.barriers.warp_arrives("k_empty", high - 1)
 
     def start_product(self, own: Consumer, n: Int32) -> None:
-        """Start the accumulators + dS K, with use n of both."""
+        """Start the accumulators + dS K, with use n of dS and K."""
         own.barriers.wait("k_full", n)
         stage = own.barriers.stage("k_full", n)
         started = start_query_gradients(

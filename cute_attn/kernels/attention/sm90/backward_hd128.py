@@ -3,7 +3,7 @@ warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
 warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
-each query head it loops over the tiles of 64 queries that see some of the keys.
+each query head the CTA loops over the tiles of 64 queries that see some of the keys.
 
     S^T = K Q^T            64 x 64 a warpgroup         K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -83,8 +83,9 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 K_STAGES, DS_STAGES = 2, 2
 Q_STAGES, DO_STAGES = 2, 2
 
-# If all tiles of keys see the same queries, they begin with different tiles of queries: one of
-# STARTS tiles, START_STEP apart. Fewer CTAs then add to the same sums at the same time.
+# If all tiles of keys see the same queries, the tiles of keys begin with different tiles of
+# queries: one of STARTS tiles, START_STEP apart. Fewer CTAs then add to the same sums at the same
+# time.
 STARTS, START_STEP = 4, 2
 
 COLUMNS_AHEAD = 16  # all columns of a tile that a lane has

@@ -1,8 +1,8 @@
 """Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
 
 A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
-over the query heads of the head's group or split. For each query head they loop over the tiles of
-queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
+over the query heads of the head's group or split. For each query head the CTAs loop over the tiles
+of queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
 
 dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one warpgroup has dV, and
 the other warpgroup has dK of the same keys:
@@ -12,11 +12,11 @@ the other warpgroup has dK of the same keys:
     P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
     dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
 
-P' is P; with a softcap, P' is P times the slope of the cap. Both are in units of
+P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in units of
 `PROBABILITY_UNIT`. The value warpgroup hands P' over, rounded, through shared memory. The key
 warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
-to an accumulator. T of the next tile starts before T' Z of this one, so that T' is computed beside
+to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
 a product. This order takes a third stage of Q. Its memory comes from the columns of K and V that
 stay in registers.
 
@@ -26,8 +26,8 @@ stay in registers.
     8        load         finds the tile; K and V, then Q, lse, dO and delta of each tile of queries
 
 A cluster has one tile of keys, so that the hardware hands out tiles as SMs become free. Partial
-sums of splits are stored from registers. The load warp's warpgroup gives its registers to the
-others; its three other warps idle.
+sums of splits are stored from registers. The load warp's warpgroup gives registers to the other
+warpgroups; its three other warps idle.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ EDGES = (
 class Arguments(NamedTuple):
     """What the kernel is called with; FakeArguments has the shapes.
 
-    Each split of a group counts as a K/V head. A call has `num_split_heads` of them.
+    Each split of a group counts as a K/V head. A call has `num_split_heads` such heads.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -310,7 +310,7 @@ class Sm90Hd256DkDv:
             else:
                 own = self.consumer(storage, queue, tiles, warp, KEY, visible, scaling)
                 self.consumer_warps(x, own, storage, KEY)
-        # Neither CTA may end while the other signals it or copies to it.
+        # Neither CTA may end while the other CTA signals it or copies to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -358,7 +358,7 @@ class Sm90Hd256DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the cluster's tile, and load what it needs."""
+        """Publish the cluster's tile, and load the tile's operands."""
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill_with_one(

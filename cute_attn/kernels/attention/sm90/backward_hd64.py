@@ -3,7 +3,7 @@ warp-specialised, five products.
 
 A CTA computes dK and dV of a tile of 128 keys of a K/V head, 64 for each of two consumer
 warpgroups, and adds to dQ. The CTA loops over the query heads of the head's group or split. For
-each query head it loops over the tiles of queries that see some of the keys.
+each query head the CTA loops over the tiles of queries that see some of the keys.
 
     S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
     P^T = exp(c S^T - lse)                             in registers
@@ -25,11 +25,11 @@ scales and rounds the sums. CTAs add in any order: the bits of dQ differ from ru
 `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup gives
 its registers to the consumers; its two other warps idle.
 
-A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
-next. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the
-other's burst. A warpgroup also needs dS of the other warpgroup, which is half a tile behind: dQ is
-two tiles late. Other work during a burst waits for nothing: a waiting warp would leave the tensor
-cores idle.
+A warpgroup starts the products of a tile in one burst, and has only elementwise work until the next
+tile. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the other
+warpgroup's burst. A warpgroup also needs dS of the other warpgroup, which is half a tile behind: dQ
+is two tiles late. Other work during a burst waits for nothing: a waiting warp would leave the
+tensor cores idle.
 
     tensor cores, in order                beside them
     dQ = dS K of tile n - 2

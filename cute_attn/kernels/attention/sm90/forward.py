@@ -1,7 +1,7 @@
 """Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
-A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. It goes
-over the tile's visible K/V tiles from the last to the first.
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. The CTA
+goes over the tile's visible K/V tiles from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
     P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
@@ -14,7 +14,8 @@ a part of Q is in registers.
 
 Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
 this tile's P V, and computes the next tile's softmax while P V runs. The warpgroups also take turns
-to start products (named barriers), so that one warpgroup's softmax runs during another's products.
+to start products (named barriers), so that one warpgroup's softmax runs during another warpgroup's
+products.
 
     warps             role        work on a tile
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
@@ -292,7 +293,7 @@ class Sm90Forward:
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
-                num_ctas = Int32(0)  # the driver rejects it; the operator says why
+                num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
         k_tma, k = self.k_rows.atom(load, a.k)
@@ -392,7 +393,7 @@ class Sm90Forward:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         spec, pages = self.spec, x.pages
         k_smem = self.ring(storage.k, spec.head_dim, pages)
         v_smem = self.ring(storage.v, spec.head_dim_v, pages)

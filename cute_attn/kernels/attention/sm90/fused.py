@@ -145,7 +145,7 @@ class LoadWarp:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish the CTA's tiles one after the other, and load what they need."""
+        """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         keys = KeyLoads.of(self.spec, storage, barriers)
         queries = QueryLoads.of(self.spec, storage, barriers)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
@@ -312,7 +312,8 @@ class Consumer(Carried):
 
     def first_loaded(self, statistics: Statistics) -> Statistics:
         """Load the statistics of the first columns before a wait: the compiler does not move loads
-        across it."""
+        across a wait.
+        """
         ahead = self.columns_ahead
         loaded = statistics(range(ahead))
         return lambda columns: loaded if columns.stop <= ahead else statistics(columns)

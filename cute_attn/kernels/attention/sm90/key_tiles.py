@@ -38,7 +38,7 @@ def group_anew(warp: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class KeyTiles(Carried):
-    """The tiles of keys of a consumer warp, whose warpgroup has 64 keys of each.
+    """The tiles of keys of a consumer warp, whose warpgroup has 64 keys of each tile.
 
     Attributes:
         warp: the warp's number in the CTA.

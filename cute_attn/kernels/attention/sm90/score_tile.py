@@ -41,8 +41,8 @@ class ScoreTile(Carried):
         p: P as an operand; None where no product takes it.
         ds: dS as an operand.
         dtype: dtype of the operands.
-        float32: P' stays in float32 until dS. A softcap needs it: rounded, P' would underflow where
-            the cap saturates.
+        float32: P' stays in float32 until dS. A softcap needs float32: rounded, P' would underflow
+            where the cap saturates.
         unit: the unit of P.
     """
 

@@ -101,7 +101,7 @@ def mixed_product(
     columns: bool,
 ) -> list[Float32]:
     """Start a product whose left operand is in the registers `held` for the first part of k, as in
-    `product`, and in shared memory (descriptors `a`) for the rest, as in `shared_product`."""
+    `product`, and in shared memory (descriptors `a`) for the rest of k, as in `shared_product`."""
     left = _fragments(held) + [[Int64(x)] for x in a]
     return _start(dtype, c, left, [(n, descriptors)], columns)
 

@@ -25,7 +25,8 @@ MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF
 
 class GateInputs:
     """Loads g, A_log and dt_bias. Threads 0 to 2 K - 1 have gates: thread t has channel
-    2 (t % (K / 2)) and the next one of sub-chunk t // (K / 2). All methods run on the device."""
+    2 (t % (K / 2)) and the next channel of sub-chunk t // (K / 2). All methods run on the device.
+    """
 
     tokens = SUB_CHUNK  # tokens per thread
 

@@ -97,7 +97,8 @@ def delta_h_backward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> d
 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of an OutputSpec: tiles of up to 128 columns of V, so that q and G are read
-    rarely, where several such CTAs fit an SM."""
+    """The tuning fields of an OutputSpec. Where several CTAs with tiles of 128 columns of V fit an
+    SM, tiles have up to 128 columns, so that q and G are read rarely.
+    """
     del head_dim_k
     return {"tile_v": 64 if smem_bytes(arch) == SMALLEST_SMEM_BYTES else min(head_dim_v, 128)}

@@ -12,10 +12,10 @@ to the first token of i's sub-chunk. Both factors are at most 1 if no gate is ab
 
 The factor of a column j of i's own sub-chunk is exp2(-P_j). bfloat16 has float32's exponents, so
 this factor is used directly, divided by 2^60, while rows are multiplied by 2^60. The direct use
-needs P within -120 and 40. A row with a channel outside, and every later row of its sub-chunk, is
-out of range; so a row's result depends on no later token, not even by rounding. Rows out of range,
-and with float16 all rows, are scored by halves: 8 tokens against the 8 before, with both factors
-relative to the first of the 8 later tokens; then 4, 2 and 1 (`halves`).
+needs P within -120 and 40. A row with a channel outside these bounds, and every later row of the
+sub-chunk, is out of range. So a row's result depends on no later token, not even by rounding. Rows
+out of range, and with float16 all rows, are scored by halves: 8 tokens against the 8 before, with
+both factors relative to the first of the 8 later tokens; then 4, 2 and 1 (`halves`).
 
 Where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead of P. All factors are
 then products of this stored value, or of its reciprocal, and one exponential per channel.

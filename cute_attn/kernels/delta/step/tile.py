@@ -146,7 +146,7 @@ class StateTile:
                 sums[other] = cute.math.fma(decayed, q[n], sums[other])
 
         # Of the lanes that share columns, the lower half gets the sums with k, the upper half the
-        # sums with q, both for the thread's columns from number `first` on.
+        # sums with q. The sums are for the thread's columns from number `first` on.
         first, sums = self.sum_over_k(sums, lane)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):

@@ -12,8 +12,8 @@ is a decay from a token to a later token, at most 1, and no large gate cancels. 
 starts with the state's part. For columns, which go backwards, the sum starts with the part of the
 state's gradient.
 
-Within a sub-chunk, decays are relative to a reference, as for the scores (see `..scores`): rows in
-range take one product, with a constant reference; rows out of range are multiplied by halves, in
+Within a sub-chunk, decays are relative to a reference, as for the scores (see `..scores`). Rows in
+range take one product, with a constant reference. Rows out of range are multiplied by halves, in
 four products relative to the first of the later tokens.
 
 Each term of dq_i times q_i is also a term of col_j times k_j. In dG, the gradient of G,

@@ -20,8 +20,8 @@ The last kernel of the backward. A chunk needs nothing from other chunks.
 Both CTAs compute dAqk and dLhat: exchanging these matrices would take longer. A CTA has all of K at
 K = 64, and also at K = 128, with 16 warps, where the architecture has no clusters.
 
-With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
-the corrections and dr the gradient of r, which is also the gradient of v
+S is the state at the chunk's start, and dS' the gradient of the state after the chunk. The
+corrections are v' = Akk Diag(beta) r. dr is the gradient of r, and also the gradient of v
 (docs/kernels/kda_backward.md). v_new is v' without its factors m (see `prepare`), which multiply
 the results of the products over V.
 """

@@ -172,7 +172,7 @@ class KdaOutputBackward:
         _, warp_index = thread_and_warp()
         first_row = warp_index * FRAGMENT_ROWS
         fragments = upper_triangle_of_columns(base + self.memory["aqk"], first_row)
-        # All warps have read Aqk, whose memory serves the stores.
+        # All warps have read Aqk; the stores go through Aqk's memory.
         cute.arch.sync_threads()
         scratch = base + self.memory["aqk"] + first_row * LINE_BYTES
         target = row_address(dv, place.batch, place.start, head)
