@@ -184,11 +184,11 @@ def _calibration_notes(analysed: Sequence[Analysed]) -> list[str]:
     seqlens, published = zip(*forward.PUBLISHED_TFLOPS.items(), strict=True)
     off = [predicted / tflops for tflops in published]
     return [
-        f"How far off: for {THEIRS} the bound is {min(off):.2f} to {max(off):.2f} times what was "
-        f"published at {min(seqlens)} to {max(seqlens)} keys. Those numbers are "
-        "of an earlier kernel of theirs (pull request 2454), which emulated half of the "
-        "exponentials; the one analysed here emulates fewer. What the model leaves out costs that "
-        "much: a bound that two kernels share does not make them equally fast."
+        f"The model's bound for {THEIRS} is {min(off):.2f} to {max(off):.2f} times the speed "
+        f"published at {min(seqlens)} to {max(seqlens)} keys. The published speeds are of an "
+        f"earlier kernel of {THEIRS} (pull request 2454), which emulated half of the exponentials; "
+        "the kernel analysed here emulates fewer. What the model leaves out costs the difference: "
+        "a bound that two kernels share does not make the kernels equally fast."
     ]
 
 

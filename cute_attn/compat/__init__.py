@@ -1,7 +1,9 @@
 """Other packages' functions, with their arguments in their order, on this package's kernels.
 
-from cute_attn.compat import flash_attn_func  # FlashAttention 2
-from cute_attn.compat.flash_attn_3 import flash_attn_func
+A program changes only its import:
+
+    from cute_attn.compat import flash_attn_func  # FlashAttention 2
+    from cute_attn.compat.flash_attn_3 import flash_attn_func
 """
 
 from .flash_attn_2 import (

@@ -24,6 +24,13 @@ def given_tensors(required: dict[str, Any], **optional: Any) -> dict[str, Tensor
     return given
 
 
+def refuse_given(**absent: Any) -> None:
+    """Raise NotImplementedError for an argument that is not None."""
+    for name, x in absent.items():
+        if x is not None:
+            raise NotImplementedError(f"{name} is given, must be None: there is no kernel for it")
+
+
 def with_contiguous_rows(x: Any) -> Any:
     """x, copied if its last dimension is not contiguous. What is no tensor is refused later."""
     if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func as _dense
 from ..ops.attention import flash_attn_varlen_func as _varlen
 from . import kv_cache
-from .arguments import Window, unpacked, with_contiguous_rows
+from .arguments import Window, refuse_given, unpacked, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -414,7 +414,7 @@ def flash_attn_with_kvcache(
             block_table or with each other; cache_batch_idx, and seqlen_cache is no multiple of 16;
             no kernel has the head dimension on this GPU.
     """
-    _refuse(0.0, alibi_slopes)
+    refuse_given(alibi_slopes=alibi_slopes)
     o, lse = kv_cache.attend(
         q,
         k_cache,
@@ -443,5 +443,4 @@ def _refuse(dropout_p: float, alibi_slopes: Tensor | None) -> None:
         raise NotImplementedError(
             f"dropout_p is {dropout_p}, must be 0: there is no kernel with dropout"
         )
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes is given, must be None: there is no kernel for it")
+    refuse_given(alibi_slopes=alibi_slopes)

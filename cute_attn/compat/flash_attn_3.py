@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func as _dense
 from ..ops.attention import flash_attn_varlen_func as _varlen
 from . import kv_cache
-from .arguments import Window, unpacked, with_contiguous_rows
+from .arguments import Window, refuse_given, unpacked, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -318,7 +318,7 @@ def flash_attn_with_kvcache(
             value has another value.
     """
     if k is not None:
-        _refuse(0, cu_seqlens_k_new=cu_seqlens_k_new)
+        refuse_given(cu_seqlens_k_new=cu_seqlens_k_new)
     _refuse(
         attention_chunk,
         qv=qv,
@@ -357,6 +357,4 @@ def _refuse(attention_chunk: int, **absent: Any) -> None:
         raise NotImplementedError(
             f"attention_chunk is {attention_chunk}, must be 0: there is no kernel for it"
         )
-    for name, x in absent.items():
-        if x is not None:
-            raise NotImplementedError(f"{name} is given, must be None: there is no kernel for it")
+    refuse_given(**absent)

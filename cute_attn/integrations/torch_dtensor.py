@@ -1,9 +1,11 @@
 """Sharding rules of softmax attention, for tensors that `torch.distributed.tensor` distributes.
 
-from cute_attn.integrations.torch_dtensor import register
+After one call of `register`, the functions take DTensors that are sharded by sequences or by heads:
 
-register()
-o, _ = cute_attn.flash_attn_func(q, k, v)  # DTensors, sharded by sequences or by heads
+    from cute_attn.integrations.torch_dtensor import register
+
+    register()
+    o, _ = cute_attn.flash_attn_func(q, k, v)
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def register(name: str = NAME, *, fallback: bool = True) -> None:
     After that call, `torch.nn.functional.scaled_dot_product_attention`, where PyTorch chooses
     FlashAttention for it, and `torch.nn.attention.varlen.varlen_attn` run on this package's
     kernels, forward and backward, eager and compiled.
-    `torch.nn.attention.restore_flash_attention_impl()` ends that.
+    `torch.nn.attention.restore_flash_attention_impl()` gives PyTorch's kernels back.
 
     The kernels take bfloat16 and float16, head_dim 64, 128 and 256 on Hopper and 256 on Blackwell,
     causal masks, windows, grouped heads, pages and splits. A q, k or v with strides or an address

@@ -36,7 +36,7 @@ from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 __all__ = ["register"]
 
 NAME = "cute_attn"
-_PACKING = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register(name: str = NAME) -> None:
@@ -50,9 +50,9 @@ def register(name: str = NAME) -> None:
     FlashAttention; eager attention differs if there is padding in between. With padding, k and v
     are copied in each layer, so give a batch without padding no mask, as `generate` does.
 
-    Packed sequences are those of transformers' flash attention: without a mask and a cache,
-    `position_ids` start again with each sequence. Or a batch of one row comes with the four
-    arguments of `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
+    A row of the batch may hold several sequences. Without a mask and a cache, a sequence starts
+    where `position_ids` start again. A batch of one row may instead come with the four arguments of
+    `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
 
     A model raises NotImplementedError if it needs dropout, attention weights as an output, paged
     caches, packed sequences while torch compiles, or other masks (chunks, blocks of images,
@@ -275,7 +275,7 @@ def _packed(
     from_mask = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64
     given = {name: others[name] for name in _PACKING if others.get(name) is not None}
     if given:
-        if missing := _PACKING.keys() - given.keys():
+        if missing := set(_PACKING) - set(given):
             raise NotImplementedError(
                 f"attn_implementation={NAME!r} got {', '.join(sorted(given))} without "
                 f"{', '.join(sorted(missing))}: give all of them or none"

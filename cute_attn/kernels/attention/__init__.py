@@ -1,1 +1,1 @@
-"""Softmax attention kernels. The modules here load no compiler; device code is in the rooms."""
+"""Softmax attention kernels. The modules here load no compiler; device code is in the folders."""

@@ -1,1 +1,1 @@
-"""Device code that needs no particular architecture, which kernels of all rooms compose."""
+"""Device code for any architecture, of which attention's kernels are composed."""
