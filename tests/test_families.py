@@ -17,6 +17,7 @@ import cute_attn
 from cute_attn.bench.harness.registry import BENCHMARKS
 from cute_attn.cache import KernelDef
 from cute_attn.families import EXPORTS, FAMILIES, Family
+from tests.gpu.test_sanitizers import FIRST_ARRIVALS, RINGS, STORES
 from tests.ops.operators import OPERATORS
 from tests.test_import import modules_after, run
 
@@ -94,6 +95,16 @@ def test_kernels_are_of_the_family(family: Family) -> None:
         assert kernel.target.startswith(family.table.removesuffix("table"))
         path = ROOT / f"{kernel.target.partition(':')[0].replace('.', '/')}.py"
         assert f"class {kernel.target.partition(':')[2]}" in path.read_text()
+
+
+def test_names_of_kernels_elsewhere_are_right() -> None:
+    """In the guide for profiling, and in what compute-sanitizer's tests exempt."""
+    classes = {k.target.partition(":")[2] for f in FAMILIES for k in kernels(f.table)}
+    guide = (ROOT / "docs/guides/profile_a_kernel.md").read_text()
+    rows = re.findall(r"^\| `\w+`[^|]*\|([^|]*)\|[^|]*\|$", guide, re.M)
+    shown = set(re.findall(r"`([A-Z]\w+)`", "".join(rows)))
+    assert len(shown) > len(FAMILIES) and shown <= classes
+    assert {*RINGS, *STORES, *FIRST_ARRIVALS} <= classes
 
 
 def test_every_table_and_operator_is_of_a_family() -> None:
