@@ -110,6 +110,7 @@ FAMILIES = (
                     plan=f"cute_attn.ops.attention:{plan}",
                     sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
                     unequal=True,
+                    measured=("sm_90a",),
                     summary="Softmax attention with narrower v, forward and backward",
                 )
                 for direction, plan in (
