@@ -101,8 +101,9 @@ class _Modules:
         self._local: dict[str, bool] = {}
 
     def follows(self, module: str) -> bool:
-        """Whether imports of a module are followed: it is in the kernel's package, or outside
-        site-packages."""
+        """Whether the fingerprint includes a module that another module imports. True in the
+        kernel's package, and for other modules outside site-packages. The cache, the standard
+        library and the toolchain are left out."""
         if _is_within(module, __package__):
             return False  # the cache itself
         if _is_within(module, self.package):

@@ -396,9 +396,9 @@ def _find(
 ) -> _Result | None:
     """The result of `use` for the entry of a key, or None if the store has no usable entry.
 
-    The reasons why entries were passed over are added to `problems`. Damaged entries are moved to
-    the quarantine if this process holds their key's lock (`locked`), or if the key is open. Without
-    `counted`, a result does not count as a use of its entry.
+    The reasons why entries were passed over are added to `problems`. Damaged entries go to the
+    quarantine if the caller holds the lock of `key` (`locked`). They also go there if `key` is open
+    (`KeyDescription.is_open`). Without `counted`, a result does not count as a use of its entry.
     """
     put_aside = _put_aside if locked else None
     if key.is_open:  # nobody compiles under the lock of the entry's own key

@@ -113,7 +113,7 @@ SHOWN = {
     "async-copy": Shown(
         "h200/async-copy",
         "Tiles copied to shared memory: by instruction, and by the bytes in flight on an SM. Higher"
-        " is better. Pairs and multicast hand several SMs what is read once.",
+        " is better. With CTA pairs or multicast, data that is read once reaches several SMs.",
     ),
     "fmha-ladder": Shown(
         "h200/fmha-ladder",

@@ -301,12 +301,14 @@ def kda_decode_reference(
     Speculative decoding with a slot for each position: state_indices is `[B, 1 + S]`, and there are
     at most 1 + S tokens. The state after token t is stored in slot state_indices[b, t]. The first
     num_accepted_tokens[b] tokens of the last call were accepted, so this call starts from slot
-    state_indices[b, num_accepted_tokens[b] - 1]. Counts are clamped to 1..1 + S.
+    state_indices[b, num_accepted_tokens[b] - 1]. Values of `num_accepted_tokens` are clamped to at
+    least 1 and at most 1 + S.
 
     Speculative decoding with records: the slot holds the state before the tokens of the last call,
     and `records` holds those tokens. This call replays the first num_accepted_tokens[b] recorded
     tokens and stores the resulting state in the slot. Then the call computes its own tokens, at
-    most S, and stores them in the records, not in the state. Counts are clamped to 0..S.
+    most S, and stores them in the records, not in the state. Values of `num_accepted_tokens` are
+    clamped to at least 0 and at most S.
 
     A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
     neither state nor records change. If a position's slot is negative or past the pool, the state

@@ -72,7 +72,7 @@ class Row:
         kernel: the kernel's name in `table`.
         tile: the cluster's tile.
         cluster: CTAs of a cluster.
-        scheduler: the scheduler of the kernel; None: the caller's, "static" or "clc".
+        scheduler: the kernel's only scheduler. None if the caller chooses "static" or "clc".
     """
 
     way: str

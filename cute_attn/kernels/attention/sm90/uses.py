@@ -30,7 +30,8 @@ class QueryOrder:
 
     @property
     def lowest(self) -> int | None:
-        """The `lowest` of `work.following`."""
+        """The argument `lowest` of `work.following`: 0 if a head may begin with a later tile of
+        queries and wrap around, otherwise None."""
         return None if self.starts == 1 else 0
 
     def start(self, work: Work, first: Int32, end: Int32) -> Int32:

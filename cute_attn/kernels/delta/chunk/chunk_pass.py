@@ -109,11 +109,12 @@ class Arguments(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the device code of a pass, or of a pass with a pool, reads and writes.
+    """The tensors and numbers that a pass's device code reads and writes. The carried matrices may
+    lie in a pool of states.
 
     Attributes:
-        start, result: the carried matrices of the sequences, or of the pool.
-        slots: where the pool has them; None without a pool.
+        start, result: the carried matrices, one for each sequence or for each slot of the pool.
+        slots: the pool's slots that hold the sequences' matrices; None without a pool.
     """
 
     rows: cute.Tensor

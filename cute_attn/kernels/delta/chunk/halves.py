@@ -68,7 +68,8 @@ class ScoresByHalves:
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Int32, b: Int32, later: Any, earlier: Any, reference: Any) -> list[Any]:
-        """Return the accumulators of a level's product, for the thread's tokens of sub-chunk b."""
+        """Multiply q and k of the later tokens with k of the earlier tokens, for one level of
+        sub-chunk b. Return the thread's accumulators."""
         _, c = row_and_part()
         acc: list[Sequence[Any]] = [
             [Float32(0.0)] * 4 for _ in range(2)

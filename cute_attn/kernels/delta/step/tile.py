@@ -183,7 +183,8 @@ class StateTile:
 
     @cute.jit
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
-        """Process a token with known u, without output; the stage has u in place of v."""
+        """Update the state by a recorded token, whose correction u is known. No output is computed.
+        `token.v` holds u."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):

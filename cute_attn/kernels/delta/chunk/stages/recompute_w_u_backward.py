@@ -386,7 +386,8 @@ class KdaRecomputeWUBackward:
 
     @cute.jit
     def state_products(self, total: cute.Tensor, base: Int32) -> None:
-        """Add the thread's part of h * dh, summed over 64 columns of V."""
+        """Multiply h and dh element by element. Add the thread's share of the sum over 64 columns
+        of V to `total`, for each channel."""
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.spec.state_v_first):
             # Two channels, some rows of V.
