@@ -191,8 +191,8 @@ class Divisors(NamedTuple):
 
 @cute.jit
 def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """(slot, value head, head of q and k, chunk) of this CTA. The value head is the fast index, so
-    that the value heads of a group find q and k in L2."""
+    """Return (slot, value head, head of q and k, chunk) of this CTA. The value head is the fast
+    index, so that the value heads of a group find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by.heads)
     head_qk, _ = divmod(head, by.group)
@@ -203,7 +203,7 @@ def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any
 def place_of_slot(
     slot: Int32, by_chunks: cute.FastDivmodDivisorV2, tokens: Int32, cu_seqlens: cute.Tensor | None
 ) -> Any:
-    """`chunk_place`, with the divisor `Divisors.chunks`."""
+    """Find the chunk of a slot as `chunk_place` does, with the divisor `Divisors.chunks`."""
     if cutlass.const_expr(cu_seqlens is None):
         sequence, index = divmod(slot, by_chunks)
         start = index * CHUNK

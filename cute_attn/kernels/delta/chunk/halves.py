@@ -26,8 +26,8 @@ from .sub_chunks import (
 
 
 class ScoresByHalves:
-    """Computes the scores of 8 tokens against the 8 before, then of 4, 2 and 1 tokens. All methods
-    run on the device.
+    """Computes the scores of 8 later tokens against 8 earlier tokens, then of 4 against 4, 2
+    against 2, and 1 against 1. All methods run on the device.
     """
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):

@@ -220,9 +220,8 @@ class StateTile:
         return first, sums
 
     def holder(self, v: int) -> tuple[int, int]:
-        """Return the place of a total of `sum_over_k`: the total with k of this thread's v-th
-        column. The place is the bits of the lane, out of `distances`, and the index among the
-        lane's totals."""
+        """Return where `sum_over_k` leaves the total with k of this thread's v-th column: the
+        lane's bits, out of `distances`, and the index among the lane's totals."""
         bits, size = 0, self.values_of_v
         for distance in self.distances[1:]:
             if size > 1:

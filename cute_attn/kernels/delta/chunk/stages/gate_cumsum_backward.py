@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         dA_log: the chunks' parts, `[slots, 1, HV]`; 0 for a slot without a chunk.
-        ddt_bias: the chunks' parts, `[slots, HV, K]`, likewise.
+        ddt_bias: the chunks' parts, `[slots, HV, K]`; 0 for a slot without a chunk.
     """
 
     dG: cute.Tensor

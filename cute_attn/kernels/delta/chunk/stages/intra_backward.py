@@ -24,8 +24,8 @@ block D_ij is computed for every pair. No factor exceeds 1.
         load    dAqk, dAkk by cp.async; beta
         for each 64 channels
           earlier, later  the pairs with the other 7 blocks of tokens
-          own             those within the block; store dG, and dq and dk, or add these to the
-                          sums in shared memory
+          own             the pairs within the block; store dG, and dq and dk, or add dq and dk
+                          to the sums in shared memory
         reduce  dbeta
 """
 
