@@ -293,7 +293,7 @@ def _evict(library: Path) -> None:
     """
     builds = []
     for path in _root().iterdir():
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError):  # removed, or another user's
             if re.fullmatch(r"[0-9a-f]{32}", path.name) and path.is_dir():
                 builds.append((path.stat().st_mtime, path))
     engines = sorted(

@@ -280,8 +280,8 @@ class _Lowering:
     def _most_registers(self) -> int:
         """The most registers that a thread has at launch; 0 is no limit.
 
-        Used only without machine code. The assembler gives a kernel no more registers than its
-        largest setmaxnreg.inc.
+        Only called if there is no machine code. The assembler gives a kernel no more registers than
+        its largest setmaxnreg.inc.
         """
         limits = list(self.kernel.directive("maxnreg"))
         increases = [

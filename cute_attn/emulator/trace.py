@@ -22,7 +22,7 @@ class TraceEvent:
     Attributes:
         kind: "wait", "async", "mma" or "instant".
         name: the label of the interval.
-        cta, warp: the row.
+        cta, warp: the row of the timeline.
         start, end: times in warp-instructions.
         detail: text shown when the interval is selected.
     """

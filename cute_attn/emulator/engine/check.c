@@ -14,10 +14,11 @@ enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4, MARK_LATE = 8 };
 
 typedef struct Cell {
   Mark write, read;
-  int32_t more_reads;  // first node of further reads, which are mutually unordered
+  int32_t more_reads;  // first node of the further reads; all reads are unordered with each other
 } Cell;
 
-// TMEM: almost all accesses are by whole groups of lanes; `parts` covers all other accesses.
+// TMEM has one cell for a group of lanes, because almost all accesses are by whole groups. For
+// other accesses, `parts` names the lanes.
 #define TMEM_COLUMNS 512
 #define TMEM_GROUP 16
 #define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
@@ -104,7 +105,8 @@ void view_release(Warp *w, View *into) {
   w->agent_clock[AG_GENERIC]++;
 }
 
-// Only a fence orders other threads' effects before this thread's next tcgen05 operation.
+// Other threads' effects go to `fenced`, not to `tvc`. Only a fence orders these effects before
+// this thread's next tcgen05 operation.
 void view_acquire(Warp *w, const View *from) {
   if (!from->vc) return;
   Emu *e = emu_of(w);
@@ -506,8 +508,8 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
 // Warp.sync_epoch counts both. A cell covers one epoch of one warp, with the latest write and the
 // latest reads of the same bytes: dropping earlier accesses can only hide a race.
 typedef struct LaneCell {
-  uint64_t epoch;              // from 1 on; 0: no epoch
-  int32_t write, read;         // instructions of the accesses
+  uint64_t epoch;              // counts from 1; 0: no epoch
+  int32_t write, read;         // instructions of the latest write and read
   Mask readers;
   uint8_t warp, writer;        // `writer` is a lane
   uint8_t written, read_bytes; // one bit per byte of the word
@@ -594,7 +596,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
   Region *r = region_at(e, (uint64_t)p, NULL);
-  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported that
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported the access
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
     if (writes) memset(r->initialised + first, 1, bytes);
