@@ -25,7 +25,7 @@ from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
 LANE_ROW_STEP = 8  # rows from a lane's first row to its second row
-LANES = 4  # that share a row
+LANES = 4  # lanes that share a row
 BOX_COLUMNS = 64  # 16-bit columns, as wide as TMA's swizzle
 LOWEST = -(2.0**100)  # a finite number below any maximum of products of 16-bit values
 
@@ -114,7 +114,7 @@ class OnlineSoftmax(Carried):
         return factors
 
     def inverse_totals(self) -> list[Any]:
-        """The factor of each lane row of O at the end."""
+        """The factor by which each lane row of O is multiplied at the end."""
         totals = [self.total[r] for r in range(LANE_ROWS)]
         return [reciprocal(x) for x in across_lanes(lambda x, y: x + y, totals)]
 
@@ -177,7 +177,7 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
     `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is the thread's lane: an
     opaque value keeps the compiler from holding addresses in registers across loops."""
     lane = cute.arch.lane_idx() if lane is None else lane
-    row = lane // LANES  # 0 to 7: the swizzle of the row's 16-byte units
+    row = lane // LANES  # 0 to 7, the swizzle of the row's 16-byte units
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2) + lane % LANES * 4
     for i, word in enumerate(words):
         unit, lane_row = i // LANE_ROWS, i % LANE_ROWS

@@ -15,8 +15,8 @@ P' is P; with a softcap, P' is P times the slope of the cap. A warpgroup starts 
 of queries before this tile's dS^T Q, and computes P^T while dS^T Q and dP^T run.
 
     warps    role         work on a tile of keys
-    0-7      consumers    all of the above; at the end dK and dV through shared memory, by TMA
-    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+    0-7      consumers    compute all of the above; at the end store dK and dV by TMA
+    8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
 
 dK and dV are staged in the buffers of K and V. Partial sums of splits are stored from registers.
 The load warp's warpgroup gives its registers to the consumers; its three other warps idle.
@@ -84,7 +84,7 @@ EDGES = (
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -119,10 +119,10 @@ class Operands(Carried):
 
     Attributes:
         q_tma, k_tma, v_tma, do_tma: TMA's loads.
-        q, k, v, do: coordinates for TMA.
+        q, k, v, do: the tensors' coordinates for TMA.
         dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
-        dk, dv: coordinates for TMA, or the sums.
-        num_tiles, counter: for the scheduler.
+        dk, dv: the gradients' coordinates for TMA, or the sums of the splits.
+        num_tiles, counter: the scheduler's number of tiles, and its counter.
     """
 
     q_tma: cute.CopyAtom
@@ -146,10 +146,10 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps throughout the kernel.
 
     Attributes:
-        k, v: shared addresses of the warpgroup's rows of K and V.
+        k, v: shared addresses of the warpgroup's rows in the buffers of K and V.
         dk, dv: accumulators.
     """
 
@@ -316,8 +316,8 @@ class Sm90DkDv:
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = own.keys.queue
-        taken = Int32(0)  # tiles of keys
-        n = Int32(0)  # tiles of queries
+        taken = Int32(0)  # counts tiles of keys
+        n = Int32(0)  # counts tiles of queries
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
