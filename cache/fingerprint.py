@@ -183,7 +183,7 @@ def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
 
 
 def _executed_nodes(tree: ast.AST) -> list[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`, and the inside of expressions."""
+    """All nodes except nodes under `if TYPE_CHECKING`, and nodes inside expressions."""
     nodes: list[ast.AST] = []
     pending: list[ast.AST] = [tree]
     while pending:
@@ -475,5 +475,6 @@ def read_fingerprint(
 def fingerprint(
     module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
 ) -> Fingerprint:
-    """`read_fingerprint`, read once per process, like the modules themselves."""
+    """The result of `read_fingerprint`, computed once per process, because a process loads modules
+    once."""
     return read_fingerprint(module, package, declared, spec_module)

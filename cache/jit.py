@@ -733,7 +733,8 @@ def _reasons(
 
 
 def with_reasons(message: str, problems: Collection[CacheError]) -> str:
-    """A message about a kernel, plus the missing reasons why no entry could be used."""
+    """A message about a kernel. The reasons why no entry could be used are added unless the message
+    has them."""
     return "\n".join([message, *(line for line in _not_usable(problems) if line not in message)])
 
 

@@ -23,8 +23,8 @@ from .wire import NotPortable
 _Used = tuple[KernelDef, Any, str]
 
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 10.0  # wait of `record`, and of the process's end, for the file's lock
-_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # then a later look-up records the kernel
+_PATIENCE_SECONDS = 10.0  # how long `record` and the process's end wait for the lock
+_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # after which a later look-up records it
 
 # Kernels not yet recorded, by file; and files for which the last attempt failed.
 _pending: dict[Path, list[_Used]] = {}

@@ -70,8 +70,8 @@ def record_to(path: Path | None) -> Path | None:
 
 
 def record_path() -> Path | None:
-    """The spec file in which kernels are recorded as they are used: of `record_to`, or
-    `CUTE_ATTN_RECORD`."""
+    """The spec file in which kernels are recorded as they are used: the file given to `record_to`,
+    or the file that `CUTE_ATTN_RECORD` names."""
     return _recording or _named("CUTE_ATTN_RECORD")
 
 
