@@ -34,7 +34,7 @@ UNROLL = 4  # loads in flight per thread
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         partials: `[n, rows, columns]`, float32.

@@ -67,8 +67,8 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma: TMA's loads.
-        q, k, v: coordinates for TMA.
+        q_tma, k_tma, v_tma: TMA's copies into shared memory.
+        q, k, v: the tensors' coordinates for TMA.
     """
 
     q_tma: cute.CopyAtom

@@ -163,8 +163,8 @@ class LightningDecodePipelined:
     def locate(
         self, index: cutlass.Int32, x: Arguments
     ) -> tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Boolean]:
-        """(tile of V, head, sequence, slot, whether the slot exists) of a tile's index. Tiles with
-        consecutive indices are adjacent in memory."""
+        """Return (tile of V, head, sequence, slot, whether the slot exists) of a tile's index.
+        Tiles with consecutive indices are adjacent in memory."""
         heads = x.state.shape[1]
         tile_index = index % self.tiles_per_head
         head = (index // self.tiles_per_head) % heads

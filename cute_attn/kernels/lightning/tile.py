@@ -16,7 +16,7 @@ from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import Arguments
 from .spec import DecodeSpec
 
-MAX_REGISTERS = 200  # for the tile, of a thread's 255; addresses and temporaries take the rest
+MAX_REGISTERS = 200  # registers of a thread for the tile; 55 are left for addresses and temporaries
 
 
 class StateTile:
@@ -60,7 +60,8 @@ class StateTile:
 
     @cute.jit
     def thread_part(self, state: cute.Tensor, tile_index: cutlass.Int32) -> cute.Tensor:
-        """This thread's part (vector, rows, vectors) of a tile of one head's state."""
+        """This thread's part of a tile of one head's state, with the modes (vector, rows,
+        vectors)."""
         row, column = self.first_row_and_column()
         pitch = self.head_dim_k if self.state_is_vk else self.head_dim_v
         if cutlass.const_expr(self.state_is_vk):

@@ -40,14 +40,14 @@ from ..spec import CombineSpec
 
 NUM_THREADS = 256
 VECTOR = 4  # float32 of a load
-COLUMNS = 64  # of a CTA
+COLUMNS = 64  # columns of a CTA
 THREADS_OF_SLICE = COLUMNS // VECTOR
 SLICES = NUM_THREADS // THREADS_OF_SLICE
 UNROLL = 4  # loads of a thread in flight
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         o_splits: `[splits, batch, seqlen, heads, head_dim_v]`, float32.
@@ -87,7 +87,7 @@ class Combine:
     def __init__(self, spec: CombineSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.blocks = spec.head_dim_v // COLUMNS  # of a row
+        self.blocks = spec.head_dim_v // COLUMNS  # CTAs of a row
         self.smem = SharedMemory(
             Buffer("sums", Float32, NUM_THREADS * VECTOR, holds="sums of the slices"),
             Buffer("maxima", Float32, SLICES, holds="the log-sum-exps that they are relative to"),

@@ -88,7 +88,7 @@ T_STAGES = 2
 STATS_STAGES = 4
 OUT_STAGES = 2  # boxes of dV or dK that wait for TMA
 
-COLUMNS = QUERIES // 2  # of a row of T that a thread has
+COLUMNS = QUERIES // 2  # columns of a row of T that a thread has
 CHUNK = 8  # values of P' in 16 bytes
 STEP = 16  # columns whose statistics are in registers at once
 
@@ -151,7 +151,7 @@ assert OUT_STAGES == QUERIES // COLUMNS, "a box for each half of P'"
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -205,7 +205,7 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        num_tiles: for the scheduler.
+        num_tiles: the scheduler's number of tiles.
     """
 
     of_values: OfPair
@@ -218,7 +218,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Shared(Carried):
-    """What all warps of a CTA share.
+    """The values that all warps of a CTA share.
 
     Attributes:
         t: stage 0 of T in tensor memory.
@@ -311,7 +311,7 @@ class Sm100Hd256DkDv:
         )
 
     def outputs(self, x: cute.Tensor) -> cute.Tensor:
-        """dk or dv, with the splits of partial sums in the mode of sequences."""
+        """Return dk or dv, with the splits of partial sums in the mode of sequences."""
         if not self.spec.partial or self.spec.varlen_k:
             return x
         splits, batch, *rest = x.shape
@@ -560,7 +560,7 @@ class Sm100Hd256DkDv:
                 values = cute.make_rmem_tensor(values_shape, Float32)
                 cute.copy(load, shifted(t_from, column), values)
                 cute.arch.fence_view_async_tmem_load()
-                sent = words  # P', where P' differs from P
+                sent = words  # the words to send: P', where P' differs from P
                 if cutlass.const_expr(key_pair):
                     self.differentiate(values, statistic, received, words)
                 else:

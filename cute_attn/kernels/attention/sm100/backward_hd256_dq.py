@@ -78,7 +78,7 @@ KEYS = TILE_N // CTAS  # rows of K and V that a CTA loads
 HEAD_DIM = 256
 OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
-COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
+COLUMNS = TILE_N // 2  # columns of S and dP of each elementwise thread
 
 KV_STAGES = 3  # uses of a K/V tile: a tile's last use always has the last stage
 LAST_STAGE = KV_STAGES - 1
@@ -137,7 +137,7 @@ assert KV_BYTES == DQ_STAGES * ROWS * BOX * 2, "dQ is staged in a stage of the r
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -167,8 +167,8 @@ class Operands(Carried):
 
     Attributes:
         q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma: TMA's copies.
-        q, do, k, v, k_columns, dq_boxes: coordinates for TMA.
-        num_tiles: for the scheduler.
+        q, do, k, v, k_columns, dq_boxes: the tensors' coordinates for TMA.
+        num_tiles: the scheduler's number of tiles.
     """
 
     q_tma: cute.CopyAtom
@@ -191,7 +191,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Shared(Carried):
-    """What all warps of a CTA share.
+    """The values that all warps of a CTA share.
 
     Attributes:
         s, dp, dq: accumulators in tensor memory.
@@ -538,7 +538,7 @@ class Sm100Hd256Dq:
     def score_gradients(
         self, p: cute.Tensor, dp: cute.Tensor, delta: Float32, shape: Any
     ) -> cute.Tensor:
-        """dS, rounded, two values in a word."""
+        """Return dS, rounded, with two values in a word."""
         pairs = [(p[j], p[j + 1]) for j in range(0, COLUMNS, 2)]
         ds = score_gradients(pairs, dp, range(COLUMNS), delta)
         words = cute.make_rmem_tensor(shape, Int32)

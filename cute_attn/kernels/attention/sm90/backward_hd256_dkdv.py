@@ -146,7 +146,7 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, do_tma: TMA's loads.
+        q_tma, k_tma, v_tma, do_tma: TMA's copies into shared memory.
         q, k, v, do: the tensors' coordinates for TMA.
         dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
         dk, dv: the gradients' coordinates for TMA, or the sums of the splits.

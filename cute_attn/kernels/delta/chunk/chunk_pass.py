@@ -58,7 +58,7 @@ KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
 
 
 class Results(NamedTuple):
-    """What a pass stores for each chunk; see `Arguments`."""
+    """The tensors to which a pass stores the results of each chunk; see `Arguments`."""
 
     o: cute.Tensor
     states: cute.Tensor | None
@@ -74,7 +74,7 @@ class Slots(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a pass is called with. A tensor is None unless the spec has it.
+    """The arguments of a pass. A tensor is None unless the spec has it.
 
     Attributes:
         rows: [B, T, HV, V], v or the gradient of o.

@@ -169,7 +169,7 @@ def row_offset(row: Any, pitch: Any) -> Any:
 
 
 class Divisors(NamedTuple):
-    """What `place_of` divides by.
+    """The divisors of `place_of`.
 
     Attributes:
         heads: the number of value heads.

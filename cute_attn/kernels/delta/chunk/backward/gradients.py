@@ -83,7 +83,7 @@ ALONG_STEP = SUB_CHUNKS * 8 * 16  # stride between parts of the channels
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in

@@ -29,7 +29,7 @@ from .state_pass import KdaStatePass
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; see `chunk_pass.Arguments` for the other arguments.
+    """The kernel's arguments; see `chunk_pass.Arguments` for the other arguments.
 
     Attributes:
         pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.

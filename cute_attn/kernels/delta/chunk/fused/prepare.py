@@ -139,7 +139,7 @@ class Record(Carried):
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.

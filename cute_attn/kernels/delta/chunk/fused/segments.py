@@ -39,7 +39,7 @@ UNIT = 4  # floats per copy
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     cu_seqlens: cute.Tensor | None
     segment_states: cute.Tensor

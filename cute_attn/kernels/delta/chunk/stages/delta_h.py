@@ -218,7 +218,7 @@ class ChunkStates:
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     kg: cute.Tensor
     w: cute.Tensor

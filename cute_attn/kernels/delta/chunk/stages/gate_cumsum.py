@@ -45,7 +45,7 @@ GROUPS = CHUNK // ROWS
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     g: cute.Tensor
     A_log: cute.Tensor | None

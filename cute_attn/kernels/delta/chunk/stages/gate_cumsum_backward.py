@@ -41,7 +41,7 @@ from .gate_cumsum import CHANNELS, GROUPS, ROWS
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         dA_log: the chunks' parts, `[slots, 1, HV]`; 0 for a slot without a chunk.

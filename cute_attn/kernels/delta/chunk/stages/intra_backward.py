@@ -67,7 +67,7 @@ ROW_BYTES = CHUNK * 4  # bytes of a row of dA
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -53,7 +53,7 @@ COLUMNS = 64  # columns of w or u accumulated at once
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor | None
     k: cute.Tensor

@@ -84,7 +84,7 @@ ROWS_AND_COLUMNS = ("do", "du", "v", "v_new")
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor
     k: cute.Tensor
