@@ -180,9 +180,9 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
 def _getting(key: KeyDescription) -> Iterator[None]:
     """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
-    A kernel's constructor may ask for other kernels. The kernel's traced code may not ask: the
-    compiler compiles one kernel at a time, and the process that compiles the other kernel may be
-    waiting for this kernel.
+    A kernel's constructor may ask for other kernels. The kernel's traced code may not ask, because
+    the compiler compiles one kernel at a time, and the process that compiles the other kernel may
+    be waiting for this kernel.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")
     traced = compiler.kernel_in_compiler() if compiler else None
@@ -496,7 +496,7 @@ def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -
     With a compiler installed there is one candidate. Without a compiler, its version and perhaps
     its CUDA flavour are unknown, and every entry that agrees in all other fields is a candidate.
     Entries built with the runtime library's version come first, then the newest. Entries whose key
-    cannot be read are passed over, and added to `problems`: one of these entries may be the
+    cannot be read are passed over, and added to `problems`, because one of these entries may be the
     kernel's.
     """
     if not key.is_open:

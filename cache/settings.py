@@ -48,7 +48,8 @@ def cache_directory() -> Path | None:
 def prebuilt_directories() -> list[Path]:
     """The directories in `CUTE_ATTN_PREBUILT`, in order of preference.
 
-    A directory without kernels stays in the list, after one warning: it may be mounted later.
+    A directory without kernels stays in the list, after one warning, because the directory may be
+    mounted later.
     """
     paths = _prebuilt()
     for path in paths:

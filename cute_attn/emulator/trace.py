@@ -1,6 +1,6 @@
 """A timeline of a launch, in the trace event format that Perfetto and chrome://tracing open.
 
-Time is counted in warp-instructions of the whole machine: the emulator knows no clock.
+Time is counted in warp-instructions of the whole machine, because the emulator knows no clock.
 """
 
 from __future__ import annotations

@@ -367,8 +367,8 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   }
 }
 
-// Two accesses that are not ordered: a race, unless they touch different parts of the word or both
-// are atomic.
+// Two accesses that are not ordered are a race, unless they touch different parts of the word or
+// both are atomic.
 static __attribute__((noinline)) void collide(const Context *c, uint64_t word, const Mark *m,
                                               uint16_t parts, bool wrote, bool writes) {
   if (!(m->parts & parts) || (c->access->atomic && m->flags & MARK_ATOMIC)) return;
@@ -586,8 +586,8 @@ void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t byte
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, false);
 }
 
-// The lane has awaited the copy, which `I` started: other lanes may overwrite the bytes only after
-// the lane.
+// The lane has awaited the copy, which `I` started. Other lanes may overwrite the bytes only after
+// this lane.
 void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, true);
 }
@@ -609,7 +609,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   // Words count from an aligned address, whatever the region's own base is.
   uint64_t skew = r->base % 4;
   if (!r->cells) {
-    // Cells are allocated on use: a tensor may be larger than this machine's memory.
+    // Cells are allocated on use, because a tensor may be larger than this machine's memory.
     void *cells = mmap(NULL, cells_bytes(r), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (cells == MAP_FAILED) {

@@ -15,7 +15,7 @@
 // ------------------------------------------------------------------ groups of a thread's copies
 //
 // Threads commit and await cp.async and bulk copies in groups of their own. A commit closes the
-// open group of every lane that executes the commit: the group holds the lane's copies up to
+// open group of every lane that executes the commit. The group holds the lane's copies up to
 // `number`, which counts instructions (cp.async) or bulk groups of the warp.
 typedef struct { uint32_t number; Mask lanes; } Commit;
 enum { COMMITS = 64 };  // the latest commits: enough, since waits leave only a few groups pending

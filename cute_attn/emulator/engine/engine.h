@@ -97,9 +97,9 @@ enum {
   F_ALWAYS = 1,
   // .sync.aligned: the engine makes sure that all live lanes of the warp arrive together.
   F_ALIGNED = 2,
-  // Undefined sources are no finding: the handler makes its results undefined (mov, selp).
+  // Undefined sources are no finding, because the handler makes its results undefined (mov, selp).
   F_PROPAGATE = 4,
-  // Ends a time slice: other warps see the effect (barriers, fences, exit).
+  // Ends a time slice, because other warps see the effect (barriers, fences, exit).
   F_YIELD = 8,
   // Issued on the uniform datapath: lanes with equal operands issue one operation together.
   F_UNIFORM = 16,
@@ -201,7 +201,7 @@ typedef struct {
   Clock clock, birth;  // effects of the same agent since `birth` are ordered
   uint8_t async;       // the access is through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
-  uint8_t lazy;        // unwritten bytes are no finding: the destination becomes undefined
+  uint8_t lazy;        // unwritten bytes are no finding, but make the destination undefined
   uint8_t late;        // a read that only the asynchronous proxy may overtake (in_flight.c)
   uint8_t atomic;      // a strong or atomic operation: such operations do not race with each other
   const Insn *insn;
@@ -457,8 +457,8 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 
 // ---------------------------------------------------------------------------- operands (inline)
 //
-// Sources are 32 lanes: a pointer into the register file, or in `buffer` for anything else.
-// 16-bit values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
+// Sources are 32 lanes, in the register file, or in `buffer` for anything but a register. 16-bit
+// values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
 // (undefined_read). Reading a register that an asynchronous operation will still write is a finding
 // too.
 
@@ -743,10 +743,10 @@ Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
 void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
 void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
 // The mbarrier that an asynchronous operation signals next, or NULL after a finding. The
-// operation's later accesses belong to the barrier's current phase: a wait for that phase orders
-// them.
+// operation's later accesses belong to the barrier's current phase, so a wait for that phase orders
+// these accesses.
 Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
-// The next two functions are for asynchronous operations: the phase publishes `from`.
+// The next two functions are for asynchronous operations. The phase publishes `from`.
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,

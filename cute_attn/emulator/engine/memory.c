@@ -398,7 +398,7 @@ static void count_bytes(Warp *w, const Batch *b, uint32_t bytes, int global, int
   }
 }
 
-// A barrier object is opaque: a store over it is a corrupted barrier.
+// A barrier object is opaque, so a store over a barrier object corrupts the barrier.
 static void check_barriers(Warp *w, const Insn *I, const Cta *cta, uint64_t start, uint64_t bytes) {
   for (uint64_t i = start / 8; i <= (start + bytes - 1) / 8; i++) {
     if (cta->mbarrier_at[i] < 0 || !cta->mbarriers[cta->mbarrier_at[i]].valid) continue;

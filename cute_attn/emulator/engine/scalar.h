@@ -47,7 +47,7 @@ static inline void round_as(int mode) {
 }
 static inline void round_nearest(int mode) { if (mode > RN) fesetround(FE_TONEAREST); }
 // Keeps arithmetic on the data behind these pointers from moving across a change of the rounding
-// mode: the compiler does not know that the arithmetic depends on the mode.
+// mode, because the compiler does not know that the arithmetic depends on the mode.
 #define BARRIER4(a, b, c, d) __asm__ volatile("" : : "r"(a), "r"(b), "r"(c), "r"(d) : "memory")
 
 // x + y rounded to odd: a second rounding, to at most 51 bits in any direction, gives the rounded

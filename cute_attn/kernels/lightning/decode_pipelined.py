@@ -2,8 +2,8 @@
 
 The kernel computes what `decode` computes, for one token per call. A warp computes on one tile
 (tile_v rows of K, contiguous in memory) while its next tiles are loaded into shared memory. Warps
-never wait for other warps: each warp has its own ring of `num_stages` tiles, and gets tiles round
-robin in a persistent grid.
+never wait for other warps, because each warp has its own ring of `num_stages` tiles, and gets tiles
+round robin in a persistent grid.
 
     start      the load of tile i + num_stages - 1, into the stage of tile i - 1
     wait       for tile i

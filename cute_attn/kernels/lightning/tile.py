@@ -1,8 +1,8 @@
 """A tile of the Lightning state in the registers of one or more warps, and its arithmetic.
 
-Rows of a tile are contiguous in memory: a tile is V by K in layout "vk", K by V in "kv". Each warp
-owns a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` rows; every lane
-has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
+Rows of a tile are contiguous in memory. A tile is V by K in layout "vk", and K by V in "kv". Each
+warp owns a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` rows; every
+lane has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
 shuffles), and along a column in "kv" (by shuffles, then between warps through shared memory).
 """
 

@@ -1,4 +1,4 @@
-"""The first kernel of the backward: the statistics of query rows, and dsink's sums.
+"""The first kernel of the backward, which computes the statistics of query rows, and dsink's sums.
 
 For row i of a head, with s the sink (`statistics` has the layout, and the lse of unseen rows):
 

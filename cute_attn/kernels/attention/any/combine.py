@@ -1,4 +1,4 @@
-"""Combines the results of splits: a split is a part of the keys, and has its own attention output.
+"""Combines the results of splits. A split is a part of the keys, and has its own attention output.
 
     lse = log(sum_i exp(lse_i) + exp(sink))
     o   = sum_i exp(lse_i - lse) o_i         in float32, rounded once
@@ -11,9 +11,9 @@ split has visible keys, the row is 0, and its lse is the sink, or -inf without a
       log-sum-exps  in each warp, a lane for each 32nd split; maximum and sum through shuffles
       reduce        the slices' sums, in order, through shared memory
 
-The kernel is bound by latency: its data, a few hundred KB, lie in L2. So a thread has UNROLL loads
-in flight, and the loads do not wait for the log-sum-exps. The order of additions depends on the
-number of splits alone. The kernel runs on sm_80 and newer.
+The kernel is bound by latency, because its data, a few hundred KB, lie in L2. So a thread has
+UNROLL loads in flight, and the loads do not wait for the log-sum-exps. The order of additions
+depends on the number of splits alone. The kernel runs on sm_80 and newer.
 
 With `dependent`, the CTAs start while the forward kernel is running, and wait for its end. This
 hides the launch (sm_90 and newer).

@@ -99,7 +99,7 @@ def move_maximum(
     the maximum stayed, whether the row's scores are large).
     """
     large = (abs(highest) >= scaling.large) & (highest != -INF)
-    # The threshold is rounded down: an ulp of a large maximum may exceed `growth`.
+    # The threshold is rounded down, because an ulp of a large maximum may exceed `growth`.
     passed, _ = cute.arch.add_packed_f32x2(
         (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
     )
@@ -146,7 +146,7 @@ def finish_row(
         if total != 0.0:
             if not (sink < INF):
                 total = Float32(NAN)
-            # Compare in natural units: the conversion to base 2 would round once more.
+            # Compare in natural units, because the conversion to base 2 would round once more.
             above_sink = scaling.multiply_add(maximum, -sink)
             below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
             ratio = cute.math.exp2(below * LOG2_E - rest, fastmath=True)

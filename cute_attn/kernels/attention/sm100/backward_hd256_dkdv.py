@@ -106,7 +106,7 @@ ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up.
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
@@ -120,12 +120,13 @@ EDGES = (
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
     # t_done implies stats_empty and acc_empty, through the order of the elementwise warps' work.
-    # Both edges stay declared: a change of the order must not become a race.
+    # Both edges stay declared, so that a change of the order does not become a race.
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
     # P' goes to the key pair, and the grant of the buffer back, warp by warp. The key pair grants
-    # every use: a work item that no query sees stages zeros in the buffer, but exchanges nothing.
+    # every use, because a work item that no query sees stages zeros in the buffer, but exchanges
+    # nothing.
     Edge(
         "exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER,
         "the warp's part of P's buffer", by_warp=True,
@@ -528,7 +529,7 @@ class Sm100Hd256DkDv:
         work = queue.read(taken)
         while work.exists:
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            # Whole tiles of queries need no mask: every query sees every key of this CTA.
+            # Whole tiles of queries need no mask, because every query sees every key of this CTA.
             whole_first, whole_end = visible.whole_query_tiles(
                 first_key(work.block), ROWS, work.seqlen_q, work.seqlen_k
             )

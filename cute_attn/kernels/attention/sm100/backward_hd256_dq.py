@@ -101,7 +101,7 @@ ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to elementwise.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up to elementwise.
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
@@ -112,8 +112,8 @@ EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
     # Other edges imply q_empty and dq_read, through the order of the producers' work. Both edges
-    # stay declared: a change of the order must not become a race. The edges cost one arrival for
-    # each tile of queries.
+    # stay declared, so that a change of the order does not become a race. The edges cost one
+    # arrival for each tile of queries.
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
@@ -479,7 +479,7 @@ class Sm100Hd256Dq:
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             first_row = (CTAS * work.block + cta_rank()) * ROWS
-            # Whole K/V tiles need no mask: every row of this CTA sees every key.
+            # Whole K/V tiles need no mask, because every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 first_row, ROWS, work.seqlen_q, work.seqlen_k
             )

@@ -112,7 +112,7 @@ ROLES = (SOFTMAX, CORRECTION, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to softmax.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up to softmax.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
 assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
@@ -489,7 +489,7 @@ class Sm100Hd256Forward:
         work = queue.read(taken)
         while work.exists:
             first, end = self.key_tiles(own.visible, work)
-            # Whole K/V tiles need no mask: every row of this CTA sees every key.
+            # Whole K/V tiles need no mask, because every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
             )

@@ -103,7 +103,7 @@ def issue_mma(
     accumulate: Boolean,
 ) -> None:
     """Multiply a, of one stage, by a stage of b."""
-    # The MMA is copied: a flag set here would otherwise outlive the branch of the call.
+    # The MMA is copied, because a flag set here would otherwise outlive the branch of the call.
     mma = cutlass.new_from_mlir_values(mma, cutlass.extract_mlir_values(mma))
     mma.set(tcgen05.Field.ACCUMULATE, accumulate)
     for step in cutlass.range_constexpr(cute.size(b, mode=[2])):

@@ -60,7 +60,8 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -328,8 +329,8 @@ class Sm90DkDv:
             first, end = own.keys.query_tiles(work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
-            # Registers are scarce: the work is read again, and its stage computed again, at each
-            # place of use.
+            # Registers are scarce, so each place of use reads the work again, and computes its
+            # stage again.
             taken = opaque(taken)
             work = queue.read(taken)
             queue.release(taken)

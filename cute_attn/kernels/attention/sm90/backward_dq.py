@@ -349,7 +349,7 @@ class Sm90Dq:
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
             own.barriers.warp_arrives("do_empty", taken)
-            # Registers are scarce: the work is read again at each place of use.
+            # Registers are scarce, so each place of use reads the work again.
             work = queue.read(taken)
             queue.release(taken)
             self.finish_rows(x, own)
@@ -376,7 +376,7 @@ class Sm90Dq:
         """Compute dQ of work `taken` over its K/V tiles. n K/V tiles came before; return the number
         after this work."""
         spec = self.spec
-        # Whole K/V tiles need no mask: every query of the warpgroup sees every key.
+        # Whole K/V tiles need no mask, because every query of the warpgroup sees every key.
         whole_first, whole_end = own.visible.whole_key_tiles(
             work.block * spec.tile_m + own.group * ROWS, ROWS, work.seqlen_q, work.seqlen_k
         )

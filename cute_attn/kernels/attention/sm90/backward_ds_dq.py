@@ -60,7 +60,8 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 

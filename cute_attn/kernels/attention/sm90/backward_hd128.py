@@ -75,7 +75,8 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 assert len(CONSUMERS) == WARPS
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -313,8 +314,8 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:
-        """If `use` is the only use of its work, let the other warpgroup start its dQ first: the
-        next K overwrites the K that the other warpgroup's dQ reads."""
+        """If `use` is the only use of its work, let the other warpgroup start its dQ first, because
+        the next K overwrites the K that the other warpgroup's dQ reads."""
         if use.adds == 0:
             own.turns.give()
             own.turns.wait()

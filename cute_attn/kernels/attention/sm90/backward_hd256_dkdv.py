@@ -75,7 +75,8 @@ KEY = Role("key", range(len(VALUE), 2 * WARPGROUP_WARPS))
 CONSUMERS = Role("consumers", range(0, 2 * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
@@ -425,7 +426,7 @@ class Sm90Hd256DkDv:
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
-            # Registers are scarce: the work is read again at each place of use.
+            # Registers are scarce, so each place of use reads the work again.
             work = queue.read(0)
             factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
             if cutlass.const_expr(role is KEY or self.unit != 1.0):
@@ -447,7 +448,7 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
     ) -> None:
         """Compute dV or dK from `count` tiles of queries."""
-        # Whole tiles of queries need no mask: every query sees every key of the CTA.
+        # Whole tiles of queries need no mask, because every query sees every key of the CTA.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
         )

@@ -41,10 +41,10 @@ leave the tensor cores idle.
                                           memory
 
 The loop runs over all tiles of queries of all tiles of keys that the CTA takes. So tile n may
-belong to the next tile of keys, the next work. K of up to three works is in use at once: the work
-of dQ, the work of dV and dK, and the work of S^T. V has one buffer, which is loaded again when dP^T
-of a work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T
-of the next work.
+belong to the next tile of keys, the next work. K of up to three works is in use at once, namely of
+the work of dQ, of the work of dV and dK, and of the work of S^T. V has one buffer, which is loaded
+again when dP^T of a work's last tile of queries is done. dK and dV are stored from registers,
+beside S^T and dP^T of the next work.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 assert len(CONSUMERS) == WARPS
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 

@@ -164,7 +164,7 @@ class LoadWarp:
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile of keys as work `taken`, and load K, V and the tile's queries, which are
         uses n and up. Return the next values of `taken` and n. A tile that no query sees is not
-        published: this warp stores zeros as the tile's gradients."""
+        published, because this warp stores zeros as the tile's gradients."""
         work = tiles.work(*where)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         if first < end:
@@ -298,7 +298,8 @@ class Consumer(Carried):
     def compute_block(
         self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], *, plain: bool
     ) -> None:
-        """Compute P^T and dS^T of use n. `plain`: the tile needs no mask and has no large lse."""
+        """Compute P^T and dS^T of use n. `plain` says that the tile needs no mask and has no large
+        lse."""
         scores = self.scores
         lse = self.first_loaded(self.products.lse_of(n))
         fragments.assign(scores.s, wgmma.wait(s, pending=1))
@@ -312,8 +313,8 @@ class Consumer(Carried):
             self.keys.mask(scores.ds, use.taken, use.tile)
 
     def first_loaded(self, statistics: Statistics) -> Statistics:
-        """Load the statistics of the first columns before a wait: the compiler does not move loads
-        across a wait.
+        """Load the statistics of the first columns before a wait, because the compiler does not
+        move loads across a wait.
         """
         ahead = self.columns_ahead
         loaded = statistics(range(ahead))

@@ -181,7 +181,7 @@ def mask_queries(
     bounded: bool = False,
 ) -> None:
     """Set the columns of queries that do not see the key of a lane row to 0, in an operand of tile
-    `tile` of the queries. `bounded`: no query sees a key past the end of the sequence."""
+    `tile` of the queries. `bounded` says that no query sees a key past the end of the sequence."""
     lows, highs = [], []
     for key in keys:
         low, high = visible.tokens(key, work.seqlen_q, work.seqlen_k)

@@ -36,7 +36,7 @@ NEVER = 0x7FFFFFFF
 
 
 def unshared(queries: Sequences) -> Sequences:
-    """The sequences, made opaque: no register then holds values computed from the sequences across
+    """The sequences, made opaque. Then no register holds values computed from the sequences across
     the zeros warp's loop, or for consumers that compute the same values."""
     return replace(queries, tokens=opaque(queries.tokens))
 

@@ -67,7 +67,7 @@ class Use(Carried):
     adds: Int32
 
     def __post_init__(self) -> None:
-        # Constants too become run-time values: a later use may have another value.
+        # Constants too become run-time values, because a later use may have another value.
         for field in fields(self):
             value = Int32(Int32(getattr(self, field.name)).ir_value())
             object.__setattr__(self, field.name, value)

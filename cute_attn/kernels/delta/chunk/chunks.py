@@ -128,8 +128,8 @@ def shared_head(head: Int32, heads_v: Any, heads_qk: Any) -> Any:
 @cute.jit
 def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
     """Return how many chunks the packed sequences before `sequence` have, which is the index in h
-    of the first chunk of `sequence`. Every lane of a warp must call this: each lane counts some of
-    the sequences."""
+    of the first chunk of `sequence`. Every lane of a warp must call this, because each lane counts
+    some of the sequences."""
     count = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):

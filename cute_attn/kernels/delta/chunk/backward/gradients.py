@@ -627,7 +627,7 @@ class KdaGradients:
                         acc[n] = acc[n] * m
                         total[e] = cute.math.fma(k[e], acc[n], total[e])
                 values += total
-        # Lanes 4 apart have different rows: in each step, each of two lanes keeps half of the
+        # Lanes 4 apart have different rows. In each step, each of two lanes keeps half of the
         # channels.
         for bit in (4, 3, 2):
             upper = ((cute.arch.lane_idx() >> bit) & 1) == 1
@@ -763,7 +763,7 @@ class KdaGradients:
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:
         """Store the warp's rows and channels of dq or dk."""
-        # Opaque: the compiler would form the sum of all offsets anew for each store.
+        # Opaque, because the compiler would form the sum of all offsets anew for each store.
         unit = self.memory.first_unit()
         first = rows.start + Int64(opaque(unit * UNIT_BYTES + paired_offset()))
         for half in cutlass.range_constexpr(2):

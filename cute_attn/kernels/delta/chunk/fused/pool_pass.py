@@ -143,7 +143,7 @@ class KdaPoolPass(KdaStatePass):
             due = (
                 n * x.slots.checkpoint_chunks == count and n <= x.slots.checkpoint_indices.shape[1]
             )
-            # A checkpoint is a state between chunks: the last chunk counts only if it is full.
+            # A checkpoint is a state between chunks, so the last chunk counts only if it is full.
             if due and count * CHUNK <= place.sequence.length:
                 slot = x.slots.checkpoint_indices[sequence, n - 1]
                 if is_slot(slot, x.result):

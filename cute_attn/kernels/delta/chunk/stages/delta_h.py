@@ -3,7 +3,7 @@ and the corrections v_new.
 
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
-All matrices are transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
+All matrices are transposed, as in `state_pass`. A warp owns 16 columns of V and all of K. S^T, 16
 by K, is in the accumulators of its products. Rounded accumulators are h and, without moving between
 threads, the left operand of the next product. v_new^T is a left operand in the same way. So the
 recurrence never leaves a warp's registers, and warps share only the chunk's rows in shared memory.
