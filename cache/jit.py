@@ -181,7 +181,7 @@ def _getting(key: KeyDescription) -> Iterator[None]:
     """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
     A kernel's constructor may ask for other kernels. The kernel's traced code may not ask, because
-    the compiler compiles one kernel at a time, and the process that compiles the other kernel may
+    the compiler compiles one kernel at a time. The process that compiles the other kernel may even
     be waiting for this kernel.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")

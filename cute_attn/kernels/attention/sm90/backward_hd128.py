@@ -314,8 +314,8 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:
-        """If `use` is the only use of its work, let the other warpgroup start its dQ first, because
-        the next K overwrites the K that the other warpgroup's dQ reads."""
+        """If `use` is the only use of its work, let the other warpgroup start its dQ first. The
+        next K overwrites the K that the other warpgroup's dQ reads."""
         if use.adds == 0:
             own.turns.give()
             own.turns.wait()

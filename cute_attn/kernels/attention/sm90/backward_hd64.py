@@ -41,10 +41,10 @@ leave the tensor cores idle.
                                           memory
 
 The loop runs over all tiles of queries of all tiles of keys that the CTA takes. So tile n may
-belong to the next tile of keys, the next work. K of up to three works is in use at once, namely of
-the work of dQ, of the work of dV and dK, and of the work of S^T. V has one buffer, which is loaded
-again when dP^T of a work's last tile of queries is done. dK and dV are stored from registers,
-beside S^T and dP^T of the next work.
+belong to the next tile of keys, the next work. K of up to three works is in use at once. One work
+is at dQ, one at dV and dK, and one at S^T. V has one buffer, which is loaded again when dP^T of a
+work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T of the
+next work.
 """
 
 from __future__ import annotations
