@@ -106,8 +106,8 @@ COLOURS = {  # what completes a phase, in the order in which an edge of several 
 
 
 def lanes(edges: Sequence[Edge]) -> list[Role]:
-    """The roles that get a column, in the order of their first edge. A role whose warps are those
-    of several others, such as "all others", is drawn on their columns."""
+    """The roles that get a column, in the order of their first edge. A role that has the warps of
+    several other roles, such as "all others", is drawn on their columns."""
     roles: dict[str, Role] = {}
     for edge in edges:
         for role in (edge.producer, edge.consumer):

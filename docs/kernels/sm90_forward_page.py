@@ -2,7 +2,7 @@
 
     python -m docs.kernels.sm90_forward_page
 
-writes the tables between the page's markers anew; those of machine code need nvdisasm.
+writes the tables between the page's markers anew. The tables of machine code need nvdisasm.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ The backward's dK/dV kernel loops over the query heads of a K/V head. The blocks
 few for the GPU, or leave a part of the GPU idle at the end. Then the heads of a group are split
 among clusters, and each cluster writes float32 partial sums. `num_splits` weighs the clocks of the
 busiest cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts`
-has the numbers. The numbers are measured for the fused kernels of SM90
+has these clocks. The clocks are measured for the fused kernels of SM90
 (`docs/log/sm90_backward.md`), and estimated from the design for all other kernels
 (`docs/log/hd256_backward.md`). `num_splits` looks at shapes and the number of SMs only, so that a
 call always adds in the same order.
