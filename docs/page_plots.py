@@ -61,7 +61,7 @@ CAUSAL = (
     " heads, timed by `triton.testing.do_bench`. Higher is better. cuDNN and FlashAttention-2 are"
     " called through PyTorch. Dashed: `torch.matmul` of 8192 by 8192."
 )
-HOST_BOUND = "Where flash-linear-attention's line is flat, the line shows the time of its host code."
+HOST_BOUND = "Where flash-linear-attention's line is flat, the line shows its host code's time."
 
 SHOWN = {
     "attention-forward": Shown(
