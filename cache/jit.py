@@ -171,7 +171,7 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
     path = settings.record_path()
     if path is None:
         return
-    from .recording import record_use  # not for a hit
+    from .recording import record_use  # imported here, because a hit does not need it
 
     record_use(path, kernel, spec, arch)
 

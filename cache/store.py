@@ -39,13 +39,13 @@ _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SIGNATURE = 300  # bytes of a lock file: the holder's process id and host name
 _EVICTION_LOCK = "evict.lock"
-_SIZE_OF_A_PROBE = 2**20  # bytes
+_SIZE_OF_A_PROBE = 2**20  # bytes of a trial write
 _REMOVED = "removed"  # name of an entry in a staging directory that is being deleted
 
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
 _SILENT_WAIT_SECONDS = 10.0  # after which a warning names the lock's holder
-_LONGEST_WAIT_SECONDS = 600.0  # after which to compile without the lock: publication is atomic
+_LONGEST_WAIT_SECONDS = 600.0  # after which a process compiles without the lock
 _LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
 _TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # without locks, leftovers are recognised by age

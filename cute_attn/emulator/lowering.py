@@ -105,7 +105,7 @@ class Value:
         self.negated = False
         self.register: Register | None = None
         self.immediate = 0
-        self.constant: Immediate | None = None  # as written; the form gives the type
+        self.constant: Immediate | None = None  # a constant as written; the form gives its type
         self.variable: Variable | None = None  # a .shared variable, whose offset is not known yet
         self.label: tuple[_Frame, int] | None = None
         self.elements: tuple[Value, ...] = ()

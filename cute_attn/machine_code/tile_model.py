@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
-SCHEDULERS = 4  # per SM; each issues one instruction per clock, for every fourth warp
+SCHEDULERS = 4  # schedulers of an SM; each issues one instruction per clock, for every fourth warp
 SQUARE = 128  # queries and keys, on a pair of SMs: a common unit for kernels with different tiles
 
 

@@ -52,7 +52,7 @@ from .operator import (
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
-_EMULATED_SMS = 132  # of the emulated GPU; the emulator's own number of SMs is arbitrary
+_EMULATED_SMS = 132  # SMs of the emulated GPU; the emulator's own number is arbitrary
 
 
 def lightning_attn_decode(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FACTOR = 0x9E3779B1  # the checksum's factor, as in `kernels/async_copy/work.py`
 SWIZZLE_UNITS = 8  # 16-byte units of a swizzled row of a box
-LARGEST_INTEGER = 8  # in tiles that are multiplied
+LARGEST_INTEGER = 8  # the largest element of tiles that are multiplied
 WORDS_AT_ONCE = 2**26  # the size of an intermediate result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from .report import UNIT_SUFFIXES, Plot, Report
 
 PANEL_INCHES = (4.2, 3.5)
-WIDE_PANEL_INCHES = (6.4, 4.8)  # for a panel with a legend beside it, or many bars
+WIDE_PANEL_INCHES = (6.4, 4.8)  # size of a panel with a legend beside it, or many bars
 FONT_SIZE = 11  # a page shows the plot at about half its size
 STYLE = {"font.size": FONT_SIZE, "axes.titlesize": FONT_SIZE, "figure.titlesize": FONT_SIZE + 1}
 CHARACTERS_IN_AN_INCH = 11  # at FONT_SIZE

@@ -40,7 +40,7 @@ FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 # Several times the L2 of any supported GPU (H100 50 MB, B200 126 MB).
 FLUSH_BYTES = 256 * 2**20
 
-REST_S = 0.12  # before a timing in `time_rested`
+REST_S = 0.12  # seconds of rest before a timing in `time_rested`
 
 # Fewer samples give poor quantiles; more samples only take longer.
 MIN_SAMPLES, MAX_SAMPLES = 20, 500

@@ -193,20 +193,22 @@ class Case:
 
     @property
     def prepare_bytes(self) -> int:
-        """`prepare`: q, k, g, beta in; the records and the inverse norms out."""
+        """Bytes of `prepare`, which reads q, k, g and beta, and writes the records and the inverse
+        norms."""
         read = 2 * self.qk_bytes + self.k_wide + self.beta
         return read + 3 * self.k_wide + 2 * self.scores + self.decays + self.norms
 
     @property
     def adjoint_pass_bytes(self) -> int:
-        """`adjoint_pass`: do and the records in; gradients of states and dv out."""
+        """Bytes of `adjoint_pass`, which reads do and the records, and writes the gradients of the
+        states, and dv."""
         read = self.v_wide + 3 * self.k_wide + 2 * self.scores + self.decays
         return read + self.chunk_states + self.v_wide
 
     @property
     def gradients_bytes(self) -> int:
-        """`gradients`: q, k, norms of q and k, g, beta, do, dv, v_new, states and gradients of
-        states in; dq, dk, dg, dbeta out."""
+        """Bytes of `gradients`, which reads q, k, norms of q and k, g, beta, do, dv, v_new, states
+        and gradients of states, and writes dq, dk, dg and dbeta."""
         tokens = 2 * self.qk_bytes + self.k_wide + self.beta
         return 2 * tokens + self.norms + 3 * self.v_wide + 2 * self.chunk_states
 

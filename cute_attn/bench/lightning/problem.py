@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 
-REGISTERS_PER_SM = 65536  # on every architecture since Kepler
+REGISTERS_PER_SM = 65536  # the number on every architecture since Kepler
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ static void number_nodes(Graph *g, int32_t end) {
   memset(g->number, 0xFF, bytes);
   memcpy(edge, g->first, bytes);
   stack[depth++] = end;
-  g->number[end] = 0;  // on the stack
+  g->number[end] = 0;  // marks the node as on the stack
   while (depth) {
     int32_t i = stack[depth - 1];
     if (edge[i] < g->first[i + 1]) {

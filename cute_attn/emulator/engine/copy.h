@@ -74,7 +74,7 @@ typedef struct {
   int atomicity;                // of swizzle 3; 0: 16 bytes, 1: 32, 2: 32 with 8-byte flip, 3: 64
   bool nan_fill, im2col;
   uint64_t size[5], stride[5];  // sizes in elements (innermost: units), strides in bytes
-  int box[5], step[5];          // of the box: sizes (innermost: units); element strides
+  int box[5], step[5];          // sizes of the box (innermost: units); element strides
   int lower[3], upper[3], pixels;  // im2col
   int unit;                     // elements packed together: more than 1 in packed types
   uint32_t bytes, spread;       // bytes of a unit in global and in shared memory

@@ -430,9 +430,9 @@ struct Emu {
   uint64_t astray;                        // when made-up values first came up (core.c), or 0
   bool stop;                              // the launch ends; set by a fatal finding
   // counters
-  uint64_t *executed;                     // by instruction
+  uint64_t *executed;                     // executions, by instruction
   uint64_t counters[64];
-  uint64_t warp_executed[MAX_WARPS];      // by the warp's index in its CTA
+  uint64_t warp_executed[MAX_WARPS];      // executions, by the warp's index in its CTA
   struct { const char *kind; int m, n, k; uint64_t count; } mma[64];
   struct Findings *findings;
   struct SyncTable *sync;                 // release/acquire on memory words (check.c)
@@ -447,7 +447,7 @@ struct Emu {
 enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
   CT_GLOBAL_LOAD, CT_GLOBAL_STORE, CT_SHARED_LOAD, CT_SHARED_STORE, CT_LOCAL, CT_CP_ASYNC,
   CT_TMA_LOAD, CT_TMA_STORE, CT_TMA_REDUCE, CT_BULK, CT_DSMEM, CT_TMEM_LOAD, CT_TMEM_STORE,
-  CT_TMEM_CP, CT_ATOMICS,                                        // bytes
+  CT_TMEM_CP, CT_ATOMICS,                                        // up to here, bytes
   CT_BANK_WAVEFRONTS, CT_BANK_IDEAL, CT_GLOBAL_SECTORS, CT_GLOBAL_IDEAL,
   CT_MMA_SYNC_FLOPS, CT_WGMMA_FLOPS, CT_TCGEN05_FLOPS, CT_ASYNC_OPS, CT_BARRIER_PHASES, CT_COUNT
 };
@@ -706,9 +706,9 @@ void view_add(View *v, uint32_t agent, Clock clock);
 void view_release(Warp *w, View *into);
 void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
-void tcgen05_fence_after(Warp *w);         // tvc = effects that earlier before-fences cover
-void tcgen05_fence_before(Warp *w);        // fenced = vc
-int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: number of such fences
+void tcgen05_fence_after(Warp *w);         // tvc becomes what earlier before-fences cover
+void tcgen05_fence_before(Warp *w);        // sets fenced to vc
+int tcgen05_fences(const Program *p, int after);  // number of after-fences (or before-fences)
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);

@@ -572,7 +572,7 @@ HANDLER(mov_b128) {
   put128(w, I, &I->op[0], m, defined_in(w, &I->op[1]), source128(w, I, &I->op[1], m, buffer));
   return DONE;
 }
-HANDLER(pack_b128) {  // of elements of at most 64 bits
+HANDLER(pack_b128) {  // packs elements of at most 64 bits
   const Operand *list = list_of(w, &I->op[1]);
   int count = count_of(&I->op[1]), words = 4 / count;
   uint32_t r[128];

@@ -27,7 +27,7 @@ typedef struct {
   bool exact;           // false: plain f32 arithmetic, in the order of k
   int block_k, fraction_bits, result_bits;
   bool f16_result;
-  int min_exponent_a, min_exponent_b;  // of the operands' normal numbers; subnormals use it too
+  int min_exponent_a, min_exponent_b;  // smallest exponent of normal numbers; subnormals use it too
   int scale_group;      // products summed exactly before scaling (block-scaled fp4); 0 means 1
   Emu *emu;             // owner of the working memory
 } Numerics;

@@ -1,5 +1,6 @@
 // Helpers of the scalar families (integer.c, float.c, convert.c): operands as arrays of lanes,
-// masks from comparisons, and the floating-point formats.
+// masks from comparisons, and the floating-point formats. In these files, "mod:" lists the entries
+// of I->mod in order.
 #ifndef CUTE_ATTN_SCALAR_H
 #define CUTE_ATTN_SCALAR_H
 

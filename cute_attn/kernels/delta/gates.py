@@ -5,8 +5,8 @@
     g                                                    "none"
 
 Without A_log, exp(A_log) is 1. "softplus" is Kimi Linear's gate (arXiv 2510.26692), "lower_bound"
-the gate of its successors. `log2_decay` and `log_decay_gradients` are fast, `log_decay` and
-`accurate_log_decay_gradients` accurate.
+the gate of its successors. `log2_decay` and `log_decay_gradients` are fast. `log_decay` and
+`accurate_log_decay_gradients` are accurate.
 """
 
 from __future__ import annotations

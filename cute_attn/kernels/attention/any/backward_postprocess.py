@@ -34,7 +34,7 @@ from ..statistics import LSE, STATS_ROWS, padded_start
 
 NUM_THREADS = 512
 LANES = 4  # lanes that share a row
-LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second row
+LANE_ROWS = PART_ROWS // 2  # rows from a lane's first row to its second row
 
 
 class Arguments(NamedTuple):

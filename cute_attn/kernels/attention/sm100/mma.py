@@ -102,7 +102,7 @@ def issue_mma(
     stage: Int32,
     accumulate: Boolean,
 ) -> None:
-    """Multiply a, of one stage, by a stage of b."""
+    """Multiply `a`, which has one stage, by a stage of `b`."""
     # The MMA is copied, because a flag set here would otherwise outlive the branch of the call.
     mma = cutlass.new_from_mlir_values(mma, cutlass.extract_mlir_values(mma))
     mma.set(tcgen05.Field.ACCUMULATE, accumulate)

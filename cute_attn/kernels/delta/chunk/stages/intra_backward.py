@@ -419,8 +419,8 @@ class KdaIntraBackward:
     # -- sums over a group --------------------------------------------------------------------
 
     def sums_at(self, part: Any, i: Any, base: Int32) -> Any:
-        """Return the address of the thread's sums of dq of a token. The sums of dk are a row
-        later."""
+        """Return the address of the thread's sums of dq of a token. The sums of dk lie one row
+        behind the sums of dq."""
         thread, _, _ = cute.arch.thread_idx()
         row = (part * TOKENS + i) * 2
         return base + self.memory["sums"] + (row * NUM_THREADS + thread) * (4 * CHANNELS)
