@@ -85,7 +85,7 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """(name, value) of each line that `env` prints."""
+    """Return (name, value) of each line that `env` prints."""
     yield "cute_attn", f"{__version__}, {PACKAGE}"
     yield "commit", _said(lambda: environment.source_commit() or "not of a checkout")
     yield "Python", f"{platform.python_version()}, {sys.executable}"

@@ -166,8 +166,8 @@ class Emulator:
         self.execute(run, 2 * run.spec.num_stages + run.spec.producer_warps)
 
     def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
-        """None for each choice of copies of the state pass, and notes on choices with different
-        bits."""
+        """Return None for each choice of copies of the state pass, and notes on choices with
+        different bits."""
         with emulated(self.arch):
             calls, outputs = kda.state_passes(self.arch, torch.device("cpu"), tokens, heads)
             for call in calls.values():

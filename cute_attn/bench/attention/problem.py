@@ -261,8 +261,8 @@ def expected(case: Case, given: Inputs) -> list[Expected]:
 def agreeing(
     case: Case, given: Inputs, contenders: Mapping[str, Call]
 ) -> tuple[dict[str, Call], dict[str, float], list[str]]:
-    """(the contenders to time, errors by contender, notes on all other contenders). Our error is a
-    multiple of plain arithmetic's error; a peer's error is relative.
+    """Return (the contenders to time, errors by contender, notes on all other contenders). Our
+    error is a multiple of plain arithmetic's error; a peer's error is relative.
 
     Raises:
         Disagreement: ours is wrong.

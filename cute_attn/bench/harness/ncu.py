@@ -78,7 +78,7 @@ class Kernel:
         return value * factors[unit]
 
     def stalls(self) -> list[tuple[str, float]]:
-        """(reason, share of all warp-cycles between two issues), the largest share first.
+        """Return (reason, share of all warp-cycles between two issues), the largest share first.
 
         `selected` is the cycle in which the warp issues: part of the total, but no stall.
         """

@@ -112,12 +112,12 @@ class Case:
 
     @property
     def k_wide(self) -> int:
-        """[B, T, HV, K] of 16 bits: g as a layer gives it, w, kg, qg."""
+        """Bytes of a tensor [B, T, HV, K] of 16 bits: g as a layer gives it, w, kg or qg."""
         return self.batch * self.tokens * self.heads_v * self.head_dim_k * ELEMENT
 
     @property
     def v_wide(self) -> int:
-        """[B, T, HV, V] of 16 bits: v, o, u, v_new."""
+        """Bytes of a tensor [B, T, HV, V] of 16 bits: v, o, u or v_new."""
         return self.batch * self.tokens * self.heads_v * self.head_dim_v * ELEMENT
 
     @property
@@ -143,13 +143,15 @@ class Case:
 
     @property
     def intra_bytes(self) -> int:
-        """`kda_chunk_intra`: q, k, v, G, beta in; Aqk, Akk, w, u, kg out."""
+        """Bytes of `kda_chunk_intra`, which reads q, k, v, G and beta, and writes Aqk, Akk, w, u
+        and kg."""
         read = 2 * self.qk_bytes + self.v_wide + self.sums + 2 * self.beta
         return read + 2 * self.scores + 2 * self.k_wide + self.v_wide
 
     @property
     def recompute_bytes(self) -> int:
-        """`kda_recompute_w_u`: k, v, G, beta, Akk in; w, u, kg out."""
+        """Bytes of `kda_recompute_w_u`, which reads k, v, G, beta and Akk, and writes w, u and
+        kg."""
         read = self.qk_bytes + self.v_wide + self.sums + 2 * self.beta + self.scores
         return read + 2 * self.k_wide + self.v_wide
 

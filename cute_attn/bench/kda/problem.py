@@ -376,7 +376,7 @@ def hold(
 def agreed(
     check: Callable[[Mapping[str, Call]], dict[str, float]], calls: Mapping[str, Call]
 ) -> tuple[dict[str, float], dict[str, Call], list[str]]:
-    """(errors, the contenders to time, notes); peers that disagree are left out.
+    """Return (errors, the contenders to time, notes). Peers that disagree are left out.
 
     Raises:
         Disagreement: our result disagrees.

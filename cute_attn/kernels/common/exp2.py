@@ -59,7 +59,8 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
 
 
 def exp2_on_fma(x: Float32) -> Float32:
-    """2 ** x of one x of at most 128, as `exp2_pairs`, without packed instructions."""
+    """Compute 2 ** x of one x, which is at most 128, as `exp2_pairs` does, without packed
+    instructions."""
     x = cute.arch.fmax(x, Float32(SMALLEST))
     shifted = add_rounded_down(x, Float32(ROUND_DOWN))
     fraction = x - (shifted - ROUND_DOWN)

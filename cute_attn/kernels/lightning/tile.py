@@ -35,7 +35,8 @@ class StateTile:
         self.vector, self.rows, self.vectors = spec.thread_shape
         self.rows_per_warp = self.rows * self.rows_per_step
 
-        # Registers: the tile, two vectors along its columns, and two values for each row.
+        # A thread's registers hold the tile, two vectors along its columns, and two values for each
+        # row.
         held = self.vector * self.rows * self.vectors
         self.registers = held + 2 * self.vector * self.vectors + 2 * self.rows
         if self.registers > MAX_REGISTERS:

@@ -65,8 +65,8 @@ class FragmentSoftmax(Carried):
     def update_used(
         self, s: cute.Tensor, used: Int32, first: cutlass.Constexpr[bool] = False
     ) -> Boolean:
-        """As `update`, where only the first `used` of the warp's 16 rows exist. All other rows keep
-        S, and take no time where no lane has a used row."""
+        """Run `update` where only the first `used` of the warp's 16 rows exist. A lane row that
+        holds none of the used rows keeps S, and takes no time."""
         moved = Boolean(False)
         if used > LANE_ROW_STEP:
             moved = self.update(s, first)
@@ -143,7 +143,7 @@ class FragmentSoftmax(Carried):
 
     @cute.jit
     def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
-        """As `move`, for rows that hold exponents already."""
+        """Do what `move` does, for rows that hold exponents already."""
         scaling = self.scaling
         highest = highest_of(rows)
         large = Boolean(False)

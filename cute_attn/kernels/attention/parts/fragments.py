@@ -67,8 +67,8 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
 
 
 def mask_operand(words: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
-    """As `mask_rows`, for rounded values in the order of `operand`: hidden values become 0. The
-    number of columns is a multiple of 32."""
+    """Mask rounded values, in the order of `operand`, as `mask_rows` masks rows. Hidden values
+    become 0. The number of columns is a multiple of 32."""
     shift = cute.arch.lane_idx() % LANES * 2
     if lows is not None:
         lows = [low - shift for low in lows]
@@ -189,8 +189,9 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
 
 
 def stage_matrices(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32) -> None:
-    """As `stage_rows`, with an instruction for each 16 columns. Lanes 0 to 15 have the rows'
-    addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the next 8 columns."""
+    """Store rounded rows as `stage_rows` does, with one instruction for each 16 columns. Lanes 0 to
+    15 have the rows' addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the
+    next 8 columns."""
     row, half = lane % 16, lane // 16
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2)
     unit_of_lane = half ^ (row % 8)

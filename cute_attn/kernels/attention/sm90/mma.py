@@ -50,8 +50,8 @@ def start_scores_of_held(
     tile_n: int,
     head_dim: int,
 ) -> list[Any]:
-    """As `start_scores`, with the first columns of the warpgroup's rows in registers, loaded by
-    `held_rows`."""
+    """Start the product of `start_scores`, with the first columns of the warpgroup's rows in
+    registers, loaded by `held_rows`."""
     steps = range(head_dim // STEP)
     left = _along_rows(q, tile_m, steps[len(held) // 4 :])
     right = _along_rows(k, tile_n, steps)
@@ -103,8 +103,8 @@ def start_output_with_sums(
     tile_n: int,
     head_dim: int,
 ) -> list[Any]:
-    """As `start_output`, with the sums of P's rows in 8 more columns of O. `ones` is the shared
-    address of ONES_BYTES of ones, above V."""
+    """Start the product of `start_output`, with the sums of P's rows in 8 more columns of O. `ones`
+    is the shared address of ONES_BYTES of ones, above V."""
     box = tile_n * LINE_BYTES
     steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
     first = wgmma.columns_descriptor(v, box)
