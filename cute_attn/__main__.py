@@ -111,7 +111,8 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _said(find: Callable[[], object]) -> str:
-    """The result of `find`, or its error as text: a broken part must not hide the other parts."""
+    """The result of `find`, or its error as text, because a broken part must not hide the other
+    parts."""
     try:
         return str(find())
     except Exception as error:

@@ -69,7 +69,7 @@ class KdaRecords(NamedTuple):
     computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly. u is the correction: with u a replay needs no product of state and k.
+    exactly. u is the correction. With u a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -310,7 +310,7 @@ def kda_decode_reference(
     most S, and stores them in the records, not in the state. Values of `num_accepted_tokens` are
     clamped to at least 0 and at most S.
 
-    A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
+    A sequence whose starting slot is negative, or past the pool, is padding. Its output is 0, and
     neither state nor records change. If a position's slot is negative or past the pool, the state
     after that position is not stored.
 
@@ -716,7 +716,7 @@ def kda_chunk_gradients(
             computed from these tensors. With `dtype` float32 this is plain code; tests compare the
             kernels' error with this code's error. None rounds nothing.
         jitter: a generator of random factors. A value is rounded to `stage_dtype` while multiplied
-            by its factor: the rounding errors change, but not their size.
+            by its factor. The rounding errors change, but not their size.
     """
 
     def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
@@ -820,7 +820,7 @@ class _Tiles:
         state, after = self.stored(state), self.stored(after)
         dAqk = scale * self.do @ self.v_new.mT
         both = -self.dr @ self.v_new.mT
-        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # i == j: no decay
+        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # no decay where i == j
         dAqk, dlower = (self.stored(x.tril(-1)) for x in (dAqk, both))
         row_q = scale * self.from_start * (self.do @ state.mT)
         row_q = row_q + torch.einsum("hij,hjd,hijd->hid", dAqk, k, self.pairs)

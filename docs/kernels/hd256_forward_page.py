@@ -27,7 +27,7 @@ from .page_tables import budgets, filled
 PAGE = Path(__file__).with_name("hd256_forward.md")
 DIAGRAM = PAGE.with_suffix(".svg")
 
-SHARED_BASE = 1024  # where a CTA's shared memory starts: the first KiB is the system's
+SHARED_BASE = 1024  # where a CTA's shared memory starts, behind the system's first KiB
 RANK_SHIFT = 24  # a cluster address: the CTA's rank, then the address in it
 
 # -- tables

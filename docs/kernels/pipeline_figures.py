@@ -2,8 +2,8 @@
 
     python -m docs.kernels.pipeline_figures
 
-writes docs/kernels/figures/*.svg. A column is a role, a row is an edge: an arrow from the role that
-completes the edge's mbarriers to the role that waits for them.
+writes docs/kernels/figures/*.svg. A column is a role. A row is an edge, drawn as an arrow from the
+role that completes the edge's mbarriers to the role that waits for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a contender computes attention: its output is compared with float64 in a few heads."""
+"""Whether a contender computes attention. Its output is compared with float64 in a few heads."""
 
 from __future__ import annotations
 

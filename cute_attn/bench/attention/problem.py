@@ -207,7 +207,7 @@ def has_forward(head_dim: int) -> bool:
 
 
 def launch_paths(public_name: str, head_dim: int) -> dict[str, Call]:
-    """Calls of the operator on small tensors: the kernel takes less time than its launch. K and V
+    """Calls of the operator on small tensors, whose kernel takes less time than its launch. K and V
     are in pages if a kernel for pages exists."""
     from cute_attn import flash_attn_func, flash_attn_varlen_func
 

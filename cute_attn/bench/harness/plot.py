@@ -107,7 +107,8 @@ def draw(report: Report, path: Path, titles: Collection[str] | None = None) -> P
 
     Returns:
         `path`, or None if there is nothing to draw or matplotlib is not installed. A missing
-        matplotlib is reported on stderr: the JSON holds all that a later `pages` needs.
+        matplotlib is only reported on stderr, because the JSON holds all that a later `pages`
+        needs.
     """
     plots = chosen(report, titles)
     if not plots:

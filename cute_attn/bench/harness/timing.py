@@ -1,9 +1,9 @@
 """Timing, for all benchmarks.
 
 Device times come from CUDA events around one call, after a warm-up. The L2 cache is flushed before
-each call: a decode step finds its state in device memory, not in a cache that the layer's previous
-step filled. Compared functions take turns in one loop, so that a change of clocks or temperature
-affects all functions.
+each call, because a decode step finds its state in device memory, not in a cache that the layer's
+previous step filled. Compared functions take turns in one loop, so that a change of clocks or
+temperature affects all functions.
 
 Three modes:
 

@@ -430,7 +430,7 @@ def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> l
 
 
 def _environment(arch: str, num_sms: int) -> dict[str, str]:
-    """The environment of a capturing process: no variable of the user changes the compiled
+    """The environment of a capturing process, in which no variable of the user changes the compiled
     kernels."""
     ours = ("CUTE_DSL_", "FLASH_ATTENTION_", "FA_", "QUACK_")
     kept = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
