@@ -33,7 +33,7 @@ class WrongTiles(AssertionError):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How CTAs take tiles.
+    """The distribution of tiles over CTAs.
 
     Attributes:
         ctas: the number of CTAs, one on each SM.

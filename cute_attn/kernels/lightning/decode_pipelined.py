@@ -142,7 +142,7 @@ class LightningDecodePipelined:
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 self.tile.zeros(x.o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
-                    cute.arch.cp_async_bulk_commit_group()  # an empty group: every tile has a group
+                    cute.arch.cp_async_bulk_commit_group()  # empty, because each tile has a group
 
             following = i + stages - 1
             if cutlass.const_expr(self.bulk_write_back):
@@ -212,7 +212,7 @@ class LightningDecodePipelined:
                     source = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
                     cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
         if cutlass.const_expr(not self.bulk_load):
-            cute.arch.cp_async_commit_group()  # possibly empty: every tile has a group
+            cute.arch.cp_async_commit_group()  # every tile has a group, which may be empty
 
     @cute.jit
     def wait_load(self, loaded: cute.Pointer, i: cutlass.Int32) -> None:

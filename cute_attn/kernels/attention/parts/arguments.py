@@ -30,8 +30,8 @@ class FakeArguments:
         self.num_pages, self.splits = cute.sym_int(), cute.sym_int()
 
     def arguments(self, listed: type[Listed], **given: Any) -> Listed:
-        """Placeholders for the fields of `listed`. `given` has some of them; tensors are made by
-        field name, and scalars by type."""
+        """Placeholders for the fields of `listed`. `given` has the placeholders of some fields. The
+        other placeholders are made here: tensors by field name, and scalars by type."""
         by_name: dict[str, Callable[[], Any]] = {
             **dict.fromkeys(("q", "dq"), self.q),
             **dict.fromkeys(("o", "do"), self.o),

@@ -130,8 +130,8 @@ class StateTile:
         """Process one token: s <- Diag(decay) s + k u^T. Write the output o = scale s^T q to the
         stage.
 
-        One pass computes both s^T k and s^T q of the decayed state; s^T q of the new state is s^T q
-        of the decayed state, plus (k . q) u. The norms of k and q multiply the sums.
+        One pass computes both s^T k and s^T q of the decayed state. Then s^T q of the new state is
+        s^T q of the decayed state, plus (k . q) u. The norms of k and q multiply the sums.
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
