@@ -11,7 +11,6 @@ A directory that was made from the present list stays.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def make(client: str, directory: Path) -> bool:
             unpack(wheel, new)
         (new / STAMP).write_text(text)
         shutil.rmtree(directory, ignore_errors=True)
-        os.replace(new, directory)
+        new.replace(directory)
     return True
 
 
