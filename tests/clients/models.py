@@ -41,6 +41,7 @@ def heads(heads: int, heads_k: int, head_dim: int) -> dict[str, int]:
 # Name -> transformers' model_type and what differs from COMMON.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", heads(4, 2, 64)),
+    "head_dim 96": ("llama", heads(2, 2, 96)),
     "llama-mha": ("llama", heads(2, 2, 64)),
     "qwen3": ("qwen3", heads(4, 1, 128)),
     "mistral": ("mistral", {**heads(4, 2, 128), "sliding_window": 12}),
@@ -86,14 +87,22 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **chan
     return directory / name
 
 
-def logits(path: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The logits after each of `tokens`, `[tokens, vocabulary]`, computed in `dtype`."""
+def logits(path: Path, tokens: Sequence[int], dtype: torch.dtype, **change: Any) -> Tensor:
+    """The logits after each of `tokens`, `[tokens, vocabulary]`, computed in `dtype`.
+
+    `change` is of the configuration, and `sinks=None` takes gpt-oss's sinks away.
+    """
     from transformers import AutoModelForCausalLM
 
+    without_sinks = "sinks" in change and change.pop("sinks") is None
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager", **change
     )
     with torch.inference_mode():
+        if without_sinks:
+            for key, parameter in model.named_parameters():
+                if key.endswith("sinks"):
+                    parameter.fill_(-torch.inf)
         (found,) = model(torch.tensor([tokens])).logits
     return found
 
