@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.integrations.vllm_stand_in import assert_takes
 from tests.ops.attention_cases import assert_no_worse
 
 from . import models, unpack, vllm_emulated
@@ -107,7 +108,11 @@ class Server:
         return replies
 
     def reference(
-        self, prompts: tuple[list[int], ...], replies: list[Reply], dtype: torch.dtype, **change: Any
+        self,
+        prompts: tuple[list[int], ...],
+        replies: list[Reply],
+        dtype: torch.dtype,
+        **change: Any,
     ) -> Tensor:
         """What transformers computes in place of the replies' logprobs, all rows together."""
         rows = [
@@ -248,6 +253,20 @@ assert config.backend.name == config.backend_per_kind["sliding_window"].name == 
 print(config.backend.get_class().__name__)
 """)
     assert found == "CuteAttnBackend"
+
+
+@pytest.mark.clients("The backend's methods take the arguments that vLLM declares")
+def test_methods_take_what_vllm_gives(vllm: Any):
+    from vllm.v1.attention import backend as base
+
+    from cute_attn.integrations.vllm_backend import CuteAttnBackend
+
+    bases = {
+        "backend": base.AttentionBackend,
+        "builder": base.AttentionMetadataBuilder,
+        "impl": base.AttentionImpl,
+    }
+    assert assert_takes(CuteAttnBackend, bases) > 20
 
 
 @pytest.mark.clients("`--attention-backend CUSTOM` and `CUTE_ATTN` choose the backend")

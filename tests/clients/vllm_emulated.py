@@ -41,6 +41,10 @@ class Stub(NamedTuple):
     reason: str
     function: Callable[..., Any]
 
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
 
 def prepack(weight: Tensor, packed: Tensor, isa: str) -> None:
     packed.copy_(weight)
@@ -115,7 +119,7 @@ ANSWERS = (
         "vLLM has compiled kernels for such processors: PyTorch's take their place",
         False,
     ),
-    Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise", False),
+    Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise for AVX-512 with bfloat16", False),
     Answer(
         torch.cuda,
         "get_device_capability",
@@ -123,6 +127,12 @@ ANSWERS = (
         (9, 0),
     ),
 )
+
+
+def stand_ins() -> list[tuple[str, str]]:
+    """(what, why) for the table in docs/clients.md."""
+    found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
+    return found + [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
 
 
 def install() -> None:
@@ -137,7 +147,7 @@ def install() -> None:
     KEPT.append(library)
     for stub in STUBS:
         library.define(stub.schema)
-        library.impl(stub.schema.partition("(")[0], stub.function, "CompositeExplicitAutograd")
+        library.impl(stub.name, stub.function, "CompositeExplicitAutograd")
 
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform

@@ -1,4 +1,4 @@
-"""An attention backend of vLLM in plain PyTorch, for layers beside ours that ours does not serve."""
+"""An attention backend of vLLM in plain PyTorch, for layers that ours does not serve."""
 
 from __future__ import annotations
 
