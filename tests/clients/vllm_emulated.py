@@ -109,7 +109,7 @@ STUBS = (
     ),
     Stub(
         "prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()",
-        "orders experts' weights for cpu_fused_moe; the stub of the latter has the plain order",
+        "orders experts' weights for the next function, of which the stand-in has the plain order",
         prepack,
     ),
     Stub(
@@ -146,10 +146,7 @@ ANSWERS = (
     ),
     Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise for AVX-512 with bfloat16", False),
     Answer(
-        torch.cuda,
-        "get_device_capability",
-        "Triton's attention, beside ours in a model, chooses its tiles by it",
-        (9, 0),
+        torch.cuda, "get_device_capability", "kernels in Triton choose their tiles by it", (9, 0)
     ),
 )
 
