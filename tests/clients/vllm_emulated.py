@@ -1,0 +1,192 @@
+"""Puts vLLM's engine on the CPU, with an H100 that our emulator stands for.
+
+vLLM has a CPU platform, with a worker and a model runner that inherit from CUDA's. `install` makes
+this platform vLLM's, with the selection of attention backends that CUDA's platform has on an H100.
+What vLLM's wheel has compiled is left out by `unpack`; STUBS names each function that the engine
+then misses, and stands in for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM takes Triton for usable, which then finds no GPU
+    "CUTE_ATTN_EMULATE": "1",
+    "HF_HUB_OFFLINE": "1",  # models are directories
+    "TRITON_INTERPRET": "1",  # the model runner has kernels in Triton
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+}
+
+
+class Stub(NamedTuple):
+    """A function of vLLM's compiled extension.
+
+    Attributes:
+        schema: as `torch.library` writes it.
+        reason: why the engine calls the function.
+        function: computes what the compiled function does, or nothing if `reason` says so.
+    """
+
+    schema: str
+    reason: str
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+
+def prepack(weight: Tensor, packed: Tensor, isa: str) -> None:
+    packed.copy_(weight)
+
+
+def swiglu_oai(x: Tensor) -> Tensor:
+    """gpt-oss's activation of interleaved gates and values."""
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def fused_moe(
+    out: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor,
+    w2_bias: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    skip_weighted: bool,
+    activation: str,
+    isa: str,
+) -> None:
+    """Each token's sum over its experts, in float32."""
+    if activation != "swigluoai" or skip_weighted:
+        raise NotImplementedError(f"the stub has gpt-oss's experts only, not {activation}")
+    hidden = torch.einsum("th,teih->tei", x.float(), w13[ids].float()) + w13_bias[ids]
+    found = torch.einsum("tei,tehi->teh", swiglu_oai(hidden), w2[ids].float()) + w2_bias[ids]
+    out.copy_((weights[:, :, None] * found).sum(dim=1))
+
+
+def convolution_step(
+    x: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    slots: Tensor,
+    query_start_loc: Tensor | None,
+    padding_slot: int,
+) -> Tensor:
+    """A causal convolution's next value for each sequence, `[sequences, channels]`."""
+    if query_start_loc is not None or activation is not None or (slots == padding_slot).any():
+        raise NotImplementedError("the stub has a token of each sequence, and LFM2's convolution")
+    seen = torch.cat([states[slots], x[:, :, None]], dim=-1)
+    states[slots] = seen[:, :, 1:]
+    found = (seen.float() * weight.float()).sum(dim=-1)
+    return (found if bias is None else found + bias).to(x.dtype)
+
+
+STUBS = (
+    Stub(
+        "init_cpu_memory_env(int[] nodes) -> ()",
+        "binds the process to a memory node; computes nothing",
+        lambda nodes: None,
+    ),
+    Stub(
+        "greedy_argmax(Tensor logits) -> Tensor",
+        "of the sampler at temperature 0, which is `argmax` on a GPU",
+        lambda logits: logits.argmax(dim=-1).view(-1),
+    ),
+    Stub(
+        "prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()",
+        "orders experts' weights for the next function, of which the stand-in has the plain order",
+        prepack,
+    ),
+    Stub(
+        "cpu_fused_moe(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, "
+        "Tensor? w2_bias, Tensor weights, Tensor ids, bool skip_weighted, str activation, "
+        "str isa) -> ()",
+        "of gpt-oss's experts, which are a Triton kernel on a GPU",
+        fused_moe,
+    ),
+    Stub(
+        "causal_conv1d_update_cpu_vec(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias, "
+        "str? activation, Tensor slots, Tensor? query_start_loc, int padding_slot) -> Tensor",
+        "of LFM2's convolutions, which are a Triton kernel on a GPU",
+        convolution_step,
+    ),
+)
+
+
+class Answer(NamedTuple):
+    """What a function of torch says of the machine in place of the truth."""
+
+    module: ModuleType
+    name: str
+    reason: str
+    value: Any
+
+
+ANSWERS = (
+    Answer(
+        torch.cpu,
+        "_is_amx_tile_supported",
+        "vLLM has compiled kernels for such processors: PyTorch's take their place",
+        False,
+    ),
+    Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise for AVX-512 with bfloat16", False),
+    Answer(
+        torch.cuda, "get_device_capability", "kernels in Triton choose their tiles by it", (9, 0)
+    ),
+)
+
+
+def stand_ins() -> list[tuple[str, str]]:
+    """(what, why) for the table in docs/clients.md."""
+    found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
+    return found + [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
+
+
+def install() -> None:
+    """Make vLLM, which must not be imported yet, run as above."""
+    assert "vllm" not in sys.modules
+    os.environ.update(ENVIRONMENT)
+    # CUDA's platform imports the extension at its top, only in order to load it.
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    for answer in ANSWERS:
+        setattr(answer.module, answer.name, lambda *_, value=answer.value: value)
+    library = torch.library.Library("_C", "FRAGMENT")
+    KEPT.append(library)
+    for stub in STUBS:
+        library.define(stub.schema)
+        library.impl(stub.name, stub.function, "CompositeExplicitAutograd")
+
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class EmulatedHopper(CpuPlatform):  # type: ignore[misc]
+        """The CPU, with CUDA's choice of an attention backend for an H100."""
+
+        get_attn_backend_cls = classmethod(CudaPlatformBase.get_attn_backend_cls.__func__)
+        get_valid_backends = classmethod(CudaPlatformBase.get_valid_backends.__func__)
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+    vllm.platforms._current_platform = EmulatedHopper()
+
+
+KEPT: list[Any] = []  # a library's definitions last as long as the object
