@@ -79,7 +79,8 @@ def plan_attention(
         seqused_k: whether seqused_k is given.
         page_size: rows of a page of k and v, a multiple of 16; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
-        num_splits: 1 for calls without splits, more for calls with splits, 0 for both.
+        num_splits: 1 for calls without splits, more for calls with splits, 0 for calls that leave
+            the number to the operator.
         return_lse: as the operator's.
         short: True for at most 128 queries in each sequence (decode), False for more (prefill),
             None for both: these are two kernels if heads_k < heads.
@@ -129,11 +130,12 @@ def plan_attention(
                 page_size=page_size,
                 split=split,
                 few=few_rows,
+                shares=few_rows and not num_splits,
                 lse=return_lse,
             ),
         )
         for packing, few_rows in dict.fromkeys(tiles)
-        for split in ([num_splits > 1] if num_splits else [False, True])
+        for split in ([num_splits > 1] if num_splits or few_rows else [False, True])
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(

@@ -28,6 +28,10 @@ from registers.
 
 With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
 and its log-sum-exp in float32. `combine` adds up the results.
+
+With equal shares (few query rows, as in decode), every CTA computes as many K/V tiles as every
+other CTA; see `shares`. The CTAs of a query tile that is cut into pieces store float32 results, and
+count their arrivals. The CTA that arrives last adds up the pieces, in the order of the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +53,14 @@ from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_name
 from ...common.ptx import wgmma
 from ...common.ptx.convert import pack
 from ...common.ptx.grids import start_dependents
-from ...common.ptx.memory import LINE_WORDS, prefetch_global, shared_address, store_shared
+from ...common.ptx.memory import (
+    LINE_WORDS,
+    count_arrival,
+    load_shared,
+    prefetch_global,
+    shared_address,
+    store_shared,
+)
 from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -59,7 +70,9 @@ from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
+from ..parts.shares import Shares, ShareWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -100,7 +113,10 @@ class Arguments(NamedTuple):
 
     Attributes:
         num_ctas: how many CTAs are resident at once.
-        counter: the next tile of a CounterScheduler, `[1]`.
+        counter: the next tile of a CounterScheduler, `[1]`; with equal shares, the numbers of
+            pieces that have arrived, `[num_ctas]`, all 0 before and after the launch.
+        parts: with equal shares, results of pieces: `[num_ctas, 2, tile_m, head_dim_v +
+            configs.PART_COLUMNS]`.
     """
 
     q: cute.Tensor
@@ -120,6 +136,7 @@ class Arguments(NamedTuple):
     window_right: Int32
     num_ctas: Int32
     counter: cute.Tensor | None
+    parts: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,8 @@ class Operands(Carried):
         q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged.
         q, k, v: coordinates for TMA.
         o: coordinates for TMA where o is staged, otherwise the tensor.
-        num_tiles, counter: for the scheduler.
+        num_tiles, counter: for the scheduler; with equal shares, num_tiles is the number of CTAs.
+        parts: results of pieces, see `Arguments`.
     """
 
     q_tma: cute.CopyAtom
@@ -146,6 +164,7 @@ class Operands(Carried):
     pages: Pages | None
     num_tiles: Int32
     counter: cute.Tensor | None
+    parts: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,7 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
+        last: the shared address of a flag: whether the CTA is the last of a cut query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -171,6 +191,7 @@ class Consumer(Carried):
     k: Int32
     v: Int32
     ones: Int32 | None
+    last: Int32 | None
     o: Int32 | None
     held: cute.Tensor | None
     s: cute.Tensor
@@ -180,13 +201,30 @@ class Consumer(Carried):
     visible: Visibility
 
 
+@dataclass(frozen=True)
+class Pieces(Parts):
+    """Results of consecutive CTAs, as `Arguments.parts` holds them.
+
+    Attributes:
+        back: bytes from the first CTA's result, its second, to the place of its first result.
+    """
+
+    back: Int64
+
+    def at(self, number: Int64) -> tuple[Int64, Int64]:
+        back = cutlass.select_(number == 0, Int64(0), Int64(self.back))
+        o, lse = super().at(number)
+        return o - back, lse - back
+
+
 class Sm90Forward:
     """The kernel for one Sm90ForwardSpec; see the module's docstring."""
 
     def __init__(self, spec: Sm90ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.scheduler = SCHEDULERS[spec.scheduler]
+        self.shares = spec.scheduler == "shares"
+        self.scheduler = SCHEDULERS.get(spec.scheduler)
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
         # Whether warpgroups pass over K/V tiles that their rows do not see. In tiles of many rows,
@@ -198,15 +236,15 @@ class Sm90Forward:
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
-        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
+        self.sums = SUMS if row.sums_by_product and not (spec.lse or self.shares) else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
-        self.work = SplitWork if spec.split else Work
+        self.work = SplitWork if spec.split else ShareWork if self.shares else Work
         self.stored = Float32 if spec.split else self.dtype
-        # The first layout that fits. Partial results of splits are not staged.
+        # The first layout that fits. Partial results are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
-        if spec.split:
+        if spec.split or self.shares:
             choices = [(2, False), (1, False)]
         self.q_stages, self.o_staged = next(
             (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
@@ -243,6 +281,8 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
+        if self.shares:
+            o = (Buffer("last", Int32, 1, holds="whether all pieces have arrived"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -261,6 +301,9 @@ class Sm90Forward:
         spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
+        given["parts"] = None
+        if self.shares:
+            given |= fake.shares(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
             given |= {"o": fake.o_splits(), "lse": fake.lse_splits()}
         return placeholders(fake.arguments(Arguments, **given))
@@ -282,14 +325,16 @@ class Sm90Forward:
         tiles = self.tile_map(a, queries, keys, batch)
         if cutlass.const_expr(not (spec.split or self.few_rows)):
             tiles = tiles.balanced(spec, a.num_ctas)
-        num_tiles = tiles.count()
         scaling = Scaling.of(
             a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
         )
         visible = Visibility.of(
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
-        num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
+        num_tiles = num_ctas = a.num_ctas
+        if cutlass.const_expr(not self.shares):
+            num_tiles = tiles.count()
+            num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
@@ -302,8 +347,9 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
-            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter
-        )
+            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
+            a.parts,
+        )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -373,6 +419,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
+            last=shared_address(storage.last) if self.shares else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -401,17 +448,41 @@ class Sm90Forward:
         q_smem = boxes(
             storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
         )
-        counter = None
-        if cutlass.const_expr(x.counter is not None):
-            counter = x.counter.iterator
-        scheduler = self.scheduler(x.num_tiles, barriers, counter)
         queue = TileQueue(self.work, storage.work, barriers)
         smem = q_smem, k_smem, v_smem
-        queue.fill(
-            scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
-        )
+        if cutlass.const_expr(self.shares):
+            self.load_share(x, smem, queue, Shares(tiles, visible, x.num_tiles), visible)
+        else:
+            counter = None
+            if cutlass.const_expr(x.counter is not None):
+                counter = x.counter.iterator
+            scheduler = self.scheduler(x.num_tiles, barriers, counter)
+            queue.fill(
+                scheduler,
+                tiles,
+                lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile),
+            )
         if cutlass.const_expr(spec.split):
             start_dependents()  # the combination waits for this grid's end
+
+    @cute.jit
+    def load_share(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, shares: Shares,
+        visible: Visibility,
+    ) -> None:  # fmt: skip
+        """Publish and load the pieces of the CTA's share."""
+        window = shares.window(Int32(0), Int32(0))
+        share = shares.share(window)
+        at = cute.arch.block_idx()[0] * share
+        end = at + share
+        window = shares.window_of(at, window)
+        taken, n = Int32(0), Int32(0)
+        while at < end and window.first < shares.tiles.batch:
+            exists, where, at = shares.piece(at, share, window)
+            if exists:
+                taken, n = self.load_tile(x, smem, queue, shares, visible, where, taken, n)
+            window = shares.window_of(at, window)
+        queue.publish_end(taken)
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
@@ -507,11 +578,14 @@ class Sm90Forward:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
-            self.finish_rows(x, own, work)
-            if cutlass.const_expr(self.o_staged):
-                self.store_tile(x, own, storage, work)
+            if cutlass.const_expr(self.shares):
+                self.finish_piece(x, own, work)
             else:
-                self.store_rows(x, own, work)
+                self.finish_rows(x, own, work)
+                if cutlass.const_expr(self.o_staged):
+                    self.store_tile(x, own, storage, work)
+                else:
+                    self.store_rows(x, own, work)
             taken += 1
             work = queue.take(taken)
         if cutlass.const_expr(self.o_staged):
@@ -521,7 +595,7 @@ class Sm90Forward:
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split else (first, end)
+        return work.part(first, end) if self.spec.split or self.shares else (first, end)
 
     @cute.jit
     def compute_tile(
@@ -689,8 +763,11 @@ class Sm90Forward:
     # -- device: epilogue ---------------------------------------------------------------------
 
     @cute.jit
-    def finish_rows(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Divide the rows of O by their sums, and store the log-sum-exp."""
+    def finish_rows(
+        self, x: Operands, own: Consumer, work: Any, piece: cutlass.Constexpr[bool] = False
+    ) -> None:
+        """Divide the rows of O by their sums, and store the log-sum-exp. The sink of a `piece`
+        counts later, once for all pieces."""
         spec = self.spec
         if cutlass.const_expr(self.sums > 0):
             totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
@@ -701,7 +778,7 @@ class Sm90Forward:
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             sink = None
-            if cutlass.const_expr(x.sink is not None):
+            if cutlass.const_expr(x.sink is not None and not piece):
                 sink = Float32(0.0)
                 if token < work.seqlen_q:
                     sink = Float32(x.sink[head])
@@ -713,9 +790,73 @@ class Sm90Forward:
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
-            if cutlass.const_expr(x.lse is not None):
+            if cutlass.const_expr(piece):
+                to = self.part_row(x, work, row)
+                if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                    to[spec.head_dim_v] = log_sum
+            elif cutlass.const_expr(x.lse is not None):
                 if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
                     x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
+
+    @cute.jit
+    def finish_piece(self, x: Operands, own: Consumer, work: ShareWork) -> None:
+        """Store the result of a whole query tile, or of a piece. After the last piece of a query
+        tile, add up its pieces."""
+        if work.pieces == 1:
+            self.finish_rows(x, own, work)
+            self.store_rows(x, own, work)
+        else:
+            self.finish_rows(x, own, work, True)
+            self.store_rows(x, own, work, True)
+            group_barrier(own.group)
+            if cute.arch.thread_idx()[0] == 0:
+                # All threads' stores come before the arrival, which a later arrival sees.
+                arrived = count_arrival(x.counter.iterator.toint() + work.owner * 4, work.pieces)
+                store_shared(Int32, own.last, [arrived])
+            group_barrier(own.group)
+            if load_shared(Int32, own.last)[0] == work.pieces - 1:
+                self.add_pieces(x, own, work)
+
+    @cute.jit
+    def add_pieces(self, x: Operands, own: Consumer, work: ShareWork) -> None:
+        """Add up the pieces of a query tile, four columns of a row at a time."""
+        spec = self.spec
+        across = spec.head_dim_v // VECTOR
+        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
+        step = x.parts.stride[0] * 4
+        for i in cutlass.range(
+            cute.arch.thread_idx()[0], cutlass.min(rows, spec.tile_m) * across, WARPGROUP, unroll=1
+        ):
+            in_tile, vector = i // across, i % across
+            row = work.block * spec.tile_m + in_tile
+            token = own.visible.token(row)
+            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            first = x.parts[work.owner, 1, in_tile, None].iterator.toint()
+            parts = Pieces(
+                o=first + vector * (VECTOR * 4), lse=first + spec.head_dim_v * 4,
+                o_step=step, lse_step=step, count=work.pieces, back=x.parts.stride[1] * 4,
+            )  # fmt: skip
+            sums = cute.make_rmem_tensor((VECTOR, 1), Float32)
+            maxima, totals = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
+            maxima[0], totals[0] = add_up(parts, Int32(0), 1, sums[None, 0])
+            sink = None
+            if cutlass.const_expr(x.sink is not None):
+                sink = Float32(x.sink[head])
+            whole = cute.make_rmem_tensor((VECTOR,), Float32)
+            log_sum = finish(sums, maxima, totals, sink, whole)
+            if cutlass.const_expr(x.lse is not None):
+                if vector == 0:
+                    x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
+            rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            rounded.store(whole.load().to(self.dtype))
+            columns = x.o[work.o_at(head, token, spec.varlen_q)]
+            cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
+
+    def part_row(self, x: Operands, work: ShareWork, row: Any) -> cute.Tensor:
+        """A row of this CTA's piece. A CTA has two pieces at most, and only one is a first piece."""
+        cta = cute.arch.block_idx()[0]
+        is_first = cutlass.select_(cta == work.owner, Int32(1), Int32(0))
+        return x.parts[cta, is_first, row - work.block * self.spec.tile_m, None]
 
     @cute.jit
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
@@ -736,18 +877,23 @@ class Sm90Forward:
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Store the warpgroup's rows from registers."""
-        spec = self.spec
+    def store_rows(
+        self, x: Operands, own: Consumer, work: Any, piece: cutlass.Constexpr[bool] = False
+    ) -> None:
+        """Store the warpgroup's rows from registers: to o, or as the result of a `piece`."""
+        spec, stored = self.spec, Float32 if piece else self.stored
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             o = own.acc[None, lane_row, None]
             pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
-            parts = row_parts(pairs, self.stored)
+            parts = row_parts(pairs, stored)
             if token < work.seqlen_q:
-                store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, self.stored)
+                if cutlass.const_expr(piece):
+                    store_parts(self.part_row(x, work, row), parts, stored)
+                else:
+                    store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, stored)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:
