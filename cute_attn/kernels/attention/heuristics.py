@@ -162,16 +162,16 @@ def forward_spec(
     page_size: int | None,
     split: bool,
     few: bool,
-    shares: bool = False,
+    pieces: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
-    selects the small tile, see `has_few_rows`. `shares` selects equal shares of all K/V tiles."""
+    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
-    scheduler = "shares" if shares else row.scheduler or scheduler
+    scheduler = "pieces" if pieces else row.scheduler or scheduler
     fields |= {"scheduler": scheduler, "page_rows": page_rows}
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)

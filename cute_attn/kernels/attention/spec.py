@@ -42,7 +42,7 @@ class ForwardSpec(Spec):
         dtype: dtype of q, k, v and o.
         scheduler: "single" (a cluster for each tile), "static" (persistent, every n-th tile),
             "clc" (persistent, with cluster launch control), "counter" (persistent, the next tile
-            that nobody has taken) or "shares" (persistent, an equal share of all K/V tiles).
+            that nobody has taken) or "pieces" (persistent, with pieces of long sequences' keys).
         packed_heads: how many query heads of one K/V head share the rows of a tile; a power of two
             that divides the number of query heads for each K/V head. 1: rows are tokens.
         window_left, window_right: an argument bounds the keys that a query sees left or right of
@@ -136,7 +136,7 @@ class Sm90ForwardSpec(ForwardSpec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ForwardSpec.ALLOWED,
-        "scheduler": ("single", "counter", "shares"),
+        "scheduler": ("single", "counter", "pieces"),
         "packed_heads": _powers_of_two(most_packed_heads(SM90)),
         "head_dim": head_dims("forward", SM90),
         "head_dim_v": head_dims_v("forward", SM90),
@@ -153,8 +153,8 @@ class Sm90ForwardSpec(ForwardSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         find("forward", "sm_90a", self.head_dim, self.head_dim_v)
-        if self.scheduler == "shares" and (self.tile_m > 64 or self.split):
-            raise ValueError("scheduler is 'shares', it needs tile_m of 64, and no split")
+        if self.scheduler == "pieces" and (self.tile_m > 64 or self.split):
+            raise ValueError("scheduler is 'pieces', it needs tile_m of 64, and no split")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
 # whether the function takes a counter, the kernel that combines splits, head_dim_v or 0 for
-# head_dim, the layout of the results of pieces with equal shares)
+# head_dim, the layout of the results of pieces with pieces)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
     "_Layout | None",
@@ -95,7 +95,7 @@ class Attention(Operator[_Called]):
             seqused_k=a.seqused_k is not None,
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
-            num_splits=0 if takes_shares(a) else splits_of(a),
+            num_splits=0 if takes_pieces(a) else splits_of(a),
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
@@ -110,10 +110,10 @@ class Attention(Operator[_Called]):
             left or 0,
             right or 0,
             clusters,
-            spec.scheduler in ("counter", "shares"),
+            spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
-            parts_layout(clusters, head_dim_v) if spec.scheduler == "shares" else None,
+            parts_layout(clusters, head_dim_v) if spec.scheduler == "pieces" else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -141,7 +141,7 @@ class Attention(Operator[_Called]):
             a.window_right,
             a.softcap,
             a.scheduler,
-            takes_shares(a) or splits_of(a) > 1,
+            takes_pieces(a) or splits_of(a) > 1,
             a.num_splits == 0,
             a.return_lse,
             # Keys of empty tensors, or of invalid numbers, are never in the table.
@@ -183,7 +183,7 @@ class Attention(Operator[_Called]):
         function, default_scale, *rest = ready
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
         layouts = None
-        if not takes_shares(a) and (splits := splits_of(a)) > 1:
+        if not takes_pieces(a) and (splits := splits_of(a)) > 1:
             layouts = split_layouts((*a.q.shape[:-1], a.v.shape[-1]), splits)
         PLANS[plan] = function, scale, *rest, layouts
 
@@ -275,21 +275,20 @@ _Layouts = tuple[_Layout, _Layout]
 
 
 def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
-    """The contiguous layout of the results of pieces, with equal shares: for two pieces of each
-    CTA, rows of o and its log-sum-exp."""
-    shape = (ctas, 2, FEW_ROWS, head_dim_v + PART_COLUMNS)
+    """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
+    shape = (2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def shared_memory(
     q: Tensor, device: int | None, ctas: int, layout: _Layout | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The counters through which the CTAs of a launch share out or combine work, and with equal
-    shares memory for the results of pieces."""
+    """The counters through which the CTAs of a launch share out or combine work, and memory for the
+    results of pieces."""
     if layout is None:
         return counter_for(q, device), None
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    return counter_for(q, device, ctas), parts
+    return counter_for(q, device, 1 + 2 * ctas), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -337,8 +336,8 @@ class Splits(NamedTuple):
             )
 
 
-def takes_shares(a: Any) -> bool:
-    """Whether a call with num_splits of 0 gives each CTA an equal share of all K/V tiles."""
+def takes_pieces(a: Any) -> bool:
+    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces."""
     if a.num_splits or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device

@@ -130,7 +130,7 @@ def plan_attention(
                 page_size=page_size,
                 split=split,
                 few=few_rows,
-                shares=few_rows and not num_splits,
+                pieces=few_rows and not num_splits,
                 lse=return_lse,
             ),
         )

@@ -127,9 +127,9 @@ class Combine:
             o=at, lse=at_lse, o_step=rows.stride[0] * 4, lse_step=of_rows.stride[0] * 4,
             count=of_rows.shape[0],
         )  # fmt: skip
-        own = cute.make_rmem_tensor((VECTOR,), Float32)
-        maximum, total = add_up(splits, slice_, SLICES, own)
-        cute.autovec_copy(own, sums[None, vector, slice_])
+        own = cute.make_rmem_tensor((VECTOR, 1), Float32)
+        (maximum,), (total,) = add_up([splits], slice_, SLICES, own)
+        cute.autovec_copy(own[None, 0], sums[None, vector, slice_])
         if vector == 0:
             maxima[slice_] = maximum
             totals[slice_] = total
@@ -138,7 +138,11 @@ class Combine:
             own_sink = None
             if cutlass.const_expr(x.sink is not None):
                 own_sink = Float32(x.sink[head])
-            log_sum = finish(sums[None, vector, None], maxima, totals, own_sink, own)
+            of_slices = [sums[None, vector, i] for i in range(SLICES)]
+            log_sum = finish(
+                of_slices, [maxima[i] for i in range(SLICES)], [totals[i] for i in range(SLICES)],
+                own_sink, own[None, 0],
+            )  # fmt: skip
             if cutlass.const_expr(x.lse is not None):
                 if block == 0 and vector == 0:
                     x.lse[sequence, token, head] = log_sum

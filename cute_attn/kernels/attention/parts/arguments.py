@@ -122,11 +122,10 @@ class FakeArguments:
         """The next tile of a CounterScheduler, `[1]`."""
         return fake_contiguous(Int32, (1,))
 
-    def shares(self, rows: int, columns: int) -> dict[str, Any]:
-        """`counter` and `parts` of a kernel with equal shares."""
-        ctas = cute.sym_int()
-        parts = fake_contiguous(Float32, (ctas, 2, rows, columns), VECTOR_BYTES)
-        return {"counter": fake_contiguous(Int32, (ctas,)), "parts": parts}
+    def pieces(self, rows: int, columns: int) -> dict[str, Any]:
+        """`counter` and `parts` of a kernel with pieces."""
+        parts = fake_contiguous(Float32, (cute.sym_int(), rows, columns), VECTOR_BYTES)
+        return {"counter": fake_contiguous(Int32, (cute.sym_int(),)), "parts": parts}
 
     def page_table(self) -> Any:
         """`[batch, max_pages]`, or None."""

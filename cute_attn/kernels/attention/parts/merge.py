@@ -46,59 +46,66 @@ class Parts(Carried):
 
 @cute.jit
 def add_up(
-    parts: Parts, first: Int32, step: cutlass.Constexpr[int], own: cute.Tensor
-) -> tuple[Float32, Float32]:
-    """Add up a thread's columns over every `step`-th part from `first` on. Return the maximum of
-    these parts' log-sum-exps, and the sum of their exponentials relative to the maximum."""
-    maximum, total = Float32(-INF), Float32(0.0)
+    rows: list[Parts], first: Int32, step: cutlass.Constexpr[int], own: cute.Tensor
+) -> tuple[list[Float32], list[Float32]]:
+    """Add up a thread's columns of some rows, over every `step`-th part from `first` on. The loads
+    of all rows are in flight together.
+
+    Args:
+        rows: the rows' parts, equally many of each.
+        own: the sums, `[VECTOR, rows]`.
+
+    Returns:
+        For each row, the maximum of the parts' log-sum-exps, and the sum of their exponentials
+        relative to the maximum.
+    """
+    maxima = [Float32(-INF) for _ in rows]
+    totals = [Float32(0.0) for _ in rows]
     own.fill(0.0)
-    last = parts.count - 1
-    for start in cutlass.range(first, parts.count, step * UNROLL, unroll=1):
+    count = rows[0].count
+    last = count - 1
+    for start in cutlass.range(first, count, step * UNROLL, unroll=1):
         numbers = [start + i * step for i in range(UNROLL)]
         # Past the last part, the last part is loaded again.
-        found = [parts.at(Int64(cutlass.min(number, last))) for number in numbers]
-        loaded = [load_global(Float32, lse)[0] for _, lse in found]
-        values = [load_global(Float32, o, VECTOR) for o, _ in found]
-        of_parts = [
-            cutlass.select_(number > last, Float32(-INF), x)
-            for number, x in zip(numbers, loaded, strict=True)
-        ]
-        highest = maximum
-        for x in of_parts:
-            highest = cute.arch.fmax(highest, x, nan=True)
-        factor = weight_of(maximum, highest)
-        total = total * factor
-        for j in cutlass.range_constexpr(VECTOR):
-            own[j] = own[j] * factor
-        for i in cutlass.range_constexpr(UNROLL):
-            weight = weight_of(of_parts[i], highest)
-            total += weight
+        found = [Int64(cutlass.min(number, last)) for number in numbers]
+        places = [[parts.at(number) for number in found] for parts in rows]
+        lses = [[load_global(Float32, lse)[0] for _, lse in row] for row in places]
+        values = [[load_global(Float32, o, VECTOR) for o, _ in row] for row in places]
+        for r in cutlass.range_constexpr(len(rows)):
+            of_parts = [
+                cutlass.select_(number > last, Float32(-INF), x)
+                for number, x in zip(numbers, lses[r], strict=True)
+            ]
+            highest = maxima[r]
+            for x in of_parts:
+                highest = cute.arch.fmax(highest, x, nan=True)
+            factor = weight_of(maxima[r], highest)
+            total = totals[r] * factor
             for j in cutlass.range_constexpr(VECTOR):
-                value = cutlass.select_(weight == 0.0, Float32(0.0), values[i][j])
-                own[j] = cute.math.fma(value, weight, own[j])
-        maximum = highest
-    return maximum, total
+                own[j, r] = own[j, r] * factor
+            for i in cutlass.range_constexpr(UNROLL):
+                weight = weight_of(of_parts[i], highest)
+                total += weight
+                for j in cutlass.range_constexpr(VECTOR):
+                    value = cutlass.select_(weight == 0.0, Float32(0.0), values[r][i][j])
+                    own[j, r] = cute.math.fma(value, weight, own[j, r])
+            maxima[r], totals[r] = highest, total
+    return maxima, totals
 
 
 @cute.jit
 def finish(
-    sums: cute.Tensor,
-    maxima: cute.Tensor,
-    totals: cute.Tensor,
+    sums: list[cute.Tensor],
+    maxima: list[Float32],
+    totals: list[Float32],
     sink: Float32 | None,
     own: cute.Tensor,
 ) -> Float32:
-    """Add up `sums`, which several calls of `add_up` made, to the row's columns `own`. Return the
-    log-sum-exp of the row.
-
-    Args:
-        sums: `[VECTOR, calls]`, the columns.
-        maxima, totals: `[calls]`, the results of `add_up`.
-    """
-    calls = cute.size(maxima)
+    """Add up `sums`, each with the maximum and total of a row from `add_up`, to the row's columns
+    `own`. Return the log-sum-exp of the row."""
     highest = Float32(-INF)
-    for i in cutlass.range_constexpr(calls):
-        highest = cute.arch.fmax(highest, maxima[i], nan=True)
+    for x in maxima:
+        highest = cute.arch.fmax(highest, x, nan=True)
     maximum, total, log_sum = highest, Float32(0.0), Float32(-INF)
     if cutlass.const_expr(sink is not None):
         maximum = cute.arch.fmax(highest, sink, nan=True)
@@ -107,11 +114,11 @@ def finish(
             total = Float32(NAN)
         log_sum = sink
     own.fill(0.0)
-    for i in cutlass.range_constexpr(calls):
+    for i in cutlass.range_constexpr(len(sums)):
         weight = weight_of(maxima[i], maximum)
         total = cute.math.fma(totals[i], weight, total)
         for j in cutlass.range_constexpr(VECTOR):
-            own[j] = cute.math.fma(sums[j, i], weight, own[j])
+            own[j] = cute.math.fma(sums[i][j], weight, own[j])
     seen = total != 0.0
     if cutlass.const_expr(sink is not None):
         seen = highest != -INF  # a row without a visible key is 0, whatever the sink is

@@ -29,9 +29,9 @@ from registers.
 With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
 and its log-sum-exp in float32. `combine` adds up the results.
 
-With equal shares (few query rows, as in decode), every CTA computes as many K/V tiles as every
-other CTA; see `shares`. The CTAs of a query tile that is cut into pieces store float32 results, and
-count their arrivals. The CTA that arrives last adds up the pieces, in the order of the keys.
+With pieces (few query rows, as in decode), only the K/V tiles of long sequences are shared out,
+see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. The CTA that arrives
+last adds up the segment's pieces, in the order of the keys.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
-from ..parts.shares import Shares, ShareWork
+from ..parts.pieces import PieceMap, PieceWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -105,7 +105,10 @@ HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,
     "counter": CounterScheduler,
+    "pieces": CounterScheduler,
 }
+
+AT_ONCE = 4  # rows that a thread adds up at a time: their loads are in flight together
 
 
 class Arguments(NamedTuple):
@@ -113,9 +116,10 @@ class Arguments(NamedTuple):
 
     Attributes:
         num_ctas: how many CTAs are resident at once.
-        counter: the next tile of a CounterScheduler, `[1]`; with equal shares, the numbers of
-            pieces that have arrived, `[num_ctas]`, all 0 before and after the launch.
-        parts: with equal shares, results of pieces: `[num_ctas, 2, tile_m, head_dim_v +
+        counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[1 + 2 * num_ctas]`,
+            followed by the numbers of a segment's pieces that have arrived. All are 0 before and
+            after the launch.
+        parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
     """
 
@@ -147,7 +151,7 @@ class Operands(Carried):
         q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged.
         q, k, v: coordinates for TMA.
         o: coordinates for TMA where o is staged, otherwise the tensor.
-        num_tiles, counter: for the scheduler; with equal shares, num_tiles is the number of CTAs.
+        num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
         parts: results of pieces, see `Arguments`.
     """
 
@@ -178,7 +182,7 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
-        last: the shared address of a flag: whether the CTA is the last of a cut query tile.
+        arrived: the shared address of the number of a segment's pieces that have arrived.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -191,7 +195,7 @@ class Consumer(Carried):
     k: Int32
     v: Int32
     ones: Int32 | None
-    last: Int32 | None
+    arrived: Int32 | None
     o: Int32 | None
     held: cute.Tensor | None
     s: cute.Tensor
@@ -201,30 +205,14 @@ class Consumer(Carried):
     visible: Visibility
 
 
-@dataclass(frozen=True)
-class Pieces(Parts):
-    """Results of consecutive CTAs, as `Arguments.parts` holds them.
-
-    Attributes:
-        back: bytes from the first CTA's result, its second, to the place of its first result.
-    """
-
-    back: Int64
-
-    def at(self, number: Int64) -> tuple[Int64, Int64]:
-        back = cutlass.select_(number == 0, Int64(0), Int64(self.back))
-        o, lse = super().at(number)
-        return o - back, lse - back
-
-
 class Sm90Forward:
     """The kernel for one Sm90ForwardSpec; see the module's docstring."""
 
     def __init__(self, spec: Sm90ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.shares = spec.scheduler == "shares"
-        self.scheduler = SCHEDULERS.get(spec.scheduler)
+        self.pieces = spec.scheduler == "pieces"
+        self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
         # Whether warpgroups pass over K/V tiles that their rows do not see. In tiles of many rows,
@@ -236,15 +224,15 @@ class Sm90Forward:
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
-        self.sums = SUMS if row.sums_by_product and not (spec.lse or self.shares) else 0
+        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
-        self.work = SplitWork if spec.split else ShareWork if self.shares else Work
+        self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
         self.stored = Float32 if spec.split else self.dtype
         # The first layout that fits. Partial results are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
-        if spec.split or self.shares:
+        if spec.split or self.pieces:
             choices = [(2, False), (1, False)]
         self.q_stages, self.o_staged = next(
             (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
@@ -281,8 +269,8 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
-        if self.shares:
-            o = (Buffer("last", Int32, 1, holds="whether all pieces have arrived"), *o)
+        if self.pieces:
+            o = (Buffer("arrived", Int32, 1, holds="the number of pieces that have arrived"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -302,8 +290,8 @@ class Sm90Forward:
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
         given["parts"] = None
-        if self.shares:
-            given |= fake.shares(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
+        if self.pieces:
+            given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
             given |= {"o": fake.o_splits(), "lse": fake.lse_splits()}
         return placeholders(fake.arguments(Arguments, **given))
@@ -332,7 +320,7 @@ class Sm90Forward:
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
         num_tiles = num_ctas = a.num_ctas
-        if cutlass.const_expr(not self.shares):
+        if cutlass.const_expr(not self.pieces):
             num_tiles = tiles.count()
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
@@ -419,7 +407,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
-            last=shared_address(storage.last) if self.shares else None,
+            arrived=shared_address(storage.arrived) if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -450,8 +438,8 @@ class Sm90Forward:
         )
         queue = TileQueue(self.work, storage.work, barriers)
         smem = q_smem, k_smem, v_smem
-        if cutlass.const_expr(self.shares):
-            self.load_share(x, smem, queue, Shares(tiles, visible, x.num_tiles), visible)
+        if cutlass.const_expr(self.pieces):
+            self.load_pieces(x, smem, queue, tiles, visible)
         else:
             counter = None
             if cutlass.const_expr(x.counter is not None):
@@ -466,22 +454,23 @@ class Sm90Forward:
             start_dependents()  # the combination waits for this grid's end
 
     @cute.jit
-    def load_share(
-        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, shares: Shares,
+    def load_pieces(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility,
     ) -> None:  # fmt: skip
-        """Publish and load the pieces of the CTA's share."""
-        window = shares.window(Int32(0), Int32(0))
-        share = shares.share(window)
-        at = cute.arch.block_idx()[0] * share
-        end = at + share
-        window = shares.window_of(at, window)
+        """Publish and load pieces and whole segments, one after the other."""
+        pieces = PieceMap.of(tiles, visible, x.num_tiles)
+        count = pieces.count()
+        scheduler = CounterScheduler(count, queue.barriers, x.counter.iterator)
+        number = scheduler.initial_work_tile()
         taken, n = Int32(0), Int32(0)
-        while at < end and window.first < shares.tiles.batch:
-            exists, where, at = shares.piece(at, share, window)
-            if exists:
-                taken, n = self.load_tile(x, smem, queue, shares, visible, where, taken, n)
-            window = shares.window_of(at, window)
+        if number < count:
+            window = pieces.window(Int32(0), Int32(0))
+            while number >= 0:
+                window = pieces.window_of(number, window)
+                work = pieces.work(number, window)
+                taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+                number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
@@ -497,15 +486,22 @@ class Sm90Forward:
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
+        """As `load_work`, for a tile that `locate` has found."""
+        if cutlass.const_expr(x.pages is not None and self.few_rows):
+            x.pages.prefetch(where[2])  # the sequence's entries
+        return self.load_work(x, smem, queue, visible, tiles.work(*where), taken, n)
+
+    @cute.jit
+    def load_work(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, visible: Visibility,
+        work: Any, taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile as work `taken`, and load its K/V tiles, which are uses n and up. Return
         the next values of `taken` and n. K/V tiles come from the last to the first. Loads follow
         the order in which stages become free: Q comes after the first K. Each V comes after the
         next tile's K, whose scores come before this tile's P V."""
         pages, barriers = x.pages, queue.barriers
         q_smem, k_smem, v_smem = smem
-        if cutlass.const_expr(pages is not None and self.few_rows):
-            pages.prefetch(where[2])  # the sequence's entries
-        work = tiles.work(*where)
         queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
         first, end = self.key_tiles(visible, work)
@@ -578,7 +574,7 @@ class Sm90Forward:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
-            if cutlass.const_expr(self.shares):
+            if cutlass.const_expr(self.pieces):
                 self.finish_piece(x, own, work)
             else:
                 self.finish_rows(x, own, work)
@@ -595,7 +591,7 @@ class Sm90Forward:
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split or self.shares else (first, end)
+        return work.part(first, end) if self.spec.split or self.pieces else (first, end)
 
     @cute.jit
     def compute_tile(
@@ -799,7 +795,7 @@ class Sm90Forward:
                     x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
 
     @cute.jit
-    def finish_piece(self, x: Operands, own: Consumer, work: ShareWork) -> None:
+    def finish_piece(self, x: Operands, own: Consumer, work: PieceWork) -> None:
         """Store the result of a whole query tile, or of a piece. After the last piece of a query
         tile, add up its pieces."""
         if work.pieces == 1:
@@ -811,52 +807,70 @@ class Sm90Forward:
             group_barrier(own.group)
             if cute.arch.thread_idx()[0] == 0:
                 # All threads' stores come before the arrival, which a later arrival sees.
-                arrived = count_arrival(x.counter.iterator.toint() + work.owner * 4, work.pieces)
-                store_shared(Int32, own.last, [arrived])
+                at = x.counter.iterator.toint() + (1 + work.first_slot) * 4
+                store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
             group_barrier(own.group)
-            if load_shared(Int32, own.last)[0] == work.pieces - 1:
+            if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
                 self.add_pieces(x, own, work)
 
     @cute.jit
-    def add_pieces(self, x: Operands, own: Consumer, work: ShareWork) -> None:
-        """Add up the pieces of a query tile, four columns of a row at a time."""
+    def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Add up the pieces of a query tile: a thread has four columns of AT_ONCE rows at a
+        time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
+        abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
+        thread = cute.arch.thread_idx()[0]
+        in_row, vector = thread // across, thread % across
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        step = x.parts.stride[0] * 4
-        for i in cutlass.range(
-            cute.arch.thread_idx()[0], cutlass.min(rows, spec.tile_m) * across, WARPGROUP, unroll=1
-        ):
-            in_tile, vector = i // across, i % across
-            row = work.block * spec.tile_m + in_tile
-            token = own.visible.token(row)
-            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
-            first = x.parts[work.owner, 1, in_tile, None].iterator.toint()
-            parts = Pieces(
-                o=first + vector * (VECTOR * 4), lse=first + spec.head_dim_v * 4,
-                o_step=step, lse_step=step, count=work.pieces, back=x.parts.stride[1] * 4,
-            )  # fmt: skip
-            sums = cute.make_rmem_tensor((VECTOR, 1), Float32)
-            maxima, totals = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
-            maxima[0], totals[0] = add_up(parts, Int32(0), 1, sums[None, 0])
-            sink = None
-            if cutlass.const_expr(x.sink is not None):
-                sink = Float32(x.sink[head])
-            whole = cute.make_rmem_tensor((VECTOR,), Float32)
-            log_sum = finish(sums, maxima, totals, sink, whole)
-            if cutlass.const_expr(x.lse is not None):
-                if vector == 0:
-                    x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
-            rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
-            rounded.store(whole.load().to(self.dtype))
-            columns = x.o[work.o_at(head, token, spec.varlen_q)]
-            cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
+        rows = cutlass.min(rows, spec.tile_m)
+        step = Int64(work.apart) * (x.parts.stride[0] * 4)
+        for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
+            of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
+            starts = [
+                x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
+                for row in of_thread
+            ]
+            parts = [
+                Parts(
+                    o=at + vector * (VECTOR * 4), lse=at + spec.head_dim_v * 4,
+                    o_step=step, lse_step=step, count=work.pieces,
+                )  # fmt: skip
+                for at in starts
+            ]
+            sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
+            maxima, totals = add_up(parts, Int32(0), 1, sums)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                row = work.block * spec.tile_m + of_thread[i]
+                token = own.visible.token(row)
+                head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+                if of_thread[i] < rows:
+                    self.store_sum(
+                        x, work, head, token, vector, sums[None, i], maxima[i], totals[i]
+                    )
 
-    def part_row(self, x: Operands, work: ShareWork, row: Any) -> cute.Tensor:
-        """A row of this CTA's piece. A CTA has two pieces at most, and only one is a first piece."""
-        cta = cute.arch.block_idx()[0]
-        is_first = cutlass.select_(cta == work.owner, Int32(1), Int32(0))
-        return x.parts[cta, is_first, row - work.block * self.spec.tile_m, None]
+    @cute.jit
+    def store_sum(
+        self, x: Operands, work: PieceWork, head: Int32, token: Int32, vector: Int32,
+        sums: cute.Tensor, maximum: Float32, total: Float32,
+    ) -> None:  # fmt: skip
+        """Store four columns of a row of o, and the row's log-sum-exp, from results of `add_up`."""
+        sink = None
+        if cutlass.const_expr(x.sink is not None):
+            sink = Float32(x.sink[head])
+        whole = cute.make_rmem_tensor((VECTOR,), Float32)
+        log_sum = finish([sums], [maximum], [total], sink, whole)
+        if cutlass.const_expr(x.lse is not None):
+            if vector == 0:
+                x.lse[work.lse_at(head, token, self.spec.varlen_q)] = log_sum
+        rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
+        rounded.store(whole.load().to(self.dtype))
+        columns = x.o[work.o_at(head, token, self.spec.varlen_q)]
+        cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
+
+    def part_row(self, x: Operands, work: PieceWork, row: Any) -> cute.Tensor:
+        """A row of a piece's result."""
+        return x.parts[work.slot, row - work.block * self.spec.tile_m, None]
 
     @cute.jit
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
