@@ -276,7 +276,7 @@ _Layouts = tuple[_Layout, _Layout]
 
 def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
     """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    shape = (2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
+    shape = (3 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -288,7 +288,7 @@ def shared_memory(
     if layout is None:
         return counter_for(q, device), None
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    return counter_for(q, device, 1 + 2 * ctas), parts
+    return counter_for(q, device, 2 + 3 * ctas), parts
 
 
 @functools.lru_cache(maxsize=4096)

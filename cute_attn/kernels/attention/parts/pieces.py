@@ -3,11 +3,12 @@
 A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A
 segment with more than `limit` K/V tiles is cut into pieces of about equal length; `limit` is a
 little more than a CTA's even share of all K/V tiles. CTAs take pieces and whole segments one after
-the other. Pieces come first, since they take longest.
+the other, long ones first: the pieces, then the segments with more than half of `limit` K/V tiles,
+then those with more than a quarter, then the rest.
 
-The numbers of pieces and segments lie on a line. The line has a place for each sequence with
-pieces, padded to a multiple of 32 sequences, then a place for each sequence without. Each CTA's
-load warp reads the lengths from memory, 32 sequences at a time, a lane for each.
+Pieces and segments have numbers in this order. Each CTA's load warp reads the lengths from memory,
+32 sequences at a time, a lane for each, and goes over all sequences once for each of the four
+orders of length.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .work import TileMap, Work, sums_up_to
 
 # A CTA alone reads more than twice as fast as when all CTAs read, so pieces may be longer than an
 # even share: in quarters of the share.
-LIMIT_QUARTERS = 6
+LIMIT_QUARTERS = 5
+ORDERS = 4  # of length
 LEAST = 2  # K/V tiles of a piece
 READS = 4  # lengths of a lane in flight
 
@@ -70,16 +72,18 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Window(Carried):
-    """32 consecutive places of the line, one for each lane.
+    """32 consecutive sequences, one for each lane, of which those of one order of length count.
 
     Attributes:
-        first: the place of lane 0.
-        before: the pieces and segments of all earlier places.
-        segments: segments of the lane's sequence.
+        order: the order of length; ORDERS is the end.
+        first: the sequence of lane 0.
+        before: the pieces and segments that come before the window's.
+        segments: segments of the lane's sequence; 0 if the sequence does not count.
         pieces: of each of these segments.
-        up_to: the pieces and segments of the window's places up to the lane's own.
+        up_to: the window's pieces and segments up to those of the lane's sequence.
     """
 
+    order: Int32
     first: Int32
     before: Int32
     segments: Int32
@@ -88,7 +92,7 @@ class Window(Carried):
 
     @property
     def end(self) -> Int32:
-        """The pieces and segments up to the window's last place; all lanes take part."""
+        """The pieces and segments up to the window's last; all lanes take part."""
         return self.before + cute.arch.shuffle_sync(self.up_to, WARP_SIZE - 1)
 
 
@@ -111,14 +115,9 @@ class PieceMap(Carried):
         """The map for `ctas` CTAs; a whole warp calls this."""
         uncut = cls(tiles, visible, Int32(LEAST))
         share = (uncut.sum_of(lambda own: own.segments * own.key_tiles) + (ctas - 1)) // ctas
-        # At least the share, so that there are at most 2 * ctas pieces.
+        # Not below the share, so that there are at most 2 * ctas pieces.
         limit = (share * LIMIT_QUARTERS + 3) // 4
         return cls(tiles, visible, cutlass.max(limit, LEAST))
-
-    @property
-    def padded(self) -> Int32:
-        """The number of places before those of sequences without pieces."""
-        return (self.tiles.batch + (WARP_SIZE - 1)) // WARP_SIZE * WARP_SIZE
 
     def sizes(self, sequence: Int32) -> Sizes:
         """The sizes of a sequence, which need not exist."""
@@ -141,9 +140,12 @@ class PieceMap(Carried):
         """Into how many pieces a segment is cut."""
         return cutlass.max((key_tiles + (self.limit - 1)) // self.limit, 1)
 
-    def count(self) -> Int32:
-        """The number of pieces and whole segments; a whole warp calls this."""
-        return self.sum_of(lambda own: own.segments * self.pieces(own.key_tiles))
+    def order(self, key_tiles: Int32) -> Int32:
+        """The order of a segment's length, from 0 for the longest."""
+        order = Int32(0)
+        for i in range(ORDERS - 1):
+            order += cutlass.select_((key_tiles << i) <= self.limit, Int32(1), Int32(0))
+        return order
 
     @cute.jit
     def sum_of(self, number: cutlass.Constexpr) -> Int32:
@@ -153,22 +155,24 @@ class PieceMap(Carried):
             total += number(self.sizes(first + cute.arch.lane_idx()))
         return cute.arch.shuffle_sync(sums_up_to(total), WARP_SIZE - 1)
 
-    def window(self, first: Int32, before: Int32) -> Window:
-        """The window whose first place is `first`; `before` as in `Window`."""
-        of_pieces = first < self.padded
-        sequence = cutlass.select_(of_pieces, first, first - self.padded) + cute.arch.lane_idx()
-        segments, key_tiles = self.sizes(sequence)
+    def window(self, order: Int32, first: Int32, before: Int32) -> Window:
+        """The window whose first sequence is `first`; `before` as in `Window`."""
+        segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+        counts = self.order(key_tiles) == order
+        segments = Int32(cutlass.select_(counts, segments, 0))  # a loop carries only such numbers
         pieces = Int32(self.pieces(key_tiles))
-        here = cutlass.select_(of_pieces, pieces > 1, pieces <= 1)
-        segments = Int32(cutlass.select_(here, segments, 0))  # a loop carries only such numbers
-        return Window(first, before, segments, pieces, sums_up_to(segments * pieces))
+        return Window(order, first, before, segments, pieces, sums_up_to(segments * pieces))
 
     @cute.jit
     def window_of(self, number: Int32, window: Window) -> Window:
-        """The window that holds an existing piece or segment, from an earlier window."""
+        """The window that holds a piece or segment, from an earlier window; or the end."""
         end = window.end
-        while number >= end:
-            window = self.window(window.first + WARP_SIZE, end)
+        while number >= end and window.order < ORDERS:
+            order, first = window.order, window.first + WARP_SIZE
+            if first >= self.tiles.batch:
+                order += 1
+                first = Int32(0)
+            window = self.window(order, first, end)
             end = window.end
         return window
 
@@ -185,9 +189,7 @@ class PieceMap(Carried):
         piece = within // segments
         segment = within - piece * segments
         block = segment // self.tiles.heads
-        place = window.first + owner
-        sequence = cutlass.select_(place < self.padded, place, place - self.padded)
-        own = self.tiles.work(block, segment - block * self.tiles.heads, sequence)
+        own = self.tiles.work(block, segment - block * self.tiles.heads, window.first + owner)
         first, end = self.key_tiles(own)
         count = end - first
         return PieceWork(

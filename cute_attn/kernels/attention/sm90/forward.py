@@ -56,9 +56,11 @@ from ...common.ptx.grids import start_dependents
 from ...common.ptx.memory import (
     LINE_WORDS,
     count_arrival,
+    increment_global,
     load_shared,
     prefetch_global,
     shared_address,
+    store_global,
     store_shared,
 )
 from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
@@ -72,7 +74,7 @@ from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
-from ..parts.pieces import PieceMap, PieceWork
+from ..parts.pieces import ORDERS, PieceMap, PieceWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -108,7 +110,9 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "pieces": CounterScheduler,
 }
 
-AT_ONCE = 4  # rows that a thread adds up at a time: their loads are in flight together
+NEVER = 0x7FFFFFFF  # a number that no counter reaches
+
+AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
 
 
 class Arguments(NamedTuple):
@@ -116,9 +120,9 @@ class Arguments(NamedTuple):
 
     Attributes:
         num_ctas: how many CTAs are resident at once.
-        counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[1 + 2 * num_ctas]`,
-            followed by the numbers of a segment's pieces that have arrived. All are 0 before and
-            after the launch.
+        counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
+            the next piece, the number of CTAs that are done, and for each segment's first piece the
+            number of pieces that have arrived. All are 0 before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
     """
@@ -460,18 +464,25 @@ class Sm90Forward:
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
         pieces = PieceMap.of(tiles, visible, x.num_tiles)
-        count = pieces.count()
-        scheduler = CounterScheduler(count, queue.barriers, x.counter.iterator)
-        number = scheduler.initial_work_tile()
+        window = pieces.window(Int32(0), Int32(0), Int32(0))
+        number = cute.arch.block_idx()[0]
+        window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
-        if number < count:
-            window = pieces.window(Int32(0), Int32(0))
-            while number >= 0:
-                window = pieces.window_of(number, window)
-                work = pieces.work(number, window)
-                taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-                number = scheduler.advance_to_next_work(number, taken)
+        while window.order < ORDERS:
+            work = pieces.work(number, window)
+            taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+            number = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                number = increment_global(x.counter.iterator.toint(), NEVER)
+            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            window = pieces.window_of(number, window)
         queue.publish_end(taken)
+        if cute.arch.lane_idx() == 0:
+            # The last CTA to come here leaves the counters as it found them.
+            at = x.counter.iterator.toint()
+            ctas = cute.arch.grid_dim()[0]
+            if count_arrival(at + 4, ctas) == ctas - 1:
+                store_global(Int32, at, [Int32(0)])
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
@@ -807,7 +818,7 @@ class Sm90Forward:
             group_barrier(own.group)
             if cute.arch.thread_idx()[0] == 0:
                 # All threads' stores come before the arrival, which a later arrival sees.
-                at = x.counter.iterator.toint() + (1 + work.first_slot) * 4
+                at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
                 store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
             group_barrier(own.group)
             if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
