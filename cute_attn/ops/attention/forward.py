@@ -96,6 +96,7 @@ class Attention(Operator[_Called]):
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
             num_splits=0 if takes_pieces(a) else splits_of(a),
+            pieces=True,
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
@@ -276,7 +277,7 @@ _Layouts = tuple[_Layout, _Layout]
 
 def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
     """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    shape = (3 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
+    shape = (2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -288,7 +289,7 @@ def shared_memory(
     if layout is None:
         return counter_for(q, device), None
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    return counter_for(q, device, 2 + 3 * ctas), parts
+    return counter_for(q, device, 2 + 2 * ctas), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -336,9 +337,16 @@ class Splits(NamedTuple):
             )
 
 
+def batch_of(a: Any) -> int:
+    """The number of sequences of a call."""
+    batch: int = a.q.shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
+    return batch
+
+
 def takes_pieces(a: Any) -> bool:
-    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces."""
-    if a.num_splits or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q):
+    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
+    sequence is cut into splits."""
+    if a.num_splits or batch_of(a) < 2 or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
     return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
@@ -361,7 +369,7 @@ def splits_of(a: Any) -> int:
     if a.window_left is not None and a.window_left >= 0:
         most_queries = rows if a.max_seqlen_q is None else a.max_seqlen_q
         seqlen_k = min(seqlen_k, a.window_left + 1 + most_queries)
-    batch = q_shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
+    batch = batch_of(a)
     return num_splits_of_forward(
         arch,
         head_dim=head_dim,

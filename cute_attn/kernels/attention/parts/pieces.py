@@ -1,14 +1,14 @@
 """Pieces of the keys of long sequences, so that ragged batches keep all CTAs busy.
 
 A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A
-segment with more than `limit` K/V tiles is cut into pieces of about equal length; `limit` is a
-little more than a CTA's even share of all K/V tiles. CTAs take pieces and whole segments one after
-the other, long ones first: the pieces, then the segments with more than half of `limit` K/V tiles,
-then those with more than a quarter, then the rest.
+segment with more than `limit` K/V tiles is cut into pieces of about equal length; `limit` is about
+a CTA's even share of all K/V tiles. CTAs take pieces and whole segments one after the other, long
+ones first: the pieces, then the segments with more than half of `limit` K/V tiles, then those with
+more than a quarter, then the rest. Many segments need no such order.
 
 Pieces and segments have numbers in this order. Each CTA's load warp reads the lengths from memory,
-32 sequences at a time, a lane for each, and goes over all sequences once for each of the four
-orders of length.
+32 sequences at a time, a lane for each, and goes over all sequences once for each of the orders of
+length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from ...common.spec import WARP_SIZE
 from .visibility import Visibility
 from .work import TileMap, Work, sums_up_to
 
-# A CTA alone reads more than twice as fast as when all CTAs read, so pieces may be longer than an
-# even share: in quarters of the share.
-LIMIT_QUARTERS = 5
-ORDERS = 4  # of length
-LEAST = 2  # K/V tiles of a piece
+ORDERS = 4  # of length, at most
+# With more segments than this times the CTAs, whole segments are short beside a CTA's share.
+FEW_SEGMENTS = 8
+LEAST_BYTES = 128 * 1024  # of K and V of a piece: a CTA alone reads them in 2 us
 READS = 4  # lengths of a lane in flight
 
 
@@ -59,15 +58,17 @@ class PieceWork(Work):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a sequence.
+    """Sizes of a sequence, or of all sequences.
 
     Attributes:
         segments: the number of segments.
-        key_tiles: K/V tiles of each segment.
+        key_tiles: K/V tiles of each segment; of all segments together.
+        longest: K/V tiles of the longest segment.
     """
 
     segments: Int32
     key_tiles: Int32
+    longest: Int32
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Window(Carried):
     """32 consecutive sequences, one for each lane, of which those of one order of length count.
 
     Attributes:
-        order: the order of length; ORDERS is the end.
+        order: the order of length; `PieceMap.orders` is the end.
         first: the sequence of lane 0.
         before: the pieces and segments that come before the window's.
         segments: segments of the lane's sequence; 0 if the sequence does not count.
@@ -104,28 +105,37 @@ class PieceMap(Carried):
         tiles: the query tiles.
         visible: the keys that a query sees.
         limit: the most K/V tiles of a piece.
+        first, orders: orders `first` to `orders - 1` of length have segments.
     """
 
     tiles: TileMap
     visible: Visibility
     limit: Int32
+    first: Int32
+    orders: Int32
 
     @classmethod
-    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32) -> PieceMap:
-        """The map for `ctas` CTAs; a whole warp calls this."""
-        uncut = cls(tiles, visible, Int32(LEAST))
-        share = (uncut.sum_of(lambda own: own.segments * own.key_tiles) + (ctas - 1)) // ctas
-        # Not below the share, so that there are at most 2 * ctas pieces.
-        limit = (share * LIMIT_QUARTERS + 3) // 4
-        return cls(tiles, visible, cutlass.max(limit, LEAST))
+    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, tile_bytes: int) -> PieceMap:
+        """The map for `ctas` CTAs, with `tile_bytes` of K and V in a K/V tile; a whole warp calls
+        this."""
+        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
+        segments, key_tiles, longest = unknown.totals()
+        # Each segment adds half a piece on average, and a second piece for some CTAs takes longer
+        # than pieces of 5/4 of a share. There are at most 2 * ctas pieces.
+        busy = cutlass.max(cutlass.max(ctas - segments // 2, ctas * 4 // 5), 1)
+        limit = cutlass.max((key_tiles + (busy - 1)) // busy, max(1, LEAST_BYTES // tile_bytes))
+        orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
+        first = cutlass.select_(longest > limit, Int32(0), Int32(1))
+        return cls(tiles, visible, Int32(limit), Int32(first), Int32(orders))
 
-    def sizes(self, sequence: Int32) -> Sizes:
-        """The sizes of a sequence, which need not exist."""
+    def sizes(self, sequence: Int32) -> tuple[Int32, Int32]:
+        """The number of a sequence's segments, and the K/V tiles of each. The sequence need not
+        exist."""
         exists = sequence < self.tiles.batch
         work = self.tiles.work(0, 0, cutlass.min(sequence, self.tiles.batch - 1))
         first, end = self.key_tiles(work)
         segments = self.tiles.blocks(work.seqlen_q) * self.tiles.heads
-        return Sizes(cutlass.select_(exists, segments, 0), end - first)
+        return cutlass.select_(exists, segments, 0), end - first
 
     def key_tiles(self, work: Work) -> tuple[Int32, Int32]:
         """[first, end) of the K/V tiles that at least one query tile of the sequence sees."""
@@ -145,15 +155,22 @@ class PieceMap(Carried):
         order = Int32(0)
         for i in range(ORDERS - 1):
             order += cutlass.select_((key_tiles << i) <= self.limit, Int32(1), Int32(0))
-        return order
+        return cutlass.min(order, self.orders - 1)
 
     @cute.jit
-    def sum_of(self, number: cutlass.Constexpr) -> Int32:
-        """The sum of `number(sizes)` over all sequences."""
-        total = Int32(0)
+    def totals(self) -> Sizes:
+        """The sizes of all sequences together."""
+        count, total, longest = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, self.tiles.batch, WARP_SIZE, unroll=READS):
-            total += number(self.sizes(first + cute.arch.lane_idx()))
-        return cute.arch.shuffle_sync(sums_up_to(total), WARP_SIZE - 1)
+            segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+            count += segments
+            total += segments * key_tiles
+            longest = cutlass.max(longest, cutlass.select_(segments > 0, key_tiles, 0))
+        return Sizes(
+            cute.arch.warp_redux_sync(count, "add"),
+            cute.arch.warp_redux_sync(total, "add"),
+            cute.arch.warp_redux_sync(longest, "max"),
+        )
 
     def window(self, order: Int32, first: Int32, before: Int32) -> Window:
         """The window whose first sequence is `first`; `before` as in `Window`."""
@@ -167,7 +184,7 @@ class PieceMap(Carried):
     def window_of(self, number: Int32, window: Window) -> Window:
         """The window that holds a piece or segment, from an earlier window; or the end."""
         end = window.end
-        while number >= end and window.order < ORDERS:
+        while number >= end and window.order < self.orders:
             order, first = window.order, window.first + WARP_SIZE
             if first >= self.tiles.batch:
                 order += 1

@@ -74,7 +74,7 @@ from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
-from ..parts.pieces import ORDERS, PieceMap, PieceWork
+from ..parts.pieces import PieceMap, PieceWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -372,6 +372,8 @@ class Sm90Forward:
         if warp == self.load.warps[0]:
             if cutlass.const_expr(spec.seqused_k and self.few_rows):
                 prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
+            if cutlass.const_expr(self.pieces):
+                self.prefetch(x.pages, tiles)
             prepare((x.q_tma, x.k_tma, x.v_tma, *((x.o_tma,) if self.o_staged else ())), barriers)
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
@@ -392,6 +394,15 @@ class Sm90Forward:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
             self.consumer_warps(x, own, storage)
+
+    def prefetch(self, pages: Pages | None, tiles: TileMap) -> None:
+        """Bring starts of sequences, and the first sequences' pages, to L2."""
+        lane = cute.arch.lane_idx()
+        for offsets in (tiles.queries.cu_seqlens, tiles.keys.cu_seqlens):
+            if offsets is not None:
+                prefetch_global(offsets, lane * LINE_WORDS)
+        if pages is not None:
+            pages.prefetch_first()
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
@@ -463,12 +474,13 @@ class Sm90Forward:
         visible: Visibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        pieces = PieceMap.of(tiles, visible, x.num_tiles)
-        window = pieces.window(Int32(0), Int32(0), Int32(0))
+        tile_bytes = self.spec.tile_n * (self.row_bytes + self.v_row_bytes)
+        pieces = PieceMap.of(tiles, visible, x.num_tiles, tile_bytes)
+        window = pieces.window(pieces.first, Int32(0), Int32(0))
         number = cute.arch.block_idx()[0]
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
-        while window.order < ORDERS:
+        while window.order < pieces.orders:
             work = pieces.work(number, window)
             taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
             number = Int32(0)
