@@ -59,6 +59,8 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
+LEAST_PIECE = 512 * 1024  # bytes of K and V: a CTA alone reads them in 9 us on an H100
+
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
 # Keeping dS of a part of the keys pays if the part's blocks fill this share of the clusters.
@@ -178,6 +180,8 @@ def forward_spec(
     tile_m, tile_n, stages = row.tile_for(few)
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
+    if pieces:
+        fields["least_key_tiles"] = LEAST_PIECE // (2 * (row.head_dim + row.head_dim_v) * tile_n)
     return Sm90ForwardSpec(
         head_dim=row.head_dim,
         head_dim_v=row.head_dim_v,

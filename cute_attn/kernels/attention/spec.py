@@ -129,6 +129,7 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_m: query rows of a tile: 64 for each consumer warpgroup.
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
+        least_key_tiles: K/V tiles that a piece has at least, about; only with "pieces".
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -149,12 +150,19 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_m: int
     tile_n: int
     stages: int
+    least_key_tiles: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         find("forward", "sm_90a", self.head_dim, self.head_dim_v)
-        if self.scheduler == "pieces" and (self.tile_m > 64 or self.split):
+        pieces = self.scheduler == "pieces"
+        if pieces and (self.tile_m > 64 or self.split):
             raise ValueError("scheduler is 'pieces', it needs tile_m of 64, and no split")
+        if pieces != (self.least_key_tiles > 0):
+            raise ValueError(
+                f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "
+                "'pieces', and otherwise 0"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Pieces of the keys of long sequences, so that ragged batches keep all CTAs busy.
 
 A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A
-segment with more than `limit` K/V tiles is cut into pieces of about equal length; `limit` is about
-a CTA's even share of all K/V tiles. CTAs take pieces and whole segments one after the other, long
-ones first: the pieces, then the segments with more than half of `limit` K/V tiles, then those with
-more than a quarter, then the rest. Many segments need no such order.
+long segment is cut into pieces of about `length` K/V tiles, a little more than a CTA's even share
+of all K/V tiles. CTAs take pieces and whole segments one after the other, long
+ones first: the pieces, then the segments with more than half of `length` K/V tiles, then those
+with more than a quarter, then the rest. Many segments need no such order.
 
 Pieces and segments have numbers in this order. Each CTA's load warp reads the lengths from memory,
 32 sequences at a time, a lane for each, and goes over all sequences once for each of the orders of
@@ -13,7 +13,7 @@ length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -28,7 +28,6 @@ from .work import TileMap, Work, sums_up_to
 ORDERS = 4  # of length, at most
 # With more segments than this times the CTAs, whole segments are short beside a CTA's share.
 FEW_SEGMENTS = 8
-LEAST_BYTES = 128 * 1024  # of K and V of a piece: a CTA alone reads them in 2 us
 READS = 4  # lengths of a lane in flight
 
 
@@ -104,29 +103,28 @@ class PieceMap(Carried):
     Attributes:
         tiles: the query tiles.
         visible: the keys that a query sees.
-        limit: the most K/V tiles of a piece.
+        length: K/V tiles of a piece, on average.
         first, orders: orders `first` to `orders - 1` of length have segments.
     """
 
     tiles: TileMap
     visible: Visibility
-    limit: Int32
+    length: Int32
     first: Int32
     orders: Int32
 
     @classmethod
-    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, tile_bytes: int) -> PieceMap:
-        """The map for `ctas` CTAs, with `tile_bytes` of K and V in a K/V tile; a whole warp calls
-        this."""
+    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int) -> PieceMap:
+        """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
+        calls this."""
         unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
         segments, key_tiles, longest = unknown.totals()
-        # Each segment adds half a piece on average, and a second piece for some CTAs takes longer
-        # than pieces of 5/4 of a share. There are at most 2 * ctas pieces.
-        busy = cutlass.max(cutlass.max(ctas - segments // 2, ctas * 4 // 5), 1)
-        limit = cutlass.max((key_tiles + (busy - 1)) // busy, max(1, LEAST_BYTES // tile_bytes))
+        # Pieces have 3/4 to 3/2 of this length, so there are fewer than 2 * ctas.
+        share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
+        length = cutlass.max(share, least)
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
-        first = cutlass.select_(longest > limit, Int32(0), Int32(1))
-        return cls(tiles, visible, Int32(limit), Int32(first), Int32(orders))
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders))
+        return replace(found, first=Int32(found.order(longest) != 0))
 
     def sizes(self, sequence: Int32) -> tuple[Int32, Int32]:
         """The number of a sequence's segments, and the K/V tiles of each. The sequence need not
@@ -148,13 +146,13 @@ class PieceMap(Carried):
 
     def pieces(self, key_tiles: Int32) -> Int32:
         """Into how many pieces a segment is cut."""
-        return cutlass.max((key_tiles + (self.limit - 1)) // self.limit, 1)
+        return cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
 
     def order(self, key_tiles: Int32) -> Int32:
-        """The order of a segment's length, from 0 for the longest."""
-        order = Int32(0)
-        for i in range(ORDERS - 1):
-            order += cutlass.select_((key_tiles << i) <= self.limit, Int32(1), Int32(0))
+        """The order of a segment's length, from 0 for segments with pieces."""
+        order = Int32(cutlass.select_(2 * key_tiles < 3 * self.length, Int32(1), Int32(0)))
+        for i in range(1, ORDERS - 1):
+            order += cutlass.select_((key_tiles << i) <= self.length, Int32(1), Int32(0))
         return cutlass.min(order, self.orders - 1)
 
     @cute.jit

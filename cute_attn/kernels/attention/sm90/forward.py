@@ -474,8 +474,7 @@ class Sm90Forward:
         visible: Visibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        tile_bytes = self.spec.tile_n * (self.row_bytes + self.v_row_bytes)
-        pieces = PieceMap.of(tiles, visible, x.num_tiles, tile_bytes)
+        pieces = PieceMap.of(tiles, visible, x.num_tiles, self.spec.least_key_tiles)
         window = pieces.window(pieces.first, Int32(0), Int32(0))
         number = cute.arch.block_idx()[0]
         window = pieces.window_of(number, window)
