@@ -181,7 +181,8 @@ def forward_spec(
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:
-        fields["least_key_tiles"] = LEAST_PIECE // (2 * (row.head_dim + row.head_dim_v) * tile_n)
+        tile_bytes = 2 * (row.head_dim + row.head_dim_v) * tile_n
+        fields["least_key_tiles"] = max(1, LEAST_PIECE // tile_bytes)
     return Sm90ForwardSpec(
         head_dim=row.head_dim,
         head_dim_v=row.head_dim_v,
