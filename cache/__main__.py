@@ -149,7 +149,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print_entries(rows: list[dict[str, Any]], width: int | None) -> None:
-    """Print a line for each entry, at most `width` wide: a table of thousands takes seconds."""
+    """Print a line for each entry, at most `width` wide. (A table of thousands would take
+    seconds.)"""
     now = time.time()
     columns = ("key", "kernel", "arch", "size", "age", "hits", "specialisation")
     lines = [

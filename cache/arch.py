@@ -29,7 +29,7 @@ def check_arch(arch: str) -> str:
 
     Raises:
         TypeError: `arch` is not a string.
-        ValueError: `arch` is no such name; the message suggests a name.
+        ValueError: `arch` is not the name of an architecture; the message suggests a name.
         NotImplementedError: `arch` is older than compute capability 8.0.
     """
     if not isinstance(arch, str):

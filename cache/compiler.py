@@ -29,7 +29,7 @@ _one_at_a_time = threading.Lock()
 _in_compiler = threading.local()  # .kernel: the name of the kernel that this thread is compiling
 
 # `_calls` has an object for each call of `compile_kernel` in progress. A process forked during a
-# call is interrupted: its compiler state and import locks stay as they were at the fork.
+# call is interrupted. Its compiler state and import locks stay as they were at the fork.
 _calls: set[object] = set()
 _interrupted = False
 
@@ -80,7 +80,8 @@ def compile_kernel(
     _calls.add(call)
     try:
         with _failures_as_compile_errors(kernel, key):
-            # Not under the lock: a kernel's constructor may ask the cache for another kernel.
+            # Not under the lock, because a kernel's constructor may ask the cache for another
+            # kernel.
             compile_function, target = _import(kernel)
             _check_compiler_knows(key.arch)
             started = time.perf_counter()
@@ -180,8 +181,8 @@ def _needed(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
-    """A path to the directory without characters that need quotes: the compiler's options lose
-    quotes."""
+    """A path to the directory without characters that need quotes, because the compiler's options
+    lose quotes."""
     if directory is None or shlex.quote(str(directory)) == str(directory):
         yield directory
         return

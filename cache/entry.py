@@ -173,7 +173,8 @@ class Entry:
     def record_use(self) -> None:
         """Count one use, by appending a byte to `uses`, which needs no lock."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        # A failure is harmless: a read-only directory, a full disk, or an entry just evicted.
+        # A failure is harmless. Causes are a read-only directory, a full disk, or an entry just
+        # evicted.
         with contextlib.suppress(OSError, CacheError), self._reopen() as directory:
             fd = directory.file(USES, flags)
             try:
@@ -202,8 +203,8 @@ class Entry:
 def open_entry(shard: Directory, digest: str, reopen: Callable[[], Directory]) -> Entry:
     """Open the entry `digest` in the directory `shard`, and check all but the files' content.
 
-    `reopen` opens the entry's directory for each read of a file: the entry keeps only its lock's
-    descriptor.
+    With `reopen`, each read of a file opens the entry's directory, so the entry keeps only its
+    lock's descriptor.
 
     Raises FileNotFoundError if there is no such entry, DamagedEntry, or RefusedEntry. Raises
     OSError if the cause is the process or the network, not the entry.

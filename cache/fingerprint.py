@@ -101,8 +101,9 @@ class _Modules:
         self._local: dict[str, bool] = {}
 
     def follows(self, module: str) -> bool:
-        """Whether imports of a module are followed: it is in the kernel's package, or outside
-        site-packages."""
+        """Whether the fingerprint includes a module that another module imports. True in the
+        kernel's package, and for other modules outside site-packages. The cache, the standard
+        library and the toolchain are left out."""
         if _is_within(module, __package__):
             return False  # the cache itself
         if _is_within(module, self.package):
@@ -182,7 +183,7 @@ def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
 
 
 def _executed_nodes(tree: ast.AST) -> list[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`, and the inside of expressions."""
+    """All nodes except nodes under `if TYPE_CHECKING`, and nodes inside expressions."""
     nodes: list[ast.AST] = []
     pending: list[ast.AST] = [tree]
     while pending:
@@ -474,5 +475,6 @@ def read_fingerprint(
 def fingerprint(
     module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
 ) -> Fingerprint:
-    """`read_fingerprint`, read once per process, like the modules themselves."""
+    """The result of `read_fingerprint`, computed once per process, because a process loads modules
+    once."""
     return read_fingerprint(module, package, declared, spec_module)

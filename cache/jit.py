@@ -171,7 +171,7 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
     path = settings.record_path()
     if path is None:
         return
-    from .recording import record_use  # not for a hit
+    from .recording import record_use  # imported here, because a hit does not need it
 
     record_use(path, kernel, spec, arch)
 
@@ -180,9 +180,9 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
 def _getting(key: KeyDescription) -> Iterator[None]:
     """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
-    A kernel's constructor may ask for other kernels. The kernel's traced code may not ask: the
-    compiler compiles one kernel at a time, and the process that compiles the other kernel may be
-    waiting for this kernel.
+    A kernel's constructor may ask for other kernels. The kernel's traced code may not ask, because
+    the compiler compiles one kernel at a time. The process that compiles the other kernel may even
+    be waiting for this kernel.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")
     traced = compiler.kernel_in_compiler() if compiler else None
@@ -396,9 +396,9 @@ def _find(
 ) -> _Result | None:
     """The result of `use` for the entry of a key, or None if the store has no usable entry.
 
-    The reasons why entries were passed over are added to `problems`. Damaged entries are moved to
-    the quarantine if this process holds their key's lock (`locked`), or if the key is open. Without
-    `counted`, a result does not count as a use of its entry.
+    The reasons why entries were passed over are added to `problems`. Damaged entries go to the
+    quarantine if the caller holds the lock of `key` (`locked`). They also go there if `key` is open
+    (`KeyDescription.is_open`). Without `counted`, a result does not count as a use of its entry.
     """
     put_aside = _put_aside if locked else None
     if key.is_open:  # nobody compiles under the lock of the entry's own key
@@ -496,7 +496,7 @@ def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -
     With a compiler installed there is one candidate. Without a compiler, its version and perhaps
     its CUDA flavour are unknown, and every entry that agrees in all other fields is a candidate.
     Entries built with the runtime library's version come first, then the newest. Entries whose key
-    cannot be read are passed over, and added to `problems`: one of these entries may be the
+    cannot be read are passed over, and added to `problems`, because one of these entries may be the
     kernel's.
     """
     if not key.is_open:
@@ -733,7 +733,8 @@ def _reasons(
 
 
 def with_reasons(message: str, problems: Collection[CacheError]) -> str:
-    """A message about a kernel, plus the missing reasons why no entry could be used."""
+    """A message about a kernel. The reasons why no entry could be used are added unless the message
+    has them."""
     return "\n".join([message, *(line for line in _not_usable(problems) if line not in message)])
 
 

@@ -250,7 +250,7 @@ class KeyDescription:
 
     @property
     def specialisation(self) -> str:
-        """`DecodeSpec(dtype=torch.bfloat16, head_dim=128)`."""
+        """The specialisation as text, such as `DecodeSpec(dtype=torch.bfloat16, head_dim=128)`."""
         return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
 
     def opened(self) -> KeyDescription:
@@ -281,7 +281,7 @@ class KeyDescription:
     def from_json(cls, data: dict[str, Any]) -> KeyDescription:
         """The inverse of `to_json`.
 
-        Raises KeyError, TypeError or AttributeError for anything else.
+        Raises KeyError, TypeError or AttributeError for a value that `to_json` does not make.
         """
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         for name in ("spec", "sources"):

@@ -1,9 +1,9 @@
 """Advisory locks that end with the process that holds them.
 
-All locks are `flock` locks: the system (on NFS, the lock server) releases a lock when its holder
-dies. A lock that consists of a file's existence would outlive its holder, so such locks are no
-fallback. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
-publication is atomic, so at worst a kernel is compiled twice.
+All locks are `flock` locks, because the system (on NFS, the lock server) releases such a lock when
+its holder dies. A lock that consists of a file's existence would outlive its holder, so such locks
+are no fallback. If flock is not supported, the state is UNSUPPORTED and the cache works without
+locks: publication is atomic, so at worst a kernel is compiled twice.
 
 A forked child would share its parent's locks and hold them after the parent's death, so the child
 closes the locks' files at once.
@@ -87,7 +87,7 @@ def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> It
     A relative path is looked up in the directory `dir_fd`, if given.
 
     Only the holder of the lock may delete the file. So a lock on a file that is no longer at `path`
-    is worthless: the state is HELD_ELSEWHERE, and the caller should try again.
+    is worthless. Then the state is HELD_ELSEWHERE, and the caller should try again.
     """
     with own_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd) as fd:
         state = try_lock(fd)

@@ -164,7 +164,7 @@ class Directory:
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Make OSErrors name the whole path: the system sees only a part."""
+        """Make OSErrors name the whole path, because the system sees only a part."""
         try:
             yield
         except OSError as error:

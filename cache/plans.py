@@ -1,7 +1,7 @@
 """Plans: functions from an operator's parameters to the kernels that its calls need.
 
-Plans are declared, because a spec file may call only plans. Plans are strict about types: an equal
-value of another type (1 for True) would make a key that no call looks for.
+Plans are declared, because a spec file may call only plans. Plans are strict about types, because
+an equal value of another type (1 for True) would make a key that no call looks for.
 """
 
 from __future__ import annotations

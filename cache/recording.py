@@ -23,8 +23,8 @@ from .wire import NotPortable
 _Used = tuple[KernelDef, Any, str]
 
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 10.0  # wait of `record`, and of the process's end, for the file's lock
-_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # then a later look-up records the kernel
+_PATIENCE_SECONDS = 10.0  # how long `record` and the process's end wait for the lock
+_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # after which a later look-up records it
 
 # Kernels not yet recorded, by file; and files for which the last attempt failed.
 _pending: dict[Path, list[_Used]] = {}
@@ -79,7 +79,7 @@ def record(path: str | os.PathLike[str] | None) -> None:
 def record_use(path: Path, kernel: KernelDef, spec: Any, arch: str) -> None:
     """Record a kernel that a look-up has loaded, and earlier kernels that could not be recorded.
 
-    Raises nothing: a failure gives a warning, and the next kernel or the end of the process tries
+    Raises nothing. A failure gives a warning, and the next kernel or the end of the process tries
     again.
     """
     with _pending_lock:
@@ -158,7 +158,8 @@ def add(path: Path, used: Iterable[_Used], patience: float = _PATIENCE_SECONDS) 
 
 
 def _check_regular(path: Path) -> None:
-    """Raise CacheError for a device, a pipe or a directory: some can be read without end."""
+    """Raise CacheError for a device, a pipe or a directory, because some of these can be read
+    without end."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -179,7 +180,7 @@ def _append(fd: int, data: bytes) -> None:
 
 
 def _lock(fd: int, path: Path, patience: float) -> None:
-    """Lock the file, unless locks do not work: then a kernel is listed twice at worst.
+    """Lock the file, unless locks do not work. Without the lock, a kernel is listed twice at worst.
 
     Raises CacheError if another process holds the lock for `patience` seconds.
     """

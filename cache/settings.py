@@ -48,7 +48,8 @@ def cache_directory() -> Path | None:
 def prebuilt_directories() -> list[Path]:
     """The directories in `CUTE_ATTN_PREBUILT`, in order of preference.
 
-    A directory without kernels stays in the list, after one warning: it may be mounted later.
+    A directory without kernels stays in the list, after one warning, because the directory may be
+    mounted later.
     """
     paths = _prebuilt()
     for path in paths:
@@ -70,8 +71,8 @@ def record_to(path: Path | None) -> Path | None:
 
 
 def record_path() -> Path | None:
-    """The spec file in which kernels are recorded as they are used: of `record_to`, or
-    `CUTE_ATTN_RECORD`."""
+    """The spec file in which kernels are recorded as they are used: the file given to `record_to`,
+    or the file that `CUTE_ATTN_RECORD` names."""
     return _recording or _named("CUTE_ATTN_RECORD")
 
 

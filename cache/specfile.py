@@ -17,8 +17,8 @@ without `arch` is for all architectures. The other keys are the plan's parameter
     fields = { dtype = "bfloat16" }
 
 `record` writes such tables. Each table names one kernel: the values of its KernelDef, and the class
-and the fields of its specialisation. `recorded_by` is the version of the kernel's package at the
-time.
+and the fields of its specialisation. `recorded_by` is the version of the kernel's package when the
+table was recorded.
 """
 
 from __future__ import annotations

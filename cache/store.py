@@ -39,19 +39,19 @@ _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SIGNATURE = 300  # bytes of a lock file: the holder's process id and host name
 _EVICTION_LOCK = "evict.lock"
-_SIZE_OF_A_PROBE = 2**20  # bytes
+_SIZE_OF_A_PROBE = 2**20  # bytes of a trial write
 _REMOVED = "removed"  # name of an entry in a staging directory that is being deleted
 
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
 _SILENT_WAIT_SECONDS = 10.0  # after which a warning names the lock's holder
-_LONGEST_WAIT_SECONDS = 600.0  # after which to compile without the lock: publication is atomic
+_LONGEST_WAIT_SECONDS = 600.0  # after which a process compiles without the lock
 _LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
 _TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # without locks, leftovers are recognised by age
 
-# The ledger is an estimate: a process killed after publishing an entry does not record its size. So
-# everything is measured again after this many entries.
+# The ledger is an estimate, because a process killed after publishing an entry does not record its
+# size. So everything is measured again after this many entries.
 _ENTRIES_BETWEEN_COUNTS = 64
 _LARGEST_LEDGER = 64 * 2**10
 # Eviction goes a little below the limit, so that a full cache is not measured for each new entry.
@@ -227,8 +227,8 @@ class Store:
                     break
                 attempt.close()  # a sweep holds the lock file and will delete the file
             stack.push(attempt)
-            # Locked before the directory exists: a directory without a held lock counts as a
-            # leftover.
+            # Locked before the directory exists, because a directory without a held lock counts as
+            # a leftover.
             directory = stack.enter_context(parent.make(name, 0o700))
             try:
                 yield directory

@@ -115,7 +115,7 @@ def _installed_flavours() -> dict[int, Path]:
     """CUDA major version -> runtime library, for each installed wheel.
 
     Two wheels may have one CUDA version, as in an environment on top of another. Then Python's path
-    decides: the first wheel also has the compiler in use.
+    decides, because the first wheel also has the compiler in use.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}

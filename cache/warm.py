@@ -279,7 +279,7 @@ def _run_workers(
                     answer = worker.ask(addressed(request, job.key, store))
                 except Exception as error:
                     answer = {"error": f"{name_of(job.key)}: {type(error).__name__}: {error}"}
-                if answer is None:  # killed, or crashed in the compiler: the next job gets another
+                if answer is None:  # killed, or crashed; the next job gets a new worker
                     ending = worker.close()
                     worker = None
                     finished.put((job, f"{name_of(job.key)}: {ending}"))

@@ -34,7 +34,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**for_children(), "CUTE_ATTN_LOG": ""},  # its compilations are logged here
+            env={**for_children(), "CUTE_ATTN_LOG": ""},  # this process logs for the worker
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:

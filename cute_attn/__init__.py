@@ -1,7 +1,7 @@
 """Attention kernels for Hopper and Blackwell, written in the CuTe Python DSL.
 
-Importing the package loads neither the compiler nor a kernel: every public name
-is resolved on first use. `families.EXPORTS` says where each name is.
+Importing the package loads neither the compiler nor a kernel, because every public name is resolved
+on first use. `families.EXPORTS` says where each name is.
 """
 
 from __future__ import annotations

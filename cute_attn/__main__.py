@@ -85,7 +85,7 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """(name, value) of each line that `env` prints."""
+    """Return (name, value) of each line that `env` prints."""
     yield "cute_attn", f"{__version__}, {PACKAGE}"
     yield "commit", _said(lambda: environment.source_commit() or "not of a checkout")
     yield "Python", f"{platform.python_version()}, {sys.executable}"
@@ -111,7 +111,8 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _said(find: Callable[[], object]) -> str:
-    """The result of `find`, or its error as text: a broken part must not hide the other parts."""
+    """The result of `find`, or its error as text, because a broken part must not hide the other
+    parts."""
     try:
         return str(find())
     except Exception as error:

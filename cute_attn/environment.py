@@ -1,4 +1,4 @@
-"""What can be said of this machine and installation: versions, the processor, GPUs, the commit.
+"""Facts about this machine and installation: versions, the processor, GPUs, the commit.
 
 `python -m cute_attn env` prints these facts, and reports of benchmarks hold them.
 """
@@ -60,7 +60,7 @@ def source_commit() -> str | None:
     if git is None:
         return None
     root = Path(__file__).resolve().parents[1]
-    if not is_checkout(root):  # installed: a git history around it may be another project's
+    if not is_checkout(root):  # installed; a git history around it may belong to another project
         return None
 
     def ask(*words: str) -> str | None:

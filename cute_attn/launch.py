@@ -142,7 +142,7 @@ def warmup(
 
     Args:
         requests: (kernel, Spec) pairs, as the `plan_*` functions of `cute_attn.ops` return them, or
-            the path of a TOML spec file such as those in `cute_attn/models`.
+            the path of a TOML spec file, such as the files in `cute_attn/models`.
         arch: "sm_90a", "sm_100a" ...; None means the current device's.
         jobs: number of compilers that run at once; None means one per core, at most 16.
         progress: show a progress bar; None shows one on a terminal.

@@ -1,4 +1,4 @@
-"""Formulas of the pages as MathML, made when mkdocs builds them: a reader needs no script.
+"""Formulas of the pages as MathML, made when mkdocs builds the pages, so a reader needs no script.
 
 In a page, `$...$` stands in a line and `$$...$$` by itself, in LaTeX.
 """

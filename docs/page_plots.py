@@ -61,7 +61,7 @@ CAUSAL = (
     " heads, timed by `triton.testing.do_bench`. Higher is better. cuDNN and FlashAttention-2 are"
     " called through PyTorch. Dashed: `torch.matmul` of 8192 by 8192."
 )
-HOST_BOUND = "Where the line of flash-linear-attention is flat, its time is that of its host code."
+HOST_BOUND = "Where flash-linear-attention's line is flat, the line shows its host code's time."
 
 SHOWN = {
     "attention-forward": Shown(
@@ -113,7 +113,7 @@ SHOWN = {
     "async-copy": Shown(
         "h200/async-copy",
         "Tiles copied to shared memory: by instruction, and by the bytes in flight on an SM. Higher"
-        " is better. Pairs and multicast hand several SMs what is read once.",
+        " is better. With CTA pairs or multicast, data that is read once reaches several SMs.",
     ),
     "fmha-ladder": Shown(
         "h200/fmha-ladder",

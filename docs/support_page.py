@@ -92,7 +92,8 @@ ROWS = [
 
 
 def cell(row: Row, archs: tuple[str, ...]) -> str:
-    """The level of verification there, after the sizes if these are not all of the row's."""
+    """The level of verification on these architectures. Sizes come first if the architectures lack
+    some of the row's sizes."""
     (sizes,) = {tuple(row.sizes([arch]).items()) for arch in archs}  # they agree
     level = "measured" if set(archs) <= set(row.support.measured) else "emulated"
     if not any(values for _, values in sizes):

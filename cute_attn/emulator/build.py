@@ -37,7 +37,7 @@ logger = logging.getLogger("cute_attn.emulator")
 directory: Path | None = None
 """The directory to build in instead of the cache; set by tests."""
 
-# No contraction: the engine calls fma where PTX fuses. Integer overflow wraps, as in PTX.
+# No contraction, because the engine calls fma where PTX fuses. Integer overflow wraps, as in PTX.
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
 _NATIVE = "-march=native"
 _KEPT = 4
@@ -118,7 +118,7 @@ def _cache_directory() -> Path | None:
     """The kernel cache's directory; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
-        with contextlib.suppress(RuntimeError):  # no home directory: a tilde is a name
+        with contextlib.suppress(RuntimeError):  # without a home directory, a tilde is a name
             return Path(chosen).expanduser().absolute()
         return Path(chosen).absolute()
     import platformdirs
@@ -251,7 +251,8 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
     Raises:
         EmulatorUnavailable: no compiler is installed, or the compiler fails.
     """
-    # Symbols bind within the library: the real CUDA runtime, with equal names, may be loaded.
+    # Symbols bind within the library, because the real CUDA runtime, with equal names, may be
+    # loaded.
     return _make(library, ["-shared", "-Wl,-Bsymbolic", *flags, *map(str, inputs), "-lm"])
 
 
@@ -288,12 +289,13 @@ def _evict(library: Path) -> None:
     """Drop builds that have not been used for a while, except the newest engines' builds.
 
     `_used` records the time of use as the directory's time. A process that has loaded a library
-    keeps the library: the file stays until it is unmapped. A process about to load a library that
-    is gone links the library again. The caller holds the lock, so no other process is building.
+    keeps the library, because the file stays until it is unmapped. A process about to load a
+    library that is gone links the library again. The caller holds the lock, so no other process is
+    building.
     """
     builds = []
     for path in _root().iterdir():
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError):  # removed, or another user's
             if re.fullmatch(r"[0-9a-f]{32}", path.name) and path.is_dir():
                 builds.append((path.stat().st_mtime, path))
     engines = sorted(

@@ -1,7 +1,7 @@
 """The cubins in an object file, and the registers that ptxas gave the kernels.
 
-The cache has its own reader of .nv.info (`cache/cubin.py`, for an entry's record): the cache must
-work without the rest of the package, and the emulator without the cache.
+The cache has its own reader of .nv.info (`cache/cubin.py`, for an entry's record). The cache must
+work without the rest of the package, and the emulator must work without the cache.
 """
 
 from __future__ import annotations

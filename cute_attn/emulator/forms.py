@@ -170,7 +170,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
             return 1 if shape in "wdq" else 2 if shape == "y" and token.is_list else None
         if shape == _REGISTER_OF_WIDTH[width]:
             return 0
-        # A destination may be wider than the instruction, or (ld, cvt) narrower: the engine
+        # A destination may be wider than the instruction, or (ld, cvt) narrower, because the engine
         # extends or truncates. A form of equal width is preferred.
         return 10 if {shape, _REGISTER_OF_WIDTH[width]} == {"w", "d"} else None
     if width == "p":

@@ -69,7 +69,7 @@ class HostFunction:
         import tvm_ffi  # loads the libtvm_ffi.so that the object needs
 
         self._on_launch = on_launch
-        self._errors: list[BaseException] = []  # exceptions of the current call's launches
+        self._errors: list[BaseException] = []  # raised by the current call's launches
         self._hook = _HOOK(self._launched)
         self._library = _link(image)
         self._library.emulator_set_hook(self._hook, num_sms, *capability)
@@ -228,7 +228,7 @@ def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
     return found
 
 
-_ALIGNMENT = 512  # of PyTorch's allocations on a CUDA device
+_ALIGNMENT = 512  # alignment of PyTorch's allocations on a CUDA device
 
 
 @contextlib.contextmanager

@@ -175,7 +175,7 @@ def engine() -> Engine:
     Raises:
         EmulatorUnavailable: there is no C compiler to build the emulator with, or no pyelftools.
     """
-    _check_elf_reader()  # before a build that takes a minute
+    _check_elf_reader()  # fails before a build that takes a minute
     return Engine(str(build.engine_library()))
 
 

@@ -105,7 +105,7 @@ class Value:
         self.negated = False
         self.register: Register | None = None
         self.immediate = 0
-        self.constant: Immediate | None = None  # as written; the form gives the type
+        self.constant: Immediate | None = None  # a constant as written; the form gives its type
         self.variable: Variable | None = None  # a .shared variable, whose offset is not known yet
         self.label: tuple[_Frame, int] | None = None
         self.elements: tuple[Value, ...] = ()
@@ -280,8 +280,8 @@ class _Lowering:
     def _most_registers(self) -> int:
         """The most registers that a thread has at launch; 0 is no limit.
 
-        Used only without machine code. The assembler gives a kernel no more registers than its
-        largest setmaxnreg.inc.
+        Only called if there is no machine code. The assembler gives a kernel no more registers than
+        its largest setmaxnreg.inc.
         """
         limits = list(self.kernel.directive("maxnreg"))
         increases = [

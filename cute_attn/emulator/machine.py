@@ -322,7 +322,7 @@ class Machine:
     def _wait_name(self, kind: str, place: int) -> str:
         if kind != "mbarrier":
             return f"{kind} {place}" if kind == "named barrier" else kind
-        offset = place & 0xFFFFFF  # without the CTA's rank
+        offset = place & 0xFFFFFF  # the address without the CTA's rank
         for address, size, element, name in self._shared_names:
             if 0 <= offset - address < size:
                 return f"{name}[{(offset - address) // element}]" if element else name

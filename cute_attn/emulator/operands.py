@@ -53,14 +53,14 @@ class Sink(Operand):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Negated(Operand):
-    """`!p`"""
+    """A negated predicate: `!p`"""
 
     operand: Operand
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair(Operand):
-    """`d|p`"""
+    """A pair of a register and a predicate: `d|p`"""
 
     first: Operand
     second: Operand
@@ -68,14 +68,14 @@ class Pair(Operand):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Vector(Operand):
-    """`{a, b}`, or the parenthesised list of a call."""
+    """A list of operands: `{a, b}`, or the parenthesised list of a call."""
 
     elements: tuple[Operand, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Address(Operand):
-    """`[base + offset]`"""
+    """An address: `[base + offset]`"""
 
     base: Operand
     offset: int
@@ -83,7 +83,7 @@ class Address(Operand):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorAddress(Operand):
-    """`[descriptor, {c0, c1}]`"""
+    """A tensor's descriptor and coordinates: `[descriptor, {c0, c1}]`"""
 
     address: Address
     coordinates: Vector

@@ -158,7 +158,7 @@ class Module:
 
     @property
     def arch(self) -> int:
-        """80, 90, 100 ..."""
+        """The architecture that the module targets: 80, 90, 100 ..."""
         match = re.match(r"sm_(\d+)", self.target)
         if match is None:
             raise PtxError(f"the PTX names no target: .target is {self.target!r}")

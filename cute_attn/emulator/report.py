@@ -101,7 +101,7 @@ class Report:
     """The sum over all launches of an emulator.
 
     Attributes:
-        launches: in order.
+        launches: a record of each launch, in order.
         by_opcode: warp-instructions by opcode with its modifiers.
         by_warp: warp-instructions by the warp's index in its CTA, or its role's name.
         bytes: bytes moved, by path ("tma_load", "shared_store" ...).

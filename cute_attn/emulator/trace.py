@@ -1,6 +1,6 @@
 """A timeline of a launch, in the trace event format that Perfetto and chrome://tracing open.
 
-Time is counted in warp-instructions of the whole machine: the emulator knows no clock.
+Time is counted in warp-instructions of the whole machine, because the emulator knows no clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TraceEvent:
     Attributes:
         kind: "wait", "async", "mma" or "instant".
         name: the label of the interval.
-        cta, warp: the row.
+        cta, warp: the row of the timeline.
         start, end: times in warp-instructions.
         detail: text shown when the interval is selected.
     """

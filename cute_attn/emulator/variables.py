@@ -22,7 +22,8 @@ def align(value: int, alignment: int) -> int:
 class ModuleMemory:
     """The .global and .const variables of a module, in initialised memory of this process.
 
-    The memory lives as long as the module is loaded: a launch sees the writes of earlier launches.
+    The memory lives as long as the module is loaded, so a launch sees the writes of earlier
+    launches.
     """
 
     def __init__(self, module: Module) -> None:
@@ -103,7 +104,7 @@ def immediate_bits(constant: Immediate, kind: str, bits: int) -> int:
 
     Integers are sign-extended, except 16-bit integers, which are zero-extended like all 16-bit
     values. Floats are converted to the type of the instruction. As in the assembler, a 0f...
-    constant of an f64 instruction is not converted: its 32 bits become the lower half of the
+    constant of an f64 instruction is not converted. Its 32 bits become the lower half of the
     operand.
     """
     value = constant.value

@@ -167,7 +167,7 @@ class Function:
 
     @cached_property
     def back_edges(self) -> list[tuple[int, int]]:
-        """(from, to) of each branch back to a block that dominates the branch."""
+        """Return (from, to) of each branch back to a block that dominates the branch."""
         return [
             (number, successor)
             for number, following in enumerate(self.successors)

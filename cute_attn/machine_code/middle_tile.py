@@ -1,5 +1,5 @@
-"""Instructions that a warp executes for a tile in the middle of a loop over tiles: no mask, no
-waiting."""
+"""Instructions that a warp executes for a tile in the middle of a loop over tiles, without a mask
+and without waiting."""
 
 from __future__ import annotations
 

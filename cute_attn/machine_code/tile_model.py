@@ -1,9 +1,9 @@
 """The cost of a loop over tiles of scores on a Blackwell SM: instructions by kind, clocks by unit.
 
 A role's loop over tiles is recognised by its instructions. The model counts instructions on the
-path of a tile in the middle: no mask, no rescaling, no waiting. A unit's count divided by its
-published rate is the number of clocks for which the unit is busy; the busiest unit bounds the
-kernel.
+path of a tile in the middle, without a mask, without rescaling and without waiting. A unit's count
+divided by its published rate is the number of clocks for which the unit is busy; the busiest unit
+bounds the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
-SCHEDULERS = 4  # per SM; each issues one instruction per clock, for every fourth warp
+SCHEDULERS = 4  # schedulers of an SM; each issues one instruction per clock, for every fourth warp
 SQUARE = 128  # queries and keys, on a pair of SMs: a common unit for kernels with different tiles
 
 

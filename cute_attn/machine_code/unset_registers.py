@@ -1,7 +1,7 @@
 """Registers that a kernel's machine code reads without having set them.
 
-Such a read is an error of the compiler: the kernel computes with a value that another kernel left
-in the register. ptxas 13.4 has emitted such a read (docs/log/kda.md).
+Such a read is an error of the compiler, because the kernel computes with a value that another
+kernel left in the register. ptxas 13.4 has emitted such a read (docs/log/kda.md).
 
     (function,) = functions(text)        # of `nvdisasm -c`
     unset_reads(function)                # [] in correct code
@@ -95,7 +95,7 @@ def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
             known.discard(target)
             return []
     elif instruction.base in ("LOP3", "ULOP3", "PRMT", "UPRMT"):
-        # Code that collects flags sets a register bit by bit: the register's old value does not
+        # Code that collects flags sets a register bit by bit, so the register's old value does not
         # matter.
         unset = [register for register in unset if register != target]
     if target is not None:

@@ -24,7 +24,7 @@ SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
-_BATCHED = torch._C._dispatch_key_parse("Batched")  # of vmap before torch.func
+_BATCHED = torch._C._dispatch_key_parse("Batched")  # the dispatch key of vmap before torch.func
 _unpack_dual = forward_ad.unpack_dual
 
 

@@ -22,8 +22,8 @@ def counter_for(x: Tensor, device: int | None = None, count: int = 1) -> Tensor:
     The kernel leaves the counters at 0 (see `kernels.common.scheduler.CounterScheduler`), so
     launches on one stream share counters. A CUDA graph may be replayed on any stream, so each
     launch in a graph keeps counters of its own. The first launch on any stream sets spare counters
-    to 0, before the capture: a node of the graph would take 2 us of each replay. `device` is the
-    index of x's device, if the caller has it.
+    to 0, before the capture, because a node of the graph would take 2 us of each replay. `device`
+    is the index of x's device, if the caller has it.
     """
     if device is None:
         device = x.get_device()

@@ -52,7 +52,7 @@ from .operator import (
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
-_EMULATED_SMS = 132  # of the emulated GPU; the emulator's own number of SMs is arbitrary
+_EMULATED_SMS = 132  # SMs of the emulated GPU; the emulator's own number is arbitrary
 
 
 def lightning_attn_decode(
@@ -105,14 +105,13 @@ def lightning_attn_decode(
     Returns:
         o, `[B, H, V]` or `[B, T, H, V]`, dtype of q; `out` itself when given.
 
-    Speculative decoding:
-        With `num_accepted_tokens` the state is a checkpoint. The call advances the state by the
-        first `num_accepted_tokens[b]` of the slot's draft records and stores the new state. From
-        this state the call computes the outputs of its own T tokens. The state after these tokens
-        is not stored: the tokens are drafts until the next call says how many were accepted. After
-        the call, write the call's k and v to the records: `draft_k[slots, :T] = k`. A call reads
-        and writes the state once, for any number of drafted tokens; a sequence needs memory for one
-        state and S small records. Counts outside 0..S are clamped.
+    Speculative decoding: With `num_accepted_tokens` the state is a checkpoint. The call advances
+        the state by the first `num_accepted_tokens[b]` of the slot's draft records and stores the
+        new state. From this state the call computes the outputs of its own T tokens. The state
+        after these tokens is not stored, because the tokens are drafts until the next call says how
+        many were accepted. After the call, write the call's k and v to the records: `draft_k[slots,
+        :T] = k`. A call reads and writes the state once, for any number of drafted tokens; a
+        sequence needs memory for one state and S small records. Counts outside 0..S are clamped.
 
     Raises:
         TypeError: an argument that is not a tensor, or of a wrong dtype.
@@ -381,7 +380,7 @@ class _Decode(Operator[_Arguments]):
 
 
 _decode = _Decode()
-_forward = _decode.forward  # bound once: this saves time per call
+_forward = _decode.forward  # bound once, which saves time per call
 
 
 def _shape(x: Tensor) -> list[int]:

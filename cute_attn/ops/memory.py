@@ -65,7 +65,7 @@ def _check_distinct(name: str, x: Tensor) -> None:
 
 
 def _interleaved(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y have equal slot strides, and no slot of x overlaps a slot of y: a page of a
+    """Whether x and y have equal slot strides, and no slot of x overlaps a slot of y. A page of a
     server may hold a slot of both."""
     pitches = {z.stride(0) * z.element_size() for z in (x, y) if z.shape[0] > 1}
     if len(pitches) != 1:

@@ -26,7 +26,7 @@ The public function chooses the route first, with inline tests because a call wo
     )
     return call(q, k, ...)
 
-A wrapper subclass that has no memory must not reach a kernel: its data pointer is 0.
+A wrapper subclass that has no memory must not reach a kernel, because its data pointer is 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 # Autograd does not see what kernels write; it detects changed saved tensors by their version. So
-# the version is increased in every mode: a gradient that saved the tensor may be taken later.
+# the version is increased in every mode, because a gradient that saved the tensor may be taken
+# later.
 increment_version = torch._C._increment_version
 _disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -245,7 +246,8 @@ class Operator(Generic[_Arguments]):
             return self.failed(error, key, ready, *arguments)
 
     def routed(self, *arguments: Any) -> Any:
-        """Run the operator if torch may intercept the call: the slower of the two routes."""
+        """Run the operator if torch may intercept the call. This is the slower of the two
+        routes."""
         a = self.arguments(*arguments)
         tensors = [a[i] for i in self._positions]
         if not _intercepted(*tensors):
@@ -368,7 +370,7 @@ class Operator(Generic[_Arguments]):
 
     def _register_autograd(self) -> None:
         """Replace torch.library.register_autograd, which reads the schema's list of arguments again
-        for each argument: this took most of the time of a call in training."""
+        for each argument. This took most of the time of a call in training."""
         operator, overload = self, self.registered.default
 
         def below(keyset: Any, *arguments: Any) -> Any:
@@ -535,7 +537,8 @@ def _is_set(x: Any) -> bool:
 
 
 def _filled(results: Any) -> Any:
-    """The results, with a tensor without elements for each None: the schema has only Tensors."""
+    """The results, with a tensor without elements for each None, because the schema has only
+    Tensors."""
     if not isinstance(results, tuple):
         return results
     some = next(x for x in results if x is not None)

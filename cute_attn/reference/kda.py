@@ -69,7 +69,7 @@ class KdaRecords(NamedTuple):
     computed.
 
     k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
-    exactly. u is the correction: with u a replay needs no product of state and k.
+    exactly. u is the correction. With u a replay needs no product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -301,14 +301,16 @@ def kda_decode_reference(
     Speculative decoding with a slot for each position: state_indices is `[B, 1 + S]`, and there are
     at most 1 + S tokens. The state after token t is stored in slot state_indices[b, t]. The first
     num_accepted_tokens[b] tokens of the last call were accepted, so this call starts from slot
-    state_indices[b, num_accepted_tokens[b] - 1]. Counts are clamped to 1..1 + S.
+    state_indices[b, num_accepted_tokens[b] - 1]. Values of `num_accepted_tokens` are clamped to at
+    least 1 and at most 1 + S.
 
     Speculative decoding with records: the slot holds the state before the tokens of the last call,
     and `records` holds those tokens. This call replays the first num_accepted_tokens[b] recorded
     tokens and stores the resulting state in the slot. Then the call computes its own tokens, at
-    most S, and stores them in the records, not in the state. Counts are clamped to 0..S.
+    most S, and stores them in the records, not in the state. Values of `num_accepted_tokens` are
+    clamped to at least 0 and at most S.
 
-    A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
+    A sequence whose starting slot is negative, or past the pool, is padding. Its output is 0, and
     neither state nor records change. If a position's slot is negative or past the pool, the state
     after that position is not stored.
 
@@ -714,7 +716,7 @@ def kda_chunk_gradients(
             computed from these tensors. With `dtype` float32 this is plain code; tests compare the
             kernels' error with this code's error. None rounds nothing.
         jitter: a generator of random factors. A value is rounded to `stage_dtype` while multiplied
-            by its factor: the rounding errors change, but not their size.
+            by its factor. The rounding errors change, but not their size.
     """
 
     def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
@@ -818,7 +820,7 @@ class _Tiles:
         state, after = self.stored(state), self.stored(after)
         dAqk = scale * self.do @ self.v_new.mT
         both = -self.dr @ self.v_new.mT
-        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # i == j: no decay
+        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # no decay where i == j
         dAqk, dlower = (self.stored(x.tril(-1)) for x in (dAqk, both))
         row_q = scale * self.from_start * (self.do @ state.mT)
         row_q = row_q + torch.einsum("hij,hjd,hijd->hid", dAqk, k, self.pairs)

@@ -27,7 +27,7 @@ from .page_tables import budgets, filled
 PAGE = Path(__file__).with_name("hd256_forward.md")
 DIAGRAM = PAGE.with_suffix(".svg")
 
-SHARED_BASE = 1024  # where a CTA's shared memory starts: the first KiB is the system's
+SHARED_BASE = 1024  # where a CTA's shared memory starts, behind the system's first KiB
 RANK_SHIFT = 24  # a cluster address: the CTA's rank, then the address in it
 
 # -- tables
@@ -103,7 +103,7 @@ def events(trace: list[dict[str, Any]], shared: dict[str, tuple[int, int, int]])
             continue
         barrier = barriers.get(e["args"]["object"] & ((1 << RANK_SHIFT) - 1))
         if e["cat"] == "instant" and e["name"].startswith(COMPLETING):
-            # A commit tells both CTAs; what tells the other alone is in the other's rows.
+            # A commit tells both CTAs. A signal to the other CTA alone is in the other CTA's rows.
             if barrier and e["args"]["object"] >> RANK_SHIFT == 0:
                 found.append(Event("arrive", e["tid"], start, end, barrier))
         elif e["cat"] == "wait" and barrier:
@@ -124,7 +124,7 @@ BUSY, WAIT, ISSUE, MARK = "#9ecae9", "#eeeeee", "#f2cf5b", "#b3261e"
 
 
 def steady_state(found: list[Event], tiles: int = 2) -> tuple[int, int]:
-    """From one P V to the one two K/V tiles later, in the middle."""
+    """The times after a P V in the middle, and after the P V of `tiles` K/V tiles later."""
     ends = [e.start for e in found if e.kind == "arrive" and e.name.startswith("pv_done")]
     if len(ends) < tiles + 3:
         raise ValueError("too few K/V tiles for a steady state")

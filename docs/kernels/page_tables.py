@@ -11,8 +11,8 @@ from cute_attn.kernels.common.tmem import MAX_TMEM_COLUMNS, TensorMemory
 
 
 def budgets(memory: SharedMemory, tmem: TensorMemory | None, registers: Mapping[str, int]) -> str:
-    """A CTA's shared memory, tensor memory and registers, in Markdown. `registers` are those of a
-    thread, by roles."""
+    """A CTA's shared memory, tensor memory and registers, in Markdown. `registers` has a thread's
+    registers, by roles."""
     buffers = memory.buffers.values()
     large = [b for b in buffers if b.nbytes >= 8192]
     small = [b for b in buffers if b not in large]

@@ -2,8 +2,8 @@
 
     python -m docs.kernels.pipeline_figures
 
-writes docs/kernels/figures/*.svg. A column is a role, a row is an edge: an arrow from the role that
-completes the edge's mbarriers to the role that waits for them.
+writes docs/kernels/figures/*.svg. A column is a role. A row is an edge, drawn as an arrow from the
+role that completes the edge's mbarriers to the role that waits for them.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ COLOURS = {  # what completes a phase, in the order in which an edge of several 
 
 
 def lanes(edges: Sequence[Edge]) -> list[Role]:
-    """The roles that get a column, in the order of their first edge. A role whose warps are those
-    of several others, such as "all others", is drawn on their columns."""
+    """The roles that get a column, in the order of their first edge. A role that has the warps of
+    several other roles, such as "all others", is drawn on their columns."""
     roles: dict[str, Role] = {}
     for edge in edges:
         for role in (edge.producer, edge.consumer):

@@ -2,7 +2,7 @@
 
     python -m docs.kernels.sm90_forward_page
 
-writes the tables between the page's markers anew; those of machine code need nvdisasm.
+writes the tables between the page's markers anew. The tables of machine code need nvdisasm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = shapes("forward", SM90)
 
 # Rates of an SM: FLOP a clock of wgmma, bytes a clock of shared memory, exponentials a clock.
 TENSOR_CORES, SHARED, SFU = 4096, 128, 16
-GHZ, SMS = 1.98, 132  # of an H200
+GHZ, SMS = 1.98, 132  # clock and number of SMs of an H200
 
 
 def request(head_dim: int, head_dim_v: int, *, causal: bool = False) -> Request:

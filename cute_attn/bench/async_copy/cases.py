@@ -48,7 +48,8 @@ BOX_HEADS = (1, 32)
 
 
 def producer_warps(copy: str) -> int:
-    """Enough warps for a copy: one where one thread copies, else four, the usual 128 threads."""
+    """The number of warps that a copy needs: one if one thread copies, else four, with the usual
+    128 threads."""
     return 1 if copy in BY_ONE_WARP else 4
 
 

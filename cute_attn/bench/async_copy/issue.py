@@ -18,8 +18,8 @@ _nvdisasm = cache(find_nvdisasm)
 
 
 def issue_slots(spec: AsyncCopySpec, arch: str) -> tuple[int, int]:
-    """Warp-instructions for each tile, without waits: in the warps that use the tile, and in warps
-    that only copy.
+    """Return two numbers of warp-instructions for each tile, without waits. The first counts warps
+    that use the tile, the second warps that only copy.
 
     Raises:
         DisassemblyError: no nvdisasm is installed.

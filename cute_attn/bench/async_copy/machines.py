@@ -138,7 +138,8 @@ class Gpu:
         words = self.memory["bits"].view(torch.int32).view(-1, VECTOR_WORDS)
         total = len(words)
         if level == "l2":
-            # The count is no multiple of the threads: each thread would read its own vectors again.
+            # The count is no multiple of the threads. With a multiple, each thread would read its
+            # own vectors again.
             words = words[: L2_BYTES // VECTOR_BYTES // threads * threads + READ_THREADS * 8]
         count = total // threads // READ_UNROLL
         shape = (READ_CTAS_PER_SM * self.sms, READ_THREADS, VECTOR_WORDS)
@@ -166,8 +167,8 @@ class Emulator:
         self.execute(run, 2 * run.spec.num_stages + run.spec.producer_warps)
 
     def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
-        """None for each choice of copies of the state pass, and notes on choices with different
-        bits."""
+        """Return None for each choice of copies of the state pass, and notes on choices with
+        different bits."""
         with emulated(self.arch):
             calls, outputs = kda.state_passes(self.arch, torch.device("cpu"), tokens, heads)
             for call in calls.values():

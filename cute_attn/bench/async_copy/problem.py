@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FACTOR = 0x9E3779B1  # the checksum's factor, as in `kernels/async_copy/work.py`
 SWIZZLE_UNITS = 8  # 16-byte units of a swizzled row of a box
-LARGEST_INTEGER = 8  # in tiles that are multiplied
+LARGEST_INTEGER = 8  # the largest element of tiles that are multiplied
 WORDS_AT_ONCE = 2**26  # the size of an intermediate result
 
 
@@ -33,7 +33,7 @@ class WrongTiles(AssertionError):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How CTAs take tiles.
+    """The distribution of tiles over CTAs.
 
     Attributes:
         ctas: the number of CTAs, one on each SM.
@@ -138,7 +138,7 @@ def expected_sums(spec: AsyncCopySpec, source: torch.Tensor, how: Tiles) -> torc
 
 
 def checksums_of_reads(words: torch.Tensor, threads: int, count: int) -> torch.Tensor:
-    """int32 (threads, 4): the sums that each thread of `plain_read` must return, if it reads
+    """Return int32 (threads, 4), the sums that each thread of `plain_read` must return, if it reads
     `count` vectors of `words`, (vectors, 4)."""
     import torch
 
@@ -150,8 +150,8 @@ def checksums_of_reads(words: torch.Tensor, threads: int, count: int) -> torch.T
 
 
 def _checksums(spec: AsyncCopySpec, source: torch.Tensor) -> torch.Tensor:
-    """int32 (tiles, 1, threads, words): the checksum of each tile alone; or with a vector a tile,
-    (tiles, vectors, threads, words)."""
+    """Return int32 (tiles, 1, threads, words), the checksum of each tile alone; or with a vector a
+    tile, (tiles, vectors, threads, words)."""
     import torch
 
     flat = in_shared_memory(spec, source).view(torch.int32)
@@ -163,8 +163,8 @@ def _checksums(spec: AsyncCopySpec, source: torch.Tensor) -> torch.Tensor:
 
 
 def _products(spec: AsyncCopySpec, source: torch.Tensor) -> torch.Tensor:
-    """int32 (tiles, 1, threads, 4): the sum over all accumulators of a thread, for each element of
-    a fragment."""
+    """Return int32 (tiles, 1, threads, 4), the sum over all accumulators of a thread, for each
+    element of a fragment."""
     import torch
 
     x = in_shared_memory(spec, source).view(torch.float16).to(torch.int32)

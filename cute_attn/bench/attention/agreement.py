@@ -1,4 +1,4 @@
-"""Whether a contender computes attention: its output is compared with float64 in a few heads."""
+"""Whether a contender computes attention. Its output is compared with float64 in a few heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..harness.agreement import relative_error
 
 MAX_ERROR_RATIO = 2.0  # our error over plain low-precision arithmetic's error
 PEER_MAX_ERROR = 0.02  # relative to float64: a peer only has to compute attention
-BLOCK = 1024  # rows at a time: a row's scores take memory
+BLOCK = 1024  # rows compared at a time, because a row's scores take memory
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def presumed_shapes(analysed: Sequence[Analysed]) -> list[str]:
 
 
 def no_spills(analysed: Sequence[Analysed]) -> Verdict:
-    """Whether a program of ours spills."""
+    """The verdict that no program of ours spills."""
     ours = [a for a in analysed if a.program.kernel == OURS]
     spilling = [
         f"{a.program.specialisation} {a.part}".strip()

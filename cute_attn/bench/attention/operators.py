@@ -58,7 +58,7 @@ DEFAULT_MODES: Mapping[str, Mode] = {
 DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "pages": "read"}
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
-MEMORY_SHARE = 0.75  # of the GPU's free memory that a case's tensors may take
+MEMORY_SHARE = 0.75  # share of the GPU's free memory that a case's tensors may take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,7 @@ class Timer:
             reason = (str(error).splitlines() or [""])[0]
             self.failures.append(f"FAILED: {case}: {type(error).__name__}: {reason}")
             print(self.failures[-1], file=sys.stderr, flush=True)
-        contenders = {}  # and the tensors that contenders hold
+        contenders = {}  # free the contenders, and the tensors that they hold
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

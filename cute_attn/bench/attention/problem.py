@@ -207,7 +207,7 @@ def has_forward(head_dim: int) -> bool:
 
 
 def launch_paths(public_name: str, head_dim: int) -> dict[str, Call]:
-    """Calls of the operator on small tensors: the kernel takes less time than its launch. K and V
+    """Calls of the operator on small tensors, whose kernel takes less time than its launch. K and V
     are in pages if a kernel for pages exists."""
     from cute_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -261,8 +261,8 @@ def expected(case: Case, given: Inputs) -> list[Expected]:
 def agreeing(
     case: Case, given: Inputs, contenders: Mapping[str, Call]
 ) -> tuple[dict[str, Call], dict[str, float], list[str]]:
-    """(the contenders to time, errors by contender, notes on all other contenders). Our error is a
-    multiple of plain arithmetic's error; a peer's error is relative.
+    """Return (the contenders to time, errors by contender, notes on all other contenders). Our
+    error is a multiple of plain arithmetic's error; a peer's error is relative.
 
     Raises:
         Disagreement: ours is wrong.

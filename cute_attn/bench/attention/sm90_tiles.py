@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .. import peers
 
 ARCH = "sm_90a"
-SEQLEN = 4096  # for FlashAttention-4's kernels; a tile depends only on the mask
+SEQLEN = 4096  # length for FlashAttention-4's kernels; a tile depends only on the mask
 
 # Opcodes by column. "uniform" has opcodes of the uniform data path, "other" all further opcodes.
 KINDS = {

@@ -140,7 +140,7 @@ def run(
 
 
 def measure(study: Study, call: str, who: str, repeats: int) -> tuple[list[Row], list[str]]:
-    """A row with cold caches, a row with warm caches, and notes. Times are the shortest of
+    """Return a row with cold caches, a row with warm caches, and notes. Times are the shortest of
     `repeats`.
 
     A process that takes longer than LIMIT_S ends the measurement with a note. An error of the peer

@@ -35,7 +35,8 @@ REGISTERS = ("launch__registers_per_thread",)
 
 _STALL = re.compile(r"^smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio$")
 
-# Factors to microseconds and to bytes: with `--print-units base` metrics still differ in unit.
+# Factors to microseconds and to bytes, because with `--print-units base` metrics still differ in
+# unit.
 _TO_US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
           "s": 1e6, "second": 1e6}  # fmt: skip
 _TO_BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
@@ -78,7 +79,7 @@ class Kernel:
         return value * factors[unit]
 
     def stalls(self) -> list[tuple[str, float]]:
-        """(reason, share of all warp-cycles between two issues), the largest share first.
+        """Return (reason, share of all warp-cycles between two issues), the largest share first.
 
         `selected` is the cycle in which the warp issues: part of the total, but no stall.
         """

@@ -14,7 +14,7 @@ from typing import Any
 from .report import UNIT_SUFFIXES, Plot, Report
 
 PANEL_INCHES = (4.2, 3.5)
-WIDE_PANEL_INCHES = (6.4, 4.8)  # for a panel with a legend beside it, or many bars
+WIDE_PANEL_INCHES = (6.4, 4.8)  # size of a panel with a legend beside it, or many bars
 FONT_SIZE = 11  # a page shows the plot at about half its size
 STYLE = {"font.size": FONT_SIZE, "axes.titlesize": FONT_SIZE, "figure.titlesize": FONT_SIZE + 1}
 CHARACTERS_IN_AN_INCH = 11  # at FONT_SIZE
@@ -107,7 +107,8 @@ def draw(report: Report, path: Path, titles: Collection[str] | None = None) -> P
 
     Returns:
         `path`, or None if there is nothing to draw or matplotlib is not installed. A missing
-        matplotlib is reported on stderr: the JSON holds all that a later `pages` needs.
+        matplotlib is only reported on stderr, because the JSON holds all that a later `pages`
+        needs.
     """
     plots = chosen(report, titles)
     if not plots:

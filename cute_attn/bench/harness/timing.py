@@ -1,9 +1,9 @@
 """Timing, for all benchmarks.
 
 Device times come from CUDA events around one call, after a warm-up. The L2 cache is flushed before
-each call: a decode step finds its state in device memory, not in a cache that the layer's previous
-step filled. Compared functions take turns in one loop, so that a change of clocks or temperature
-affects all functions.
+each call, because a decode step finds its state in device memory, not in a cache that the layer's
+previous step filled. Compared functions take turns in one loop, so that a change of clocks or
+temperature affects all functions.
 
 Three modes:
 
@@ -40,7 +40,7 @@ FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 # Several times the L2 of any supported GPU (H100 50 MB, B200 126 MB).
 FLUSH_BYTES = 256 * 2**20
 
-REST_S = 0.12  # before a timing in `time_rested`
+REST_S = 0.12  # seconds of rest before a timing in `time_rested`
 
 # Fewer samples give poor quantiles; more samples only take longer.
 MIN_SAMPLES, MAX_SAMPLES = 20, 500

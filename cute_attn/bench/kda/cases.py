@@ -112,12 +112,12 @@ class Case:
 
     @property
     def k_wide(self) -> int:
-        """[B, T, HV, K] of 16 bits: g as a layer gives it, w, kg, qg."""
+        """Bytes of a tensor [B, T, HV, K] of 16 bits: g as a layer gives it, w, kg or qg."""
         return self.batch * self.tokens * self.heads_v * self.head_dim_k * ELEMENT
 
     @property
     def v_wide(self) -> int:
-        """[B, T, HV, V] of 16 bits: v, o, u, v_new."""
+        """Bytes of a tensor [B, T, HV, V] of 16 bits: v, o, u or v_new."""
         return self.batch * self.tokens * self.heads_v * self.head_dim_v * ELEMENT
 
     @property
@@ -143,13 +143,15 @@ class Case:
 
     @property
     def intra_bytes(self) -> int:
-        """`kda_chunk_intra`: q, k, v, G, beta in; Aqk, Akk, w, u, kg out."""
+        """Bytes of `kda_chunk_intra`, which reads q, k, v, G and beta, and writes Aqk, Akk, w, u
+        and kg."""
         read = 2 * self.qk_bytes + self.v_wide + self.sums + 2 * self.beta
         return read + 2 * self.scores + 2 * self.k_wide + self.v_wide
 
     @property
     def recompute_bytes(self) -> int:
-        """`kda_recompute_w_u`: k, v, G, beta, Akk in; w, u, kg out."""
+        """Bytes of `kda_recompute_w_u`, which reads k, v, G, beta and Akk, and writes w, u and
+        kg."""
         read = self.qk_bytes + self.v_wide + self.sums + 2 * self.beta + self.scores
         return read + 2 * self.k_wide + self.v_wide
 
@@ -193,20 +195,22 @@ class Case:
 
     @property
     def prepare_bytes(self) -> int:
-        """`prepare`: q, k, g, beta in; the records and the inverse norms out."""
+        """Bytes of `prepare`, which reads q, k, g and beta, and writes the records and the inverse
+        norms."""
         read = 2 * self.qk_bytes + self.k_wide + self.beta
         return read + 3 * self.k_wide + 2 * self.scores + self.decays + self.norms
 
     @property
     def adjoint_pass_bytes(self) -> int:
-        """`adjoint_pass`: do and the records in; gradients of states and dv out."""
+        """Bytes of `adjoint_pass`, which reads do and the records, and writes the gradients of the
+        states, and dv."""
         read = self.v_wide + 3 * self.k_wide + 2 * self.scores + self.decays
         return read + self.chunk_states + self.v_wide
 
     @property
     def gradients_bytes(self) -> int:
-        """`gradients`: q, k, norms of q and k, g, beta, do, dv, v_new, states and gradients of
-        states in; dq, dk, dg, dbeta out."""
+        """Bytes of `gradients`, which reads q, k, norms of q and k, g, beta, do, dv, v_new, states
+        and gradients of states, and writes dq, dk, dg and dbeta."""
         tokens = 2 * self.qk_bytes + self.k_wide + self.beta
         return 2 * tokens + self.norms + 3 * self.v_wide + 2 * self.chunk_states
 

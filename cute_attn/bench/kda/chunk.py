@@ -121,7 +121,7 @@ def time_case(
     roofline: Roofline,
     rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
-    """(errors, a row for each mode and path, notes)."""
+    """Return (errors, a row for each mode and path, notes)."""
     from .problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
 
     rows: list[Row] = []

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> Report:
 def time_case(
     case: DecodeCase, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
 ) -> tuple[dict[str, float], list[Row], list[str]]:
-    """(errors, a row for each mode, notes)."""
+    """Return (errors, a row for each mode, notes)."""
     from .problem import (
         DEVICE,
         agreed,

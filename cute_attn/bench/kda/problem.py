@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
-# operator: its error is reported, and is a failure only where rounding cannot explain the error.
+# operator. Its error is reported, and is a failure only where rounding cannot explain the error.
 PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
 
@@ -66,7 +66,7 @@ def gate_parameters(
 
 
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
-    """Arguments of our and the peer's `chunk_kda`: the kernels apply gate, norms and sigmoid."""
+    """Arguments of our and the peer's `chunk_kda`. The kernels apply gate, norms and sigmoid."""
     random = _Random(seed)
     shape = (case.batch, case.tokens)
     arguments: Arguments = {
@@ -376,7 +376,7 @@ def hold(
 def agreed(
     check: Callable[[Mapping[str, Call]], dict[str, float]], calls: Mapping[str, Call]
 ) -> tuple[dict[str, float], dict[str, Call], list[str]]:
-    """(errors, the contenders to time, notes); peers that disagree are left out.
+    """Return (errors, the contenders to time, notes). Peers that disagree are left out.
 
     Raises:
         Disagreement: our result disagrees.

@@ -248,7 +248,7 @@ def memory(step: Step) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_launches(who: str) -> Iterator[None]:
-    """Let a peer's tuned kernels neither compile nor run: a call's allocations do not depend on the
+    """Let a peer's tuned kernels neither compile nor run. A call's allocations do not depend on the
     kernels' results."""
     if who not in problem.PEERS:
         yield

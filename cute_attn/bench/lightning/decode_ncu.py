@@ -1,7 +1,7 @@
 """Hardware counters of the Lightning decode kernel, from Nsight Compute.
 
 One ncu process per batch size profiles a few launches in a separate program (`--drive`). Profiled
-durations are not benchmark times: each pass starts from a flushed cache and idle clocks.
+durations are not benchmark times, because each pass starts from a flushed cache and idle clocks.
 """
 
 from __future__ import annotations

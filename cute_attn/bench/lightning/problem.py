@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 
-REGISTERS_PER_SM = 65536  # on every architecture since Kepler
+REGISTERS_PER_SM = 65536  # the number on every architecture since Kepler
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def candidates(
 def variants(
     case: Case, inputs: Inputs, vary: Mapping[str, Sequence[int | str]], num_sms: int | None
 ) -> tuple[dict[str, Callable[[], None]], list[str]]:
-    """(a bare call for each of the case's `candidates`, the names of candidates that do not
+    """Return (a bare call for each of the case's `candidates`, the names of candidates that do not
     compile).
 
     Raises:
@@ -381,7 +381,7 @@ def compare(
 
 
 def _reference(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, state as [B, H, K, V]) in float64, chunk by chunk."""
+    """Compute (o, state as [B, H, K, V]) in float64, chunk by chunk."""
     from cute_attn.reference.lightning import lightning_attn_decode_reference
 
     outs, states = [], []

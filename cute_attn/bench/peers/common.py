@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 
 FUNCTION_NAME = "k"  # every exported function has the symbol `__tvm_ffi_k`
 GUARD = 256  # bytes before and after every buffer, and the alignment of its start
-POISON = 0xFF  # in every byte: a NaN in every floating-point format, -1 in integers
+POISON = 0xFF  # every byte; reads as NaN in floating-point formats, -1 in integers
 
 # The distribution that a peer needs, and the module by which the distribution is found.
 DISTRIBUTIONS = {
@@ -430,7 +430,7 @@ def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> l
 
 
 def _environment(arch: str, num_sms: int) -> dict[str, str]:
-    """The environment of a capturing process: no variable of the user changes the compiled
+    """The environment of a capturing process, in which no variable of the user changes the compiled
     kernels."""
     ours = ("CUTE_DSL_", "FLASH_ATTENTION_", "FA_", "QUACK_")
     kept = {n: v for n, v in os.environ.items() if not n.startswith(ours)}

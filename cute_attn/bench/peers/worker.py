@@ -1,4 +1,5 @@
-"""The capturing process, started by `common`: `python -m ....worker directory jobs errors`.
+"""The capturing process. `common` starts this module with `python -m` and three arguments:
+`directory`, `jobs` and `errors`.
 
 `jobs` is the text of a list of (digest, peer, function, options). Each request becomes a file in
 the directory, or an entry of `errors`, which is written last.

@@ -13,7 +13,7 @@ static uint64_t tag_of(int space) {
   return space >= TO_SHARED && space <= TO_SHARED_CLUSTER ? SHARED_TAG : 0;
 }
 
-static int exec_cvta(Warp *w, const Insn *I, Mask m) {  // to generic
+static int exec_cvta(Warp *w, const Insn *I, Mask m) {  // to a generic address
   const uint64_t *a = SRC64(1);
   uint64_t r[32], tag = tag_of(I->mod[0]);
   FOR_LANES(l) r[l] = tag ? tag | (uint32_t)a[l] : a[l];

@@ -337,7 +337,7 @@ MUFU(cos, SIN)
 
 ALWAYS_INLINE Place tanh_place(uint32_t x) {
   uint32_t a = x & 0x7FFFFFFF, e = (a >> 23) - 119;
-  e = e > 10 ? 10 : e;  // of arguments with a distinct result
+  e = e > 10 ? 10 : e;  // the table's last power of two
   uint32_t bits = TANH_BITS[e];
   uint32_t segment = TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1));
   return (Place){segment, a >> (6 - bits) & 0x1FFFF};

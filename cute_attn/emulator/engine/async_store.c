@@ -3,7 +3,7 @@
 
 typedef struct {
   uint32_t bytes;
-  Reduction reduce;  // NULL: a copy
+  Reduction reduce;  // NULL for a store without a reduction
   int count;
   struct { Cta *cta; uint32_t offset, barrier; uint8_t value[32]; } at[32];
 } Scatter;

@@ -98,8 +98,8 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
                  where(b->first));
 }
 
-// The warp arrives, since all of its live lanes have come. Groups of lanes that waited for the last
-// lanes go on.
+// The warp arrives once all of its live lanes have come. Its groups of lanes then wait for the
+// barrier itself.
 static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];

@@ -12,8 +12,8 @@ typedef struct { Cta *cta; uint32_t at; uint16_t bytes; uint8_t lane; } Written;
 
 struct Branches {
   Mask *ran, *skipped;  // by instruction: lanes that reached it with a true guard, or a false one
-  int32_t branch[32], meeting[32], origin[32];  // of undecided lanes: the outermost branch
-  Written *written;     // by undecided lanes
+  int32_t branch[32], meeting[32], origin[32];  // for each undecided lane's outermost branch
+  Written *written;     // memory that undecided lanes have written
   int count, room;
 };
 
@@ -44,7 +44,7 @@ static void number_nodes(Graph *g, int32_t end) {
   memset(g->number, 0xFF, bytes);
   memcpy(edge, g->first, bytes);
   stack[depth++] = end;
-  g->number[end] = 0;  // on the stack
+  g->number[end] = 0;  // marks the node as on the stack
   while (depth) {
     int32_t i = stack[depth - 1];
     if (edge[i] < g->first[i + 1]) {
@@ -116,7 +116,7 @@ void branches_undecided(Warp *w, const Insn *I, Mask lanes, int32_t origin) {
   struct Branches *b = w->branches;
   if (!b) return;
   int32_t at = (int32_t)(I - e->program->code);
-  b->ran[at] |= lanes, b->skipped[at] |= lanes;  // either is possible
+  b->ran[at] |= lanes, b->skipped[at] |= lanes;  // the branch may or may not skip the instruction
   if (!e->meetings) e->meetings = postdominators(e->program);
   FOR_SET(l, lanes & ~w->undecided)
     b->branch[l] = at, b->meeting[l] = e->meetings[at], b->origin[l] = origin;

@@ -464,7 +464,7 @@ static void bulk_at_exit(Warp *w, int lane) {
     if (c->lane == lane) culprit = insn_of(emu_of(w), c);
   const Insn *here = &emu_of(w)->program->code[group_of(w)->pc];
   bool committed = awaited(&state->bulk, lane, 0) >= issued;
-  // Only a note: the SM keeps a CTA's shared memory until these copies have read it.
+  // Only a note, because the SM keeps a CTA's shared memory until these copies have read it.
   finding_with(w, here, culprit, CK_EXIT, SEV_NOTE,
                "lane %d exits while a bulk copy may still read shared memory: %s", lane,
                committed ? "no cp.async.bulk.wait_group awaits its group"

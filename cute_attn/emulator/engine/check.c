@@ -14,10 +14,11 @@ enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4, MARK_LATE = 8 };
 
 typedef struct Cell {
   Mark write, read;
-  int32_t more_reads;  // first node of further reads, which are mutually unordered
+  int32_t more_reads;  // first node of the further reads; all reads are unordered with each other
 } Cell;
 
-// TMEM: almost all accesses are by whole groups of lanes; `parts` covers all other accesses.
+// TMEM has one cell for a group of lanes, because almost all accesses are by whole groups. For
+// other accesses, `parts` names the lanes.
 #define TMEM_COLUMNS 512
 #define TMEM_GROUP 16
 #define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
@@ -104,7 +105,8 @@ void view_release(Warp *w, View *into) {
   w->agent_clock[AG_GENERIC]++;
 }
 
-// Only a fence orders other threads' effects before this thread's next tcgen05 operation.
+// Other threads' effects go to `fenced`, not to `tvc`. Only a fence orders these effects before
+// this thread's next tcgen05 operation.
 void view_acquire(Warp *w, const View *from) {
   if (!from->vc) return;
   Emu *e = emu_of(w);
@@ -365,8 +367,8 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   }
 }
 
-// Two accesses that are not ordered: a race, unless they touch different parts of the word or both
-// are atomic.
+// Two accesses that are not ordered are a race, unless they touch different parts of the word or
+// both are atomic.
 static __attribute__((noinline)) void collide(const Context *c, uint64_t word, const Mark *m,
                                               uint16_t parts, bool wrote, bool writes) {
   if (!(m->parts & parts) || (c->access->atomic && m->flags & MARK_ATOMIC)) return;
@@ -506,8 +508,8 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
 // Warp.sync_epoch counts both. A cell covers one epoch of one warp, with the latest write and the
 // latest reads of the same bytes: dropping earlier accesses can only hide a race.
 typedef struct LaneCell {
-  uint64_t epoch;              // from 1 on; 0: no epoch
-  int32_t write, read;         // instructions of the accesses
+  uint64_t epoch;              // counts from 1; 0: no epoch
+  int32_t write, read;         // instructions of the latest write and read
   Mask readers;
   uint8_t warp, writer;        // `writer` is a lane
   uint8_t written, read_bytes; // one bit per byte of the word
@@ -584,8 +586,8 @@ void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t byte
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, false);
 }
 
-// The lane has awaited the copy, which `I` started: other lanes may overwrite the bytes only after
-// the lane.
+// The lane has awaited the copy, which `I` started. Other lanes may overwrite the bytes only after
+// this lane.
 void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
   if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, true);
 }
@@ -594,7 +596,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
   Region *r = region_at(e, (uint64_t)p, NULL);
-  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported that
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported the access
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
     if (writes) memset(r->initialised + first, 1, bytes);
@@ -607,7 +609,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   // Words count from an aligned address, whatever the region's own base is.
   uint64_t skew = r->base % 4;
   if (!r->cells) {
-    // Cells are allocated on use: a tensor may be larger than this machine's memory.
+    // Cells are allocated on use, because a tensor may be larger than this machine's memory.
     void *cells = mmap(NULL, cells_bytes(r), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (cells == MAP_FAILED) {

@@ -297,7 +297,7 @@ HANDLER(halves_from_f32_random) {
   LANES32(a, 1); LANES32(b, 2); LANES32(c, 3); uint32_t r[32];
   Rounding how = {RS, I->mod[1], I->mod[0]};
   const Format *f = I->mod[2] == 1 ? &F16 : &BF16;
-  int shift = I->mod[2] == 1 ? 19 : 16;  // to the top of 32 bits
+  int shift = I->mod[2] == 1 ? 19 : 16;  // moves the random bits to the top of 32 bits
   FOR_LANES(l)
     r[l] = rounded(as_float(a[l]), f, how, c[l] >> 16 << shift) << 16 |
            rounded(as_float(b[l]), f, how, c[l] << shift);

@@ -15,7 +15,7 @@
 // ------------------------------------------------------------------ groups of a thread's copies
 //
 // Threads commit and await cp.async and bulk copies in groups of their own. A commit closes the
-// open group of every lane that executes the commit: the group holds the lane's copies up to
+// open group of every lane that executes the commit. The group holds the lane's copies up to
 // `number`, which counts instructions (cp.async) or bulk groups of the warp.
 typedef struct { uint32_t number; Mask lanes; } Commit;
 enum { COMMITS = 64 };  // the latest commits: enough, since waits leave only a few groups pending
@@ -28,7 +28,7 @@ enum { SOURCES = 64 };  // the latest sources
 typedef struct Copy Copy;
 struct Copies {
   Commits bulk, cp;
-  Copy *unfinished;                           // copies of bulk groups
+  Copy *unfinished;                           // the warp's unfinished copies of bulk groups
   Source sources[SOURCES];
   uint32_t nsources;
   // By lane: the last number with a copy of the lane, and the last number whose sources the lane
@@ -74,7 +74,7 @@ typedef struct {
   int atomicity;                // of swizzle 3; 0: 16 bytes, 1: 32, 2: 32 with 8-byte flip, 3: 64
   bool nan_fill, im2col;
   uint64_t size[5], stride[5];  // sizes in elements (innermost: units), strides in bytes
-  int box[5], step[5];          // of the box: sizes (innermost: units); element strides
+  int box[5], step[5];          // sizes of the box (innermost: units); element strides
   int lower[3], upper[3], pixels;  // im2col
   int unit;                     // elements packed together: more than 1 in packed types
   uint32_t bytes, spread;       // bytes of a unit in global and in shared memory
@@ -95,19 +95,19 @@ struct Copy {
   uint32_t group;
   bool read;               // the source has been read
   bool tensor;
-  uint64_t global;         // address, for a linear copy
-  uint32_t bytes;          // complete_tx for the mbarrier
+  uint64_t global;         // global address of a linear copy
+  uint32_t bytes;          // bytes that complete_tx reports to the mbarrier
   uint32_t buffered;       // size of `buffer`
-  Cta *from; uint32_t from_offset;  // source in shared memory
-  uint32_t to_offset;               // destination in the shared memory of each target
+  Cta *from; uint32_t from_offset;  // CTA and offset of a source in shared memory
+  uint32_t to_offset;               // offset of the destination in each target's shared memory
   int ntargets; Cta *targets[16], *signalled[16];
   uint32_t barrier;                 // offset of the mbarrier in each signalled CTA
-  Reduction reduce;                 // NULL: a copy
+  Reduction reduce;                 // NULL for a copy without a reduction
   uint16_t byte_mask;
   TensorMap map;
   TensorMode mode;
-  int32_t at[8];           // coordinates
-  int32_t pixel[3];        // im2col: offsets
+  int32_t at[8];           // coordinates of the box
+  int32_t pixel[3];        // offsets of im2col
   uint8_t *buffer;
 };
 
@@ -125,7 +125,7 @@ void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter)
 void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter);
 // Offset of a source in the CTA's own shared memory.
 bool own_shared(Warp *w, const Insn *I, uint64_t address, uint32_t *offset);
-// NULL after a fatal finding.
+// The reduction; NULL after a fatal finding.
 Reduction known_reduction(Warp *w, const Insn *I, ReduceOp op, ElementType type);
 
 // tensor_copy.c moves a whole box between global memory and the copy's buffer.

@@ -3,9 +3,9 @@
 #include "core.h"
 #include "external.h"
 
-#define SPIN_INSTRUCTIONS 50000ull        // spent without progress until asynchronous effects run
-#define LIVELOCK_INSTRUCTIONS 20000000ull  // spent without progress until a livelock is reported
-#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values until the launch is stopped
+#define SPIN_INSTRUCTIONS 50000ull        // without progress, after which asynchronous effects run
+#define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, after which a livelock is reported
+#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, after which the launch stops
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp prefers other lanes
 
 // ----------------------------------------------------------------------- operands and registers
@@ -347,7 +347,7 @@ static void new_warp(Cta *c, int index) {
   add_group(w, w->live, 0);
   size_t words = (size_t)p->reg_words + 8;
   w->regs = aligned_alloc(64, (words * 4 + 63) & ~(size_t)63);
-  memset(w->regs, 0xFF, words * 4);  // NaN, so that every run is the same
+  memset(w->regs, 0xFF, words * 4);  // every register starts as NaN, so that all runs are alike
   w->defined = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->chosen = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->origin = malloc(sizeof(int32_t) * (size_t)(p->nregs + 1));

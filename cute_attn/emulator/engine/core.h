@@ -46,7 +46,7 @@ bool jumps(const Insn *I);
 
 // Lanes have branched on a chosen value, which comes from a read of instruction `origin`.
 void branches_undecided(Warp *w, const Insn *I, Mask lanes, int32_t origin);
-void branches_meet(Warp *w);  // before the current group executes its instruction
+void branches_meet(Warp *w);  // called before the current group executes its instruction
 void branches_leave(Warp *w, Mask lanes);  // undecided lanes reach their meeting point, or exit
 void branches_pass(Warp *w, const Insn *I, Mask m);  // the group executes I in lanes m
 void branches_free(Warp *w);

@@ -7,7 +7,8 @@ static Clock cp_clock(const Warp *w, uint32_t number) {
 typedef struct {
   Cta *cta;
   Mask lanes;
-  uint32_t number, size;         // bytes of each lane's copy
+  uint32_t number;               // counts the warp's cp.async instructions
+  uint32_t size;                 // bytes that each lane copies
   uint32_t to[32], taken[32];    // taken: bytes read; zeros follow
   uint64_t from[32];
   uint8_t bytes[32 * 16];

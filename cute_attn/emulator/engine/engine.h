@@ -63,7 +63,7 @@ typedef enum {
 
 typedef struct {
   uint8_t kind, bits, neg, sub;
-  int32_t count;  // elements of a list
+  int32_t count;  // number of elements of a list
   int32_t reg;    // word offset in Warp.regs; for a list: index in Program.operands
   int32_t id;     // register number: index in Warp.defined
   uint64_t imm;
@@ -79,10 +79,10 @@ typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
 typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
 
-// A family of instructions: its forms, and what it does as CTAs and threads come and go. NULL:
-// nothing.
+// A family of instructions: its forms, and functions that the engine calls as CTAs and threads come
+// and go. A NULL function is not called.
 typedef struct {
-  const char *name;   // of the family's file
+  const char *name;   // name of the family's file
   const Form *forms;  // the last form has no pattern
   void (*cta_starts)(Cta *cta);
   void (*lanes_exit)(Warp *w, Mask lanes);
@@ -97,9 +97,9 @@ enum {
   F_ALWAYS = 1,
   // .sync.aligned: the engine makes sure that all live lanes of the warp arrive together.
   F_ALIGNED = 2,
-  // Undefined sources are no finding: the handler makes its results undefined (mov, selp).
+  // Undefined sources are no finding, because the handler makes its results undefined (mov, selp).
   F_PROPAGATE = 4,
-  // Ends a time slice: other warps see the effect (barriers, fences, exit).
+  // Ends a time slice, because other warps see the effect (barriers, fences, exit).
   F_YIELD = 8,
   // Issued on the uniform datapath: lanes with equal operands issue one operation together.
   F_UNIFORM = 16,
@@ -120,18 +120,18 @@ struct Insn {
   uint8_t ndest;      // number of destinations, which come first
   int16_t mod[12];
   int32_t form, line;         // index of the form; line of the PTX text
-  int32_t file, source_line;  // from .loc; -1 without .loc
+  int32_t file, source_line;  // file and line of the Python source, from .loc; -1 without .loc
   int32_t opcode;             // index of the opcode's text in Program.opcodes
 };
 
 typedef struct {
   Insn *code; int ncode;
   Operand *operands; int noperands;
-  int nregs, reg_words;      // registers, and the 32-bit words that they take per warp
+  int nregs, reg_words;      // number of registers; 32-bit words that all registers take per warp
   int local_bytes, param_bytes, static_shared;
-  int reqntid, maxnreg;      // 0 where not given
-  int arch;                  // 80, 90, 100 ...
-  int launch_registers;      // per thread, from the machine code; 0 if unknown
+  int reqntid, maxnreg;      // the directives' values; 0 without the directive
+  int arch;                  // architecture: 80, 90, 100 ...
+  int launch_registers;      // registers of a thread at launch, from the machine code; 0 if unknown
   bool keeps_registers;      // the assembler has dropped setmaxnreg
   const char *name;
 } Program;
@@ -199,15 +199,15 @@ typedef struct {
   const View *view;
   uint32_t agent;
   Clock clock, birth;  // effects of the same agent since `birth` are ordered
-  uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
+  uint8_t async;       // the access is through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
-  uint8_t lazy;        // unwritten bytes are no finding: the destination becomes undefined
+  uint8_t lazy;        // unwritten bytes are no finding, but make the destination undefined
   uint8_t late;        // a read that only the asynchronous proxy may overtake (in_flight.c)
   uint8_t atomic;      // a strong or atomic operation: such operations do not race with each other
   const Insn *insn;
   Warp *warp;          // the issuing warp; for messages
   const char *what;    // "TMA load", "store" ...; for messages
-  // For a store whose data are not in memory yet: whether the store leaves the word unchanged.
+  // Whether a store leaves the word unchanged; given if the store's data are not in memory yet.
   bool (*unchanged)(const void *data, const uint8_t *word);
   const void *data;
 } Access;
@@ -225,7 +225,7 @@ enum { SEV_ERROR, SEV_NOTE };
 #define MAX_WARPS 32
 #define MAX_NAMED_BARRIERS 16
 
-// The object that a warp, or a group of a warp's lanes, waits for; for reports.
+// The kind of object that a warp, or a group of a warp's lanes, waits for. Reports name the kind.
 typedef enum {
   WAIT_NONE, WAIT_MBARRIER, WAIT_NAMED_BARRIER, WAIT_CLUSTER_BARRIER, WAIT_CONVERGENCE,
   WAIT_CP_ASYNC, WAIT_BULK_GROUP, WAIT_WGMMA, WAIT_TMEM_ALLOC, WAIT_TCGEN05, WAIT_REGISTERS,
@@ -236,12 +236,12 @@ typedef enum {
 typedef struct {
   Mask mask;
   int32_t pc;
-  int32_t step;          // progress inside a blocking instruction; 0 when it starts
-  uint64_t note[2];      // for the blocking instruction, while it blocks
-  WaitKind wait;         // WAIT_NONE: can run
+  int32_t step;          // progress inside a blocking instruction; 0 when the instruction starts
+  uint64_t note[2];      // values that the blocking instruction keeps while it blocks
+  WaitKind wait;         // the object that the group waits for; WAIT_NONE: the group can run
   WaitKind waited;       // the previous wait
-  uint64_t wait_object;  // address of the barrier, number of the group ...
-  uint64_t wait_detail;  // phase awaited ...
+  uint64_t wait_object;  // which object: the barrier's address, the bulk group's number ...
+  uint64_t wait_detail;  // the awaited phase, or another detail of the wait
   bool timed_wait;       // may time out (try_wait): woken when nothing else can run
   bool timed_out;        // set by the scheduler on a time-out
   uint64_t wait_since;
@@ -251,39 +251,39 @@ typedef struct {
 #define SIGNALS 8
 typedef struct {
   const Insn *insn;
-  const Cta *cta;        // only compared
+  const Cta *cta;        // the signalling CTA; the pointer is only compared
   int rank;
-  uint32_t warps;        // one bit per warp
+  uint32_t warps;        // warps that executed the instruction, one bit each
   Clock phase;           // latest phase that the instruction has signalled
 } Signal;
 
 struct Mbarrier {
-  uint32_t offset;       // in shared memory, without rank and base
+  uint32_t offset;       // offset in shared memory, without rank and base
   bool valid;
   int32_t expected;      // arrivals per phase
   int32_t pending;       // arrivals still missing in the current phase
-  int64_t tx;            // bytes still to come
-  int64_t received;      // bytes of the current phase so far
-  Clock phase;           // completed phases since init
-  Clock clock;           // completed phases ever (the agent's clock)
+  int64_t tx;            // bytes that the current phase still expects
+  int64_t received;      // bytes that the current phase has received
+  Clock phase;           // number of phases completed since the initialisation
+  Clock clock;           // number of phases ever completed: the clock of the mbarrier's agent
   uint32_t agent;
   View next;             // published when the current phase completes
   View done;             // published by the completed phases
-  Clock init_clock;      // of the initialisation, an event of the barrier's own agent
+  Clock init_clock;      // clock of the initialisation, an event of the mbarrier's own agent
   int init_warp;
   const Insn *init_insn;
-  const Insn *expect_insn;  // the latest expect_tx
+  const Insn *expect_insn;  // the latest instruction with an expect_tx
   int nsignals;
-  Signal signals[SIGNALS];  // the latest last
+  Signal signals[SIGNALS];  // in order; the latest signal is the last
 };
 
 typedef struct {
-  int expected, arrived;   // threads
+  int expected, arrived;   // numbers of threads
   uint64_t generation;
-  uint32_t warps;          // arrived in this generation, one bit per warp
-  uint32_t warps_before;   // arrived in the last generation
+  uint32_t warps;          // warps that have arrived in this generation, one bit each
+  uint32_t warps_before;   // warps that arrived in the last generation
   View next;
-  const Insn *first;       // the first arrival of this generation
+  const Insn *first;       // the instruction of this generation's first arrival
   Mask gathered[MAX_WARPS];  // lanes that wait for their warp at an unaligned barrier
   int threads, true_threads;
   bool red;
@@ -292,17 +292,17 @@ typedef struct {
 
 struct Warp {
   Cta *cta;
-  int index;               // in the CTA
+  int index;               // index in the CTA
   int slot;                // in the machine: number of the warp's agents / AGENTS_PER_WARP
   Mask live;               // lanes that have not exited
   int ngroups, current;    // groups[current] is executing
   Group groups[32];
-  uint32_t *regs;          // word offsets of Operand.reg
+  uint32_t *regs;          // the register file; Operand.reg counts its words
   Mask *defined;           // by Operand.id: lanes in which the register is defined
   // Undefined lanes whose value selp has chosen among defined values by an undefined condition. A
   // branch on such a value is only a note.
   Mask *chosen;
-  struct Branches *branches;  // branches.c; NULL: the warp has had no chosen value
+  struct Branches *branches;  // NULL: the warp has had no chosen value
   Mask undecided;             // lanes behind a branch on a chosen value
   AsyncOp **pending;       // by Operand.id: the operation yet to write the register, or NULL
   int npending;            // registers with a pending operation
@@ -311,7 +311,7 @@ struct Warp {
   int nloads;              // registers with a load in flight
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
-  Mask carry;              // of add.cc and similar instructions
+  Mask carry;              // carry bits of add.cc and similar instructions
   Mask tainted;            // lanes in which the current instruction has read an undefined value
   Mask tainted_raw;        // lanes of `tainted` in which the value was no chosen value
   int32_t taint_origin;    // the instruction that the undefined value comes from, or -1
@@ -322,10 +322,10 @@ struct Warp {
   Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
   // asynchronous queues of the warp
   uint64_t cp_issued, cp_done, cp_committed[64]; int cp_groups;       // cp.async
-  uint64_t bulk_group;                                                 // being filled, from 1 on
+  uint64_t bulk_group;                                                 // open group, from 1 on
   uint64_t wgmma_group;
-  int registers;           // of each thread (setmaxnreg)
-  uint64_t executed;       // warp-instructions
+  int registers;           // registers of each thread (setmaxnreg)
+  uint64_t executed;       // number of warp-instructions
   uint64_t sync_epoch;     // counts bar.warp.sync and barriers, which order the lanes' accesses
   Mask cluster_arrived, cluster_unwaited;
   int register_changes;
@@ -337,21 +337,21 @@ struct Warp {
 struct Cta {
   Emu *emu;
   Cluster *cluster;
-  int rank;                // in the cluster
+  int rank;                // rank in the cluster
   uint32_t id[3], linear;
-  int slot;                // SM
+  int slot;                // index of the CTA's SM
   int nwarps, nthreads, live_warps;
-  int nloads;              // Warp.nloads of all warps
+  int nloads;              // the sum of Warp.nloads over the CTA's warps
   Warp *warps;
   uint8_t *shared;         // shared_bytes
-  uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
+  uint32_t shared_bytes;   // size of static and dynamic memory; offset 0 is address SHARED_BASE
   uint8_t *shared_init;    // per byte: 1 where written
   uint8_t *shared_chosen;  // per byte: 1 for a chosen value (Warp.chosen); NULL: no such byte
   struct Cell *shared_cells;  // one per word
   struct LaneCell *lane_cells;  // one per word, for races between the lanes of a warp
   NamedBarrier bars[MAX_NAMED_BARRIERS];
-  Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
-  int16_t *mbarrier_at;    // index by offset / 8, or -1
+  Mbarrier *mbarriers; int nmbarriers;   // find_mbarrier looks up an entry
+  int16_t *mbarrier_at;    // for each offset / 8: index in mbarriers, or -1
   struct Tmem *tmem;       // tcgen05.h
   struct Cell *tmem_cells; uint16_t *tmem_init;  // check.c: [groups of 16 lanes][columns]
   int register_pool;       // registers of the SM that setmaxnreg can still take
@@ -383,13 +383,13 @@ struct AsyncOp {
   void (*run)(AsyncOp *op, int stage);
   void (*release)(AsyncOp *op);   // NULL: data is one malloc block, or NULL
   Emu *emu; Cta *cta; Warp *warp; const Insn *insn;
-  View view;                      // of the issuer, when it was issued (a copy)
+  View view;                      // a copy of the issuer's view at the issue
   Access access;                  // prepared: view, agent, clock, async = 1, insn, warp, what
   uint64_t issued;
   void *data;
   int holders;                    // registers that are pending on the operation, and keep it alive
   bool finished;
-  bool on_demand;                 // run only by force(), never by the schedule
+  bool on_demand;                 // only force() runs the operation, never the schedule
 };
 
 typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t object, detail; } Event;
@@ -409,7 +409,7 @@ struct Emu {
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
   int tcgen05_fences[2];  // before-fences, after-fences; -1: not counted, -2: none, reported
-  int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
+  int numerics;                    // arithmetic of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;
   // launch
   uint32_t grid[3], block[3], cluster_dim[3];
@@ -417,27 +417,27 @@ struct Emu {
   uint8_t *params;
   // machine
   int warps_per_cta, nslots;
-  int nagents, agents_used;               // capacity, and handed out so far
+  int nagents, agents_used;               // capacity; number handed out so far
   struct { uint32_t agent; Clock clock; } *free_agents; int nfree_agents;
-  Cluster **clusters; int nclusters;      // resident
-  uint64_t next_cluster, total_clusters;  // work distributor; order in cluster_order
+  Cluster **clusters; int nclusters;      // the resident clusters
+  uint64_t next_cluster, total_clusters;  // for the work distributor; cluster_order has the order
   uint32_t *cluster_order;
-  uint64_t pending_clusters;              // not launched and not cancelled
+  uint64_t pending_clusters;              // clusters that are neither launched nor cancelled
   Region *regions; int nregions;
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
   uint64_t time;                          // warp-instructions so far
   uint64_t progress;                      // number of effects that other warps may wait for
   uint64_t astray;                        // when made-up values first came up (core.c), or 0
-  bool stop;                              // set by a fatal finding
+  bool stop;                              // the launch ends; set by a fatal finding
   // counters
-  uint64_t *executed;                     // by instruction
+  uint64_t *executed;                     // executions, by instruction
   uint64_t counters[64];
-  uint64_t warp_executed[MAX_WARPS];      // by the warp's index in its CTA
+  uint64_t warp_executed[MAX_WARPS];      // executions, by the warp's index in its CTA
   struct { const char *kind; int m, n, k; uint64_t count; } mma[64];
   struct Findings *findings;
   struct SyncTable *sync;                 // release/acquire on memory words (check.c)
   struct Trace *trace;
-  struct Output *output;                  // of printf
+  struct Output *output;                  // output of the kernel's printf
   Clock *slot_clocks;                     // clocks of each slot's agents
   struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
   int latest_region;                      // found by region_at
@@ -447,7 +447,7 @@ struct Emu {
 enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
   CT_GLOBAL_LOAD, CT_GLOBAL_STORE, CT_SHARED_LOAD, CT_SHARED_STORE, CT_LOCAL, CT_CP_ASYNC,
   CT_TMA_LOAD, CT_TMA_STORE, CT_TMA_REDUCE, CT_BULK, CT_DSMEM, CT_TMEM_LOAD, CT_TMEM_STORE,
-  CT_TMEM_CP, CT_ATOMICS,                                        // bytes
+  CT_TMEM_CP, CT_ATOMICS,                                        // up to here, bytes
   CT_BANK_WAVEFRONTS, CT_BANK_IDEAL, CT_GLOBAL_SECTORS, CT_GLOBAL_IDEAL,
   CT_MMA_SYNC_FLOPS, CT_WGMMA_FLOPS, CT_TCGEN05_FLOPS, CT_ASYNC_OPS, CT_BARRIER_PHASES, CT_COUNT
 };
@@ -457,8 +457,8 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 
 // ---------------------------------------------------------------------------- operands (inline)
 //
-// Sources are 32 lanes: a pointer into the register file, or in `buffer` for anything else.
-// 16-bit values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
+// Sources are 32 lanes, in the register file, or in `buffer` for anything but a register. 16-bit
+// values are zero-extended in 32-bit lanes. Reading an undefined lane is a finding
 // (undefined_read). Reading a register that an asynchronous operation will still write is a finding
 // too.
 
@@ -595,10 +595,11 @@ void finding(Warp *w, const Insn *I, int check, int severity, const char *format
     __attribute__((format(printf, 5, 6)));
 void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int severity,
                   const char *format, ...) __attribute__((format(printf, 6, 7)));
-// Report a finding after which the launch cannot go on, and end it after this instruction.
+// Report a finding after which the launch cannot go on. The launch ends after this instruction.
 void fatal(Warp *w, const Insn *I, int check, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
-// Working memory of at least `bytes`, aligned to 64; zeroed when it is made or grows.
+// Working memory of at least `bytes`, aligned to 64 bytes. The memory is zeroed when it is made or
+// grows.
 void *scratch(Emu *e, int which, size_t bytes);
 // printf into a ring of buffers of the thread, for parts of messages.
 const char *text(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -635,7 +636,7 @@ static inline uint32_t agent_of(const Warp *w, int kind) {
   return (uint32_t)w->slot * AGENTS_PER_WARP + kind;
 }
 static inline uint64_t queue_of(const Warp *w, int kind) { return 1 + agent_of(w, kind); }
-// Mark register o as pending on op, until clear_pending; op writes o by put32_of before that.
+// Mark register o as pending on op. Later op writes o by put32_of and calls clear_pending.
 void set_pending(Warp *w, const Operand *o, AsyncOp *op);
 void clear_pending(Warp *w, const Operand *o);
 
@@ -705,9 +706,9 @@ void view_add(View *v, uint32_t agent, Clock clock);
 void view_release(Warp *w, View *into);
 void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
-void tcgen05_fence_after(Warp *w);         // tvc = effects that earlier before-fences cover
-void tcgen05_fence_before(Warp *w);        // fenced = vc
-int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: number of such fences
+void tcgen05_fence_after(Warp *w);         // tvc becomes what earlier before-fences cover
+void tcgen05_fence_before(Warp *w);        // sets fenced to vc
+int tcgen05_fences(const Program *p, int after);  // number of after-fences (or before-fences)
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);
@@ -727,7 +728,8 @@ void make_undefined(Cta *cta, uint32_t offset, uint32_t bytes, bool chosen);  //
 
 // ------------------------------------------------------ branches on chosen values (branches.c)
 
-// An undecided lane has written memory, of a CTA or (NULL) local memory of the warp.
+// An undecided lane has written shared memory of `cta`, or the warp's local memory if `cta` is
+// NULL.
 void branches_wrote(Warp *w, int lane, Cta *cta, uint32_t at, uint32_t bytes);
 // Report an effect by undecided lanes.
 void report_undecided(Warp *w, const Insn *I, Mask lanes);
@@ -741,10 +743,10 @@ Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
 void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
 void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
 // The mbarrier that an asynchronous operation signals next, or NULL after a finding. The
-// operation's later accesses belong to the barrier's current phase: a wait for that phase orders
-// them.
+// operation's later accesses belong to the barrier's current phase, so a wait for that phase orders
+// these accesses.
 Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
-// The next two functions are for asynchronous operations: the phase publishes `from`.
+// The next two functions are for asynchronous operations. The phase publishes `from`.
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,

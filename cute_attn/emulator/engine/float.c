@@ -118,8 +118,8 @@ MIXED(fma, 3)
 
 // ---------------------------------------------------------------------------- f16 and bf16
 //
-// Computed in double: products are exact, sums rounded to odd, so that only the final rounding
-// counts. A lane of a pair has its low half at element 2 l.
+// Computed in double. Products are exact, and sums are rounded to odd, so that only the final
+// rounding counts. A lane of a pair has its low half at element 2 l.
 typedef void HalfKernel(int n, const double *restrict a, const double *restrict b,
                         const double *restrict c, double *restrict r);
 #define HALF_KERNEL(name, expr) \

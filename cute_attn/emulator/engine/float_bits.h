@@ -27,7 +27,7 @@ ALWAYS_INLINE bool is_nan(uint32_t v) { return (v & 0x7FFFFFFF) > INFINITY32; }
 // The result of f32 arithmetic: any NaN becomes the canonical NaN.
 ALWAYS_INLINE uint32_t canonical(float v) { return v == v ? float_bits(v) : NAN32; }
 ALWAYS_INLINE uint32_t flushed(uint32_t v) { return v & INFINITY32 ? v : v & 0x80000000; }
-ALWAYS_INLINE uint32_t saturated(uint32_t v) {  // to [0, 1]; NaN and -0 give +0
+ALWAYS_INLINE uint32_t saturated(uint32_t v) {  // clamps to [0, 1]; NaN and -0 give +0
   return (int32_t)v <= 0 || v > INFINITY32 ? 0 : v > 0x3F800000 ? 0x3F800000 : v;
 }
 

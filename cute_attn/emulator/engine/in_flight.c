@@ -67,7 +67,7 @@ static void done(Warp *w, InFlight *f) {
   f->holders++;
   for (int i = 0; i < count_of(&f->insn->op[0]) && f->holders > 1; i++)
     if (d[i].kind == K_REG && w->loads[d[i].id] == f) let_go(w, d[i].id);
-  for (int id = 0; id < emu_of(w)->program->nregs && f->holders > 1; id++)  // and copies
+  for (int id = 0; id < emu_of(w)->program->nregs && f->holders > 1; id++)  // and the copies of d
     if (w->loads[id] == f) let_go(w, id);
   forget(w, f);
 }

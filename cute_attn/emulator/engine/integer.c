@@ -305,7 +305,7 @@ ALWAYS_INLINE uint64_t inserted(uint64_t v, uint64_t into, uint32_t position, ui
     PUT(t, 0, r); return DONE; \
   }
 FIELDS(u32) FIELDS(s32) FIELDS(u64) FIELDS(s64)
-// Compilers build vectors of bytes from undefined vectors: the result is defined if a source is.
+// Compilers build vectors of bytes from undefined vectors, so the result is defined if a source is.
 #define INSERT(t) \
   HANDLER(bfi_##t) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES32(c, 3); LANES32(d, 4); WORD(t) r[32]; \
@@ -572,7 +572,7 @@ HANDLER(mov_b128) {
   put128(w, I, &I->op[0], m, defined_in(w, &I->op[1]), source128(w, I, &I->op[1], m, buffer));
   return DONE;
 }
-HANDLER(pack_b128) {  // of elements of at most 64 bits
+HANDLER(pack_b128) {  // packs elements of at most 64 bits
   const Operand *list = list_of(w, &I->op[1]);
   int count = count_of(&I->op[1]), words = 4 / count;
   uint32_t r[128];

@@ -34,7 +34,7 @@ static bool in_parameters(const Emu *e, uint64_t address, uint64_t bytes) {
   return at < size && bytes <= size - at;
 }
 
-// Describes an address by the tensor that holds it, or the nearest tensor.
+// Describe an address by the tensor that holds the address, or by the nearest tensor.
 static const char *global_place(Emu *e, uint64_t address, uint64_t bytes) {
   typedef unsigned long long ull;
   if ((address & TAG_MASK) == SHARED_TAG) return "a generic address of shared memory";
@@ -398,7 +398,7 @@ static void count_bytes(Warp *w, const Batch *b, uint32_t bytes, int global, int
   }
 }
 
-// A barrier object is opaque: a store over it is a corrupted barrier.
+// A barrier object is opaque, so a store over a barrier object corrupts the barrier.
 static void check_barriers(Warp *w, const Insn *I, const Cta *cta, uint64_t start, uint64_t bytes) {
   for (uint64_t i = start / 8; i <= (start + bytes - 1) / 8; i++) {
     if (cta->mbarrier_at[i] < 0 || !cta->mbarriers[cta->mbarrier_at[i]].valid) continue;
@@ -566,8 +566,8 @@ enum { SEM_WEAK = 1, SEM_RELAXED = 3, SEM_ORDERED = 7, SEM_MMIO = 11 };
 static bool is_strong(int semantics) { return semantics > SEM_WEAK; }
 static bool is_ordered(int semantics) { return semantics >= SEM_ORDERED && semantics < SEM_MMIO; }
 
-// Lanes that load unwritten bytes: their registers become undefined, and a finding once anything
-// depends on the registers.
+// Lanes that load unwritten bytes. Their registers become undefined. A finding follows once
+// anything depends on these registers.
 static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
   const uint8_t *written = b->space == SP_LOCAL ? w->local_init : b->cta->shared_init;
   Mask bad = 0;

@@ -17,7 +17,7 @@
 
 typedef struct {
   Space space;
-  Cta *cta;         // for shared memory: its CTA; at[] are then offsets
+  Cta *cta;         // the CTA whose shared memory it is; at[] are then offsets
   bool one_region;  // global memory in one region: checks may take longer runs at once
   uint8_t *origin;
   uint64_t at[32];
@@ -29,7 +29,7 @@ typedef struct {
   const Insn *I;
   Space space;
   Mask left, dropped;  // lanes still to be served; lanes whose address is in no memory
-  uint32_t bytes;      // per lane
+  uint32_t bytes;      // bytes of the access per lane
   bool write;
   bool own_cta;        // the state space is .shared::cta
   uint64_t a[32];

@@ -17,17 +17,17 @@ typedef enum {
 // Which instruction multiplies.
 typedef enum { UNIT_MMA, UNIT_WGMMA, UNIT_TCGEN05 } MmaUnit;
 
-// A block of `block_k` products is summed together with the accumulator in fixed point: each
-// product, with exponent e(a) + e(b) and a significand in [0, 4), and the accumulator are truncated
-// to `fraction_bits` below the largest of these exponents (zeros have none). The exact sum is then
+// A block of `block_k` products is summed together with the accumulator in fixed point. A product
+// has exponent e(a) + e(b) and a significand in [0, 4). Products and accumulator are truncated to
+// `fraction_bits` below the largest of their exponents (zeros have none). The exact sum is then
 // rounded to the accumulator's format: towards zero to `result_bits` fraction bits of f32, or to
-// nearest f16; zero is always positive. This model agrees bit for bit with an H100 and an H200 for
+// nearest f16. Zero is always positive. This model agrees bit for bit with an H100 and an H200 for
 // all types of sm_90. Other generations are as published (MMA-Sim, arXiv 2511.10909).
 typedef struct {
   bool exact;           // false: plain f32 arithmetic, in the order of k
   int block_k, fraction_bits, result_bits;
   bool f16_result;
-  int min_exponent_a, min_exponent_b;  // of the operands' normal numbers; subnormals use it too
+  int min_exponent_a, min_exponent_b;  // smallest exponent of normal numbers; subnormals use it too
   int scale_group;      // products summed exactly before scaling (block-scaled fp4); 0 means 1
   Emu *emu;             // owner of the working memory
 } Numerics;

@@ -240,7 +240,7 @@ static const char *wait_text(const Warp *w, const Group *g) {
   }
 }
 
-// Each awaited mbarrier once, with its missing arrivals and bytes and its signals.
+// List each awaited mbarrier once, with its missing arrivals, missing bytes and signals.
 static void list_mbarriers(FILE *out, Emu *e) {
   const Mbarrier *listed[64];
   int count = 0;

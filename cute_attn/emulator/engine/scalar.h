@@ -1,5 +1,6 @@
 // Helpers of the scalar families (integer.c, float.c, convert.c): operands as arrays of lanes,
-// masks from comparisons, and the floating-point formats.
+// masks from comparisons, and the floating-point formats. In these files, "mod:" lists the entries
+// of I->mod in order.
 #ifndef CUTE_ATTN_SCALAR_H
 #define CUTE_ATTN_SCALAR_H
 
@@ -47,7 +48,7 @@ static inline void round_as(int mode) {
 }
 static inline void round_nearest(int mode) { if (mode > RN) fesetround(FE_TONEAREST); }
 // Keeps arithmetic on the data behind these pointers from moving across a change of the rounding
-// mode: the compiler does not know that the arithmetic depends on the mode.
+// mode, because the compiler does not know that the arithmetic depends on the mode.
 #define BARRIER4(a, b, c, d) __asm__ volatile("" : : "r"(a), "r"(b), "r"(c), "r"(d) : "memory")
 
 // x + y rounded to odd: a second rounding, to at most 51 bits in any direction, gives the rounded

@@ -21,7 +21,7 @@ typedef struct {
   int columns, column;
   Warp *warp;
   const Insn *insn;
-} Request;  // of a warp that allocates with cta_group::2 and waits for its peer
+} Request;  // the request of a warp that allocates with cta_group::2 and waits for its peer
 
 typedef struct {
   bool filled, in_tmem;
@@ -29,7 +29,7 @@ typedef struct {
 } Collector;
 
 typedef struct {
-  AsyncOp **loads;  // tcgen05.ld since the last tcgen05.wait::ld
+  AsyncOp **loads;  // the tcgen05.ld operations since the last tcgen05.wait::ld
   int nloads, room;
   AsyncOp *last_store;
   Mask uncommitted;  // lanes whose last operations no tcgen05.commit tracks yet
@@ -39,7 +39,7 @@ struct Tmem {
   uint32_t words[LANES][COLUMNS];
   struct { bool used, freed; int first, columns; Warp *warp; const Insn *insn; } slices[SLICES];
   Request request;
-  int deallocations;  // number so far, with cta_group::2
+  int deallocations;  // number of deallocations so far with cta_group::2
   View released;      // effects that deallocations publish to the next allocation
   const Insn *relinquished;
   int group;      // the kernel's cta_group, and the first instruction with this cta_group

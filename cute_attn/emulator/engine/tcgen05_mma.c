@@ -49,7 +49,7 @@ typedef struct {
   bool a_signed, b_signed, f16_result, saturate, negate_a, negate_b, transpose_a, transpose_b;
   bool a_in_tmem, accumulate, weight_stationary, shift_a;
   int scale_d;              // D is scaled by 2 to the power of -scale_d
-  uint64_t a, b;            // descriptors; a may be an address in TMEM
+  uint64_t a, b;            // descriptors; `a` may be an address in TMEM
   Matrix a_matrix, b_matrix;
   uint32_t d;
   int vectors;              // scale factors along K; 0: none
@@ -85,7 +85,7 @@ typedef struct {
   _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
   _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
   float a_scales[128 * 4], b_scales[256 * 4];
-  int16_t wide_a[128 * K_BYTES], wide_b[256 * K_BYTES];  // integers
+  int16_t wide_a[128 * K_BYTES], wide_b[256 * K_BYTES];  // operands of integer types
 } Tiles;
 
 static Tiles *tiles_of(Emu *e) { return scratch(e, SCRATCH_TCGEN05, sizeof(Tiles)); }

@@ -4,7 +4,8 @@
 
 // ------------------------------------------------------------------------------- rows of a tensor
 //
-// Contiguous runs of bytes in global memory, and their places in the box.
+// A tensor copy moves contiguous runs of bytes. A run has an address in global memory, and a place
+// in the box.
 
 typedef struct {
   AsyncOp *op;

@@ -248,9 +248,9 @@ static const struct { int registers, columns, lanes; } SHAPES[] = {
 
 // The cells of one ld or st. A cell is a word, or with pack or unpack the low halves of two words.
 typedef struct {
-  int shape, count;        // registers
-  int lane, column;        // of the first cell
-  int columns;             // of each access, in words
+  int shape, count;        // shape; number of registers
+  int lane, column;        // lane and column of the first cell
+  int columns;             // columns of each access, in words
   int split;               // distance between the two accesses of 16x32bx2
   bool halves;
 } Cells;

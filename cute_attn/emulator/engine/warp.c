@@ -10,7 +10,7 @@
 
 typedef struct { Mask members, lanes; } Part;
 
-// Lanes of the warp that exist: the last warp of a CTA may have fewer than 32.
+// Lanes of the warp that exist. The last warp of a CTA may have fewer than 32 lanes.
 static Mask existing(const Warp *w) {
   int threads = w->cta->nthreads - 32 * w->index;
   return threads >= 32 ? ALL_LANES : (1u << threads) - 1;

@@ -26,13 +26,13 @@ typedef struct Multiply {
   bool accumulate, negate_a, negate_b, mn_major_a, mn_major_b, a_in_registers;
   bool last;               // whether the warp was the last of its warpgroup to issue
   uint64_t a_descriptor, b_descriptor;
-  uint8_t a[16 * K_BYTES];  // A from registers
+  uint8_t a[16 * K_BYTES];  // the warp's rows of A, if A is in registers
 } Multiply;
 
 typedef struct { int32_t id; uint64_t group; const Insn *insn; } HeldRegister;
 
 struct Wgmma {
-  uint64_t issued, done;          // wgmmas
+  uint64_t issued, done;          // numbers of wgmmas issued, and done
   uint64_t group_end[GROUPS];     // `issued` when the group was committed
   const Insn *latest;
   Multiply *first_waiting, *last_waiting;
@@ -203,8 +203,8 @@ static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b,
   }
 }
 
-// B, read by the last warp to arrive, which runs the operations of all four warps; and A and D of
-// the warp whose operation is running.
+// B, which the last warp to arrive reads. That warp runs the operations of all four warps. A and D
+// belong to the warp whose operation is running.
 typedef struct { bool valid; uint64_t descriptor; uint8_t rows[MAX_N * K_BYTES];
                  _Alignas(64) float values[MAX_N * K_BYTES], A[16 * K_BYTES], D[16 * MAX_N];
 } SharedB;

@@ -62,8 +62,8 @@ int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **argum
   return hook && hook(kernel, dims, arguments) == 0 ? SUCCESS : LAUNCH_FAILURE;
 }
 
-// A library's handle is its image, a kernel's handle a copy of its name: the caller's name lies on
-// the stack.
+// A library's handle is its image, and a kernel's handle is a copy of its name, because the
+// caller's name lies on the stack.
 int _cudaLibraryLoadData(void **library, const void *image) {
   *library = (void *)image;
   return SUCCESS;

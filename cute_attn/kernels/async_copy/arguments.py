@@ -13,7 +13,7 @@ from .spec import VECTOR_WORDS, AsyncCopySpec
 
 
 class Arguments(NamedTuple):
-    """What the kernels are called with.
+    """The kernels' arguments.
 
     Attributes:
         source: `[rows, heads * tile_columns]`, float16.

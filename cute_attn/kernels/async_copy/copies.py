@@ -45,7 +45,7 @@ class Source(Carried):
 
 @dataclass(frozen=True)
 class Operands(Carried):
-    """What the device code reads and writes; see `Arguments`."""
+    """The tensors and numbers that the device code reads and writes; see `Arguments`."""
 
     source: Source
     sums: cute.Tensor
@@ -66,7 +66,7 @@ class TileCopy:
         self.spec = spec
 
     def operands(self, a: Arguments) -> Operands:
-        """On the host: what the device code takes."""
+        """For host code: the operands that the device code takes."""
         source = Source(a.source, *self.prepare(a.source))
         return Operands(source, a.sums, a.clocks, a.tiles, a.count, a.sharing)
 

@@ -23,7 +23,7 @@ from .work import FACTOR
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         source: `[vectors, 4]`, int32, at least `unroll` vectors a thread.

@@ -138,7 +138,7 @@ class SameWarps:
                 else:
                     self.copy.start(source, place, to, thread)
         if cutlass.const_expr(not self.copy.one_warp):
-            cute.arch.cp_async_commit_group()  # possibly empty: every tile has a group
+            cute.arch.cp_async_commit_group()  # every tile has a group, which may be empty
 
     @cute.jit
     def wait(self, barriers: Barriers, n: Int32) -> None:

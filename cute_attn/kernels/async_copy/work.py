@@ -1,4 +1,4 @@
-"""What warps do with a tile once it is in shared memory: a checksum of its words, or MMAs.
+"""The work of warps on a tile in shared memory: a checksum of its words, or MMAs.
 
 The checksum and the MMAs cover every byte, and their results are exact, so that a missing, stale or
 misplaced tile changes the result. A thread reads 16-byte vectors, `consumer_threads` vectors apart.

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What a dK/dV kernel takes, for `heuristics.num_splits`.
+    """The clocks that a dK/dV kernel takes, for `heuristics.num_splits`.
 
     Attributes:
         tile: clocks of a query tile of a head.
@@ -46,7 +46,7 @@ class SplitCosts:
             one split.
         drift: extra work of the busiest cluster, in units of (longest block - mean block).
         least_gain: heads are split only if the splits take at most this share of the clocks without
-            splits: partial sums take memory.
+            splits, because partial sums take memory.
     """
 
     tile: int
@@ -65,7 +65,7 @@ MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.8, 0.98) for dim i
 
 @dataclass(frozen=True)
 class Row:
-    """What every pass has.
+    """The fields that every pass has.
 
     Attributes:
         way: the pass: "forward", or "backward_" and what it computes.
@@ -75,7 +75,7 @@ class Row:
         kernel: the kernel's name in `table`.
         tile: the cluster's tile.
         cluster: CTAs of a cluster.
-        scheduler: the scheduler of the kernel; None: the caller's, "static" or "clc".
+        scheduler: the kernel's only scheduler. None if the caller chooses "static" or "clc".
     """
 
     way: str
@@ -95,8 +95,8 @@ class ForwardRow(Row):
 
     Attributes:
         few: the tile for at most `few.m` query rows of a K/V head. Its additional stages let K and
-            V be loaded far ahead. None: `tile`. Both tiles have equally many keys, so a row's bits
-            do not depend on the choice.
+            V be loaded far ahead. None stands for `tile`. Both tiles have equally many keys, so a
+            row's bits do not depend on the choice.
         capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.

@@ -14,7 +14,7 @@ The backward's dK/dV kernel loops over the query heads of a K/V head. The blocks
 few for the GPU, or leave a part of the GPU idle at the end. Then the heads of a group are split
 among clusters, and each cluster writes float32 partial sums. `num_splits` weighs the clocks of the
 busiest cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts`
-has the numbers. The numbers are measured for the fused kernels of SM90
+has these clocks. The clocks are measured for the fused kernels of SM90
 (`docs/log/sm90_backward.md`), and estimated from the design for all other kernels
 (`docs/log/hd256_backward.md`). `num_splits` looks at shapes and the number of SMs only, so that a
 call always adds in the same order.
@@ -50,7 +50,7 @@ MANY_PARTIALS = {"vector": 1, "slices": 32}
 
 # Splits of the forward.
 MOST_SPLITS = 128
-FEWEST_KEY_TILES = 2  # per split: fewer key tiles take less time than the combination
+FEWEST_KEY_TILES = 2  # key tiles of a split; fewer take less time than the combination
 # No split pays if tiles fill this share of the clusters. Measured on 132 SMs of an H200, 96 tiles
 # of 8192 keys: 64.5 us at head_dim 64 and 117.6 us at 128; in four splits 68.6 and 114.3 us.
 ENOUGH_TILES = 0.7
@@ -122,8 +122,9 @@ def num_splits_of_forward(
     seqlen_k: int,
     clusters: int,
 ) -> int:
-    """Into how many parts the keys of a query tile are split. This is the smallest number with
-    nearly the shortest time of the busiest cluster, if all sequences are as long as the longest.
+    """Return into how many parts the keys of a query tile are split. This is the smallest number
+    with nearly the shortest time of the busiest cluster, if all sequences are as long as the
+    longest.
 
     Args:
         head_dim: head dimension of q and k.
@@ -214,7 +215,7 @@ def has_fused_dq(
 
 
 class Parts(NamedTuple):
-    """How the dK/dV kernel runs.
+    """The parts in which the dK/dV kernel runs.
 
     Attributes:
         splits: into how many parts the query heads of each K/V head are split.
@@ -279,12 +280,12 @@ def _key_blocks_with_ds(
     """The number of blocks of keys whose dS is kept at once, for one query head; 0 if the limit is
     too small."""
     blocks = -(-keys // ds_tiles.CLUSTER_KEYS)
-    sums = 4 * rows * head_dim  # dQ between the parts
+    sums = 4 * rows * head_dim  # bytes of dQ between the parts
     fit = (limit - sums) // ds_tiles.nbytes(1, rows, ds_tiles.CLUSTER_KEYS)
     if fit <= 0 or fit * batch < _BUSY * clusters:
         return 0
     if fit > clusters > 0:
-        return fit - fit % clusters  # whole waves
+        return fit - fit % clusters  # blocks of whole waves of clusters
     return math.ceil(blocks / math.ceil(blocks / fit))
 
 
@@ -304,7 +305,7 @@ def backward_spec(
     way = "backward_fused" if fused else "backward_dkdv" if of_keys else "backward_dq"
     if ds and not of_keys:
         way = "backward_ds_dq"
-        fields["softcap"] = False  # dS has the cap's slope
+        fields["softcap"] = False  # the kept dS includes the cap's slope
     row = configs.backward(way, arch, head_dim, head_dim_v)
     fields["scheduler"] = row.scheduler or fields["scheduler"]
     if arch in configs.SM100:
@@ -334,7 +335,7 @@ def num_splits(
     costs: SplitCosts,
     most_splits: int | None = None,
 ) -> int:
-    """Into how many parts of equal size the query heads of a K/V head are split.
+    """Return into how many parts of equal size the query heads of a K/V head are split.
 
     Args:
         seqlen_q, seqlen_k: lengths of the sequences; the mean length of packed sequences.

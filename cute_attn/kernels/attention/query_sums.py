@@ -19,7 +19,7 @@ WARPS = 8  # warps that add to a tile
 PART_ROWS = 16
 VECTOR = 4  # a lane's float32 values of 8 columns
 GROUP_COLUMNS = 8
-VECTORS = 32  # vectors of 8 columns: one of each lane
+VECTORS = 32  # vectors of 8 columns, one for each lane
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""What the backward needs to know of each query row: its log-sum-exp, and delta.
+"""The two statistics of each query row that the backward needs: its log-sum-exp, and delta.
 
 The preprocess kernel writes the log-sum-exp and delta as float32 `[2, heads, padded rows]`, and the
 dQ and dK/dV kernels read them. P is exp(score - lse), with the natural lse; delta is the sum of o *
 do over head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a
 tile of queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0,
-and delta = 0. Only delta's lowest bit is a flag in every row: whether any row in the row's aligned
-block of 32 rows has a large lse. Importing this loads no compiler.
+and delta = 0. But the lowest bit of delta is a flag in every row. It tells whether any row in the
+row's aligned block of 32 rows has a large lse. Importing this loads no compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..common.sequences import Sequences
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
-LSE, DELTA = 0, 1  # indices of the first mode
+LSE, DELTA = 0, 1  # indices of the tensor's first mode
 FLAG_ROWS = 32  # rows whose deltas share a flag
 # A finite lse whose absolute value is at least this is large. Below, the rounding of an exponent
 # that is computed by one multiply-add changes P by at most 2^-14 of itself.

@@ -1,7 +1,7 @@
 """Placeholder tensors that a kernel is compiled against.
 
-Sizes and strides are symbolic: the compiled function takes them as arguments, so a new size
-compiles nothing. `align` is the alignment, in bytes, of the first element and of each row or
+Sizes and strides are symbolic. The compiled function takes sizes and strides as arguments, so a new
+size compiles nothing. `align` is the alignment, in bytes, of the first element and of each row or
 matrix.
 """
 

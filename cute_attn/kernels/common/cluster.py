@@ -54,8 +54,8 @@ def start_cluster(
 def finish_cluster(
     warp: Int32, mma: cutlass.Constexpr[Role], memory: cutlass.Constexpr[TensorMemory]
 ) -> None:
-    """Free tensor memory after a cluster barrier: by then no CTA signals another CTA's mbarriers or
-    reads another CTA's shared memory."""
+    """Free tensor memory after a cluster barrier, since by then no CTA signals another CTA's
+    mbarriers or reads another CTA's shared memory."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     if warp == mma.warps[0]:

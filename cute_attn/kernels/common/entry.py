@@ -1,7 +1,7 @@
 """The entry of a kernel: its arguments are listed once, in a NamedTuple.
 
-Compiled code takes the arguments one by one, then the stream: a struct would cost each call 0.1 us.
-A kernel's `__call__` gathers the arguments:
+Compiled code takes the arguments one by one, then the stream, because a struct would cost each call
+0.1 us. A kernel's `__call__` gathers the arguments:
 
     class Arguments(NamedTuple):
         x: cute.Tensor

@@ -26,7 +26,7 @@ from .carried import Carried
 from .smem import SharedMemory
 from .spec import MBARRIER_BYTES, WARP_SIZE
 
-CTAS = 2  # CTAs of a pair
+CTAS = 2  # number of CTAs of a pair
 BOTH_CTAS = 0b11  # multicast mask of a pair whose leader has rank 0
 
 
@@ -45,7 +45,8 @@ HARDWARE = Role("hardware", range(0))
 
 
 class Kind(Flag):
-    """What completes a phase of an edge; an edge with several kinds needs all of them."""
+    """The event that completes a phase of an edge. An edge with several kinds needs the events of
+    all its kinds."""
 
     BYTES = auto()  # one thread arrives with expect_tx, and copies count the bytes
     COMMIT = auto()  # tcgen05.commit arrives once the MMAs before it are done
@@ -121,7 +122,7 @@ class Edge:
         )
 
     def __str__(self) -> str:
-        """For example "softmax of both CTAs -> mma of the leader"."""
+        """The edge's ends in words, such as "softmax of both CTAs -> mma of the leader"."""
         of_producer, of_consumer = {
             Reach.CTA: ("", ""),
             Reach.LEADER: (" of both CTAs", " of the leader"),
@@ -147,7 +148,7 @@ class Pipeline:
             names = [edge.name for edge in edges]
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"edge {twice} is declared twice")
-        self.offsets: dict[str, int] = {}  # in mbarriers
+        self.offsets: dict[str, int] = {}  # offsets of edges, in mbarriers
         self.count = 0
         for edge in edges:
             self.offsets[edge.name] = self.count

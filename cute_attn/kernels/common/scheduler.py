@@ -85,9 +85,10 @@ class StaticPersistentScheduler(SingleTileScheduler):
 class CounterScheduler(StaticPersistentScheduler):
     """Persistent clusters; each takes the next tile that no cluster has taken.
 
-    `counter` is an Int32 in global memory. The counter must be 0, and is 0 again after the launch:
-    it wraps after `num_tiles` requests. The clusters make exactly `num_tiles` requests, since each
-    cluster's last request fails. Launches that may overlap need separate counters.
+    `counter` is an Int32 in global memory. The counter must be 0, and is 0 again after the launch,
+    because the counter wraps after `num_tiles` requests. The clusters make exactly `num_tiles`
+    requests, since each cluster's last request fails. Launches that may overlap need separate
+    counters.
     """
 
     def __init__(self, num_tiles: Int32, barriers: Barriers, counter: cute.Pointer):

@@ -36,7 +36,7 @@ class Buffer:
 
     @classmethod
     def ring(cls, name: str, stage: SharedMemory, stages: int) -> Buffer:
-        """A ring whose stages consist of several buffers; every stage has the first one's
+        """A ring whose stages consist of several buffers; every stage has the first buffer's
         alignment."""
         nbytes = -(-stage.nbytes // stage.alignment) * stage.alignment
         return cls(name, cutlass.Int8, nbytes, stages, stage.alignment, inside=stage)

@@ -34,7 +34,7 @@ UNROLL = 4  # loads in flight per thread
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         partials: `[n, rows, columns]`, float32.
@@ -51,7 +51,7 @@ class SumPartials:
     def __init__(self, spec: SumPartialsSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.vectors = NUM_THREADS // spec.slices  # per CTA
+        self.vectors = NUM_THREADS // spec.slices  # vectors that a CTA sums
         self.smem = SharedMemory(
             Buffer("sums", Float32, NUM_THREADS, spec.vector, holds="sums of the slices")
         )

@@ -64,7 +64,7 @@ class BoxedRows:
         return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
     def atom(self, op: cpasync.TmaCopyOp, x: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """(TMA atom, tensor of coordinates) of copies of x, box by box."""
+        """Return (TMA atom, tensor of coordinates) of copies of x, box by box."""
         return cpasync.make_tiled_tma_atom(
             op,
             self.view(x),

@@ -52,12 +52,13 @@ class TensorMemory(Carried):
             )
 
     def allocate(self, address: cute.Pointer) -> None:
-        """Allocate, by one warp. The hardware writes the address, which is 0, to shared memory."""
+        """Allocate the memory, by one warp. The hardware writes the address, which is 0, to shared
+        memory."""
         cute.arch.alloc_tmem(MAX_TMEM_COLUMNS, address, is_two_cta=self.pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
 
     def free(self) -> None:
-        """Free, by the warp that allocated, after the last use."""
+        """Free the memory after the last use. The warp that allocated calls this."""
         cute.arch.dealloc_tmem(self._start(), MAX_TMEM_COLUMNS, is_two_cta=self.pair)
 
     def pointer(self, name: str) -> cute.Pointer:
@@ -69,7 +70,7 @@ class TensorMemory(Carried):
 
 
 def shifted(x: cute.Tensor, columns: Int32) -> cute.Tensor:
-    """x moved by `columns`, counted in elements of x; for example to another stage."""
+    """Return x moved by `columns`, counted in elements of x; for example to another stage."""
     return cute.make_tensor(x.iterator + columns, x.layout)
 
 
@@ -82,7 +83,8 @@ def first_columns(accumulator: cute.Tensor, columns: int) -> cute.Tensor:
 def row_load(
     rows: cute.Tensor, row: Int32, columns: int
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
-    """(copy, source, shape of the values) with which a thread loads its row, `columns` at once."""
+    """Return (copy, source, shape of the values) with which a thread loads its row, `columns` at
+    once."""
     copy = _row_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_S(rows), copy.partition_D(_identity(rows)).shape
 
@@ -90,7 +92,8 @@ def row_load(
 def row_store(
     rows: cute.Tensor, row: Int32, columns: int
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
-    """(copy, target, shape of the values) with which a thread stores its row; see `row_load`."""
+    """Return (copy, target, shape of the values) with which a thread stores its row; see
+    `row_load`."""
     copy = _row_copy(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_D(rows), copy.partition_S(_identity(rows)).shape
 

@@ -28,7 +28,7 @@ WORDS = VECTOR_BYTES // 4  # words per store
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         x: `[n, tokens, words]`, 32-bit words of any type. Every `x[i]` has the same packed

@@ -5,8 +5,8 @@
     g                                                    "none"
 
 Without A_log, exp(A_log) is 1. "softplus" is Kimi Linear's gate (arXiv 2510.26692), "lower_bound"
-the gate of its successors. `log2_decay` and `log_decay_gradients` are fast, `log_decay` and
-`accurate_log_decay_gradients` accurate.
+the gate of its successors. `log2_decay` and `log_decay_gradients` are fast. `log_decay` and
+`accurate_log_decay_gradients` are accurate.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def sigmoid(x: Any) -> Any:
 
 def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
     """The natural logarithm of a decay to the accuracy of float32, for results stored in float32.
-    `log2_decay` is less accurate: it rounds the exponent of a gate's exponential."""
+    `log2_decay` is less accurate, because it rounds the exponent of a gate's exponential."""
     if gate == "none":
         return g
     x = g + bias
@@ -157,7 +157,7 @@ def accurate_log_decay_gradients(
 
 
 def accurate_sigmoid(x: Any) -> Any:
-    # The bound avoids overflow: the refinement of the reciprocal would multiply 0 by inf.
+    # The bound avoids overflow, because the refinement of the reciprocal would multiply 0 by inf.
     divisor = 1.0 + cute.math.exp(cute.arch.fmin(-x, Float32(LARGEST_EXPONENT)))
     inverse = reciprocal(divisor)
     return cute.math.fma(inverse, cute.math.fma(-divisor, inverse, Float32(1.0)), inverse)

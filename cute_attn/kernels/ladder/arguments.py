@@ -16,7 +16,7 @@ from .spec import FmhaLadderSpec
 
 
 class Arguments(NamedTuple):
-    """What the kernels are called with.
+    """The kernels' arguments.
 
     Attributes:
         q, k, v, o: `[B, S, H, D]`. The last dimension is contiguous, rows start on 16-byte

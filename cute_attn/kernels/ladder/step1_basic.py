@@ -210,7 +210,8 @@ class FmhaStep1:
     # -- S = Q K^T ----------------------------------------------------------------------------
 
     def scores(self, work: Work, smem_k: Int32) -> cute.Tensor:
-        """Scores of the warp's rows: (row of the thread, column of the thread)."""
+        """Return the scores of the warp's rows, indexed (row of the thread, column of the
+        thread)."""
         columns = self.spec.tile_n // 8
         zeros: Sequence[Float32] = [Float32(0.0)] * 4
         s = [[zeros] * columns for _ in range(self.m_blocks)]
@@ -234,7 +235,7 @@ class FmhaStep1:
         return values
 
     def keys(self, smem_k: Int32, n: int, step: int) -> Sequence[Int32]:
-        """Right operands of K^T: keys from 8 n on, columns from 16 step on."""
+        """Return right operands of K^T, with keys from 8 n on and columns from 16 step on."""
         return self.transposed_layout.right(smem_k, n, step, self.operands_per_load)
 
     # -- P = softmax(S) -----------------------------------------------------------------------
@@ -249,7 +250,7 @@ class FmhaStep1:
         maximum: cute.Tensor,
         total: cute.Tensor,
     ) -> list[Int32]:
-        """P as left operands; scales `acc` and `total` to the new maximum."""
+        """Return P as left operands, and scale `acc` and `total` to the new maximum."""
         if tile >= work.whole:
             keep_branch()  # most tiles need no mask
             self.mask(work, s, tile)
@@ -316,7 +317,7 @@ class FmhaStep1:
         return [4 * (m * columns + n) + 2 * half + i for n in range(columns) for i in range(2)]
 
     def packed(self, p: cute.Tensor) -> list[Int32]:
-        """P rounded to left operands, 4 registers for each 16 rows by 16 keys."""
+        """Return P rounded to left operands, with 4 registers for each 16 rows by 16 keys."""
         return [
             pack(
                 self.dtype, p[2 * m + half, 4 * step + 2 * n], p[2 * m + half, 4 * step + 2 * n + 1]

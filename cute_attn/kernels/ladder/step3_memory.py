@@ -30,7 +30,7 @@ from .tiles import Rows
 
 class FmhaStep3(FmhaStep2):
     def buffers(self) -> list[Buffer]:
-        return super().buffers()[:3]  # without the transpose
+        return super().buffers()[:3]  # without the buffer of the transpose
 
     def transposed(self, smem: Pointers) -> Int32 | None:
         return None

@@ -1,7 +1,8 @@
 """Step 6 of the ladder, TMA: a warp of its own loads the tiles, with one instruction a box.
 
 In steps 1 to 5 all threads compute addresses and bounds, and issue a `cp.async` for each 16 bytes.
-TMA needs one thread: a descriptor has the tensor's address and shape, and rows out of bounds become
+TMA needs one thread, because a descriptor has the tensor's address and shape, and rows out of
+bounds become
 0. So a load warp runs ahead of the consumers, as far as its rings have stages. mbarriers replace
 `sync_threads`: a consumer warp waits for a tile's bytes and signals when the warp has read the
 tile. Warps drift apart, so that one warp's MMAs run beside another warp's softmax.
@@ -67,8 +68,8 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma: TMA's loads.
-        q, k, v: coordinates for TMA.
+        q_tma, k_tma, v_tma: TMA's copies into shared memory.
+        q, k, v: the tensors' coordinates for TMA.
     """
 
     q_tma: cute.CopyAtom

@@ -49,9 +49,9 @@ class Operands(Carried):
 
     Attributes:
         q_tma, k_tma, v_tma, o_tma: TMA's copies.
-        q, k, v, o: coordinates for TMA.
+        q, k, v, o: the tensors' coordinates for TMA.
         log2: turns scores into exponents of 2.
-        counter: for the scheduler of step 10.
+        counter: the counter of step 10's scheduler.
     """
 
     q_tma: cute.CopyAtom

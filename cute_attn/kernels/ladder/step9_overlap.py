@@ -96,7 +96,7 @@ class FmhaStep9(FmhaStep8):
         n: Int32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """P of the K/V tile of use n, computed while the previous P V runs."""
+        """Compute P of the K/V tile of use n while the previous P V runs."""
         own.barriers.wait("k_full", n)
         own.turns.wait()
         scores = self.start_scores(own, n)

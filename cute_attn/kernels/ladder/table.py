@@ -8,7 +8,7 @@ from ...cache import KernelDef
 
 
 class LadderStep(NamedTuple):
-    """A step.
+    """A step of the ladder.
 
     Attributes:
         number: 0 is PyTorch; each kernel includes the ideas of all earlier steps.

@@ -18,7 +18,7 @@ from .spec import DecodeSpec
 
 
 class Arguments(NamedTuple):
-    """What the kernels are called with.
+    """The kernels' arguments.
 
     q, k, v and the drafts have a contiguous last dimension and otherwise any strides. In the state,
     each head's matrix is contiguous.

@@ -10,7 +10,7 @@ and the CTAs resident on an SM hide each other's latency.
 
     CTA (tile of V, head, sequence)
       load      the tile of the slot's state, 16 bytes an access
-      replay    (drafts) the accepted tokens of the previous call, then store the state
+      replay    with drafts: the accepted tokens of the previous call; then store the state
       token     for each of the T tokens: decay, rank-1 update, o = S q
       store     the tile, in place
 

@@ -2,8 +2,8 @@
 
 The kernel computes what `decode` computes, for one token per call. A warp computes on one tile
 (tile_v rows of K, contiguous in memory) while its next tiles are loaded into shared memory. Warps
-never wait for other warps: each warp has its own ring of `num_stages` tiles, and gets tiles round
-robin in a persistent grid.
+never wait for other warps, because each warp has its own ring of `num_stages` tiles, and gets tiles
+round robin in a persistent grid.
 
     start      the load of tile i + num_stages - 1, into the stage of tile i - 1
     wait       for tile i
@@ -142,7 +142,7 @@ class LightningDecodePipelined:
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 self.tile.zeros(x.o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
-                    cute.arch.cp_async_bulk_commit_group()  # an empty group: every tile has a group
+                    cute.arch.cp_async_bulk_commit_group()  # empty, because each tile has a group
 
             following = i + stages - 1
             if cutlass.const_expr(self.bulk_write_back):
@@ -163,8 +163,8 @@ class LightningDecodePipelined:
     def locate(
         self, index: cutlass.Int32, x: Arguments
     ) -> tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Boolean]:
-        """(tile of V, head, sequence, slot, whether the slot exists) of a tile's index. Tiles with
-        consecutive indices are adjacent in memory."""
+        """Return (tile of V, head, sequence, slot, whether the slot exists) of a tile's index.
+        Tiles with consecutive indices are adjacent in memory."""
         heads = x.state.shape[1]
         tile_index = index % self.tiles_per_head
         head = (index // self.tiles_per_head) % heads
@@ -212,7 +212,7 @@ class LightningDecodePipelined:
                     source = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
                     cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
         if cutlass.const_expr(not self.bulk_load):
-            cute.arch.cp_async_commit_group()  # possibly empty: every tile has a group
+            cute.arch.cp_async_commit_group()  # every tile has a group, which may be empty
 
     @cute.jit
     def wait_load(self, loaded: cute.Pointer, i: cutlass.Int32) -> None:

@@ -113,7 +113,7 @@ class DecodeSpec(Spec):
 
     @property
     def tile_shape(self) -> tuple[int, int]:
-        """(rows, columns) of a tile, columns contiguous in memory."""
+        """The tile's shape (rows, columns); columns are contiguous in memory."""
         if self.state_layout == "vk":
             return self.tile_v, self.head_dim_k
         return self.head_dim_k, self.tile_v
@@ -125,7 +125,8 @@ class DecodeSpec(Spec):
 
     @property
     def thread_shape(self) -> tuple[int, int, int]:
-        """(vector, rows, vectors per row) of the tile that one thread holds."""
+        """The shape (vector, rows, vectors per row) of the part of the tile that one thread
+        holds."""
         rows, columns = self.tile_shape
         return (
             self.vector,

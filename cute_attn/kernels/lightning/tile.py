@@ -1,8 +1,8 @@
 """A tile of the Lightning state in the registers of one or more warps, and its arithmetic.
 
-Rows of a tile are contiguous in memory: a tile is V by K in layout "vk", K by V in "kv". Each warp
-owns a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` rows; every lane
-has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
+Rows of a tile are contiguous in memory. A tile is V by K in layout "vk", and K by V in "kv". Each
+warp owns a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` rows; every
+lane has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
 shuffles), and along a column in "kv" (by shuffles, then between warps through shared memory).
 """
 
@@ -16,7 +16,7 @@ from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import Arguments
 from .spec import DecodeSpec
 
-MAX_REGISTERS = 200  # for the tile, of a thread's 255; addresses and temporaries take the rest
+MAX_REGISTERS = 200  # registers of a thread for the tile; 55 are left for addresses and temporaries
 
 
 class StateTile:
@@ -35,7 +35,8 @@ class StateTile:
         self.vector, self.rows, self.vectors = spec.thread_shape
         self.rows_per_warp = self.rows * self.rows_per_step
 
-        # Registers: the tile, two vectors along its columns, and two values for each row.
+        # A thread's registers hold the tile, two vectors along its columns, and two values for each
+        # row.
         held = self.vector * self.rows * self.vectors
         self.registers = held + 2 * self.vector * self.vectors + 2 * self.rows
         if self.registers > MAX_REGISTERS:
@@ -60,7 +61,8 @@ class StateTile:
 
     @cute.jit
     def thread_part(self, state: cute.Tensor, tile_index: cutlass.Int32) -> cute.Tensor:
-        """This thread's part (vector, rows, vectors) of a tile of one head's state."""
+        """This thread's part of a tile of one head's state, with the modes (vector, rows,
+        vectors)."""
         row, column = self.first_row_and_column()
         pitch = self.head_dim_k if self.state_is_vk else self.head_dim_v
         if cutlass.const_expr(self.state_is_vk):

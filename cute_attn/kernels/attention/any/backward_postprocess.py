@@ -1,4 +1,4 @@
-"""The last kernel of the fused backward on SM90: dQ from its float32 sums.
+"""The last kernel of the fused backward on SM90, which computes dQ from its float32 sums.
 
     dQ = softmax_scale * sums        rounded; 0 in rows that see no key
 
@@ -7,7 +7,7 @@ rows. The kernel is bound by memory bandwidth.
 
     CTA (tile of STATS_ROWS rows, head, sequence), 16 warps
 
-Tiles are taken in reverse: the sums of the last heads may still be in L2.
+Tiles are taken in reverse order, because the sums of the last heads may still be in L2.
 
 The sums of rows that see no key may be NaN or infinite, from hidden keys that are not finite.
 """
@@ -33,16 +33,16 @@ from ..spec import PostprocessSpec
 from ..statistics import LSE, STATS_ROWS, padded_start
 
 NUM_THREADS = 512
-LANES = 4  # that share a row
-LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second row
+LANES = 4  # lanes that share a row
+LANE_ROWS = PART_ROWS // 2  # rows from a lane's first row to its second row
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
-        sums: `[heads, padded rows, head_dim]`; see `query_sums`.
-        stats: `[2, heads, padded rows]`; see `statistics`.
+        sums: the sums of dQ, `[heads, padded rows, head_dim]`; see `query_sums`.
+        stats: lse and delta, `[2, heads, padded rows]`; see `statistics`.
     """
 
     sums: cute.Tensor

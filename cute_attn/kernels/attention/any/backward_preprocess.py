@@ -1,13 +1,13 @@
-"""The first kernel of the backward: the statistics of query rows, and dsink's sums.
+"""The first kernel of the backward, which computes the statistics of query rows, and dsink's sums.
 
 For row i of a head, with s the sink (`statistics` has the layout, and the lse of unseen rows):
 
     delta_i = sum_d o_id do_id - dlse_i
     dsink   = sum_i -exp(s - lse_i) delta_i
 
-Where the gradient of q is added up in global memory, the kernel also clears the numbers of
-`query_zeros`. Where rows may see no key, the kernel copies do, with zeros in these rows. P is 0 in
-these rows, but 0 times a NaN of do would be NaN in the gradient of v.
+If the gradient of q is added up in global memory, the kernel also sets the counters of
+`query_zeros` to 0. If rows may see no key, the kernel copies do, with zeros in these rows. P is 0
+in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
 
 The kernel is bound by memory bandwidth, and reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
@@ -54,11 +54,11 @@ assert FLAG_ROWS == WARP_SIZE
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
-        stats: `[2, heads, padded rows]`; see `statistics`.
-        zeroed: see `query_zeros`.
+        stats: lse and delta, `[2, heads, padded rows]`; see `statistics`.
+        zeroed: the counters of finished zeros; see `query_zeros`.
         dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
         seen_do: the copy of do. The kernel uses this field and the next fields with
             `rows_without_keys`.
@@ -291,6 +291,6 @@ class BackwardPreprocess:
 def pairwise_sum(parts: list[Float32]) -> Float32:
     """The sum of parts, pair by pair."""
     while len(parts) > 1:
-        last = parts[len(parts) & ~1 :]  # without a partner
+        last = parts[len(parts) & ~1 :]  # a part without a partner
         parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + last
     return parts[0]

@@ -1,4 +1,4 @@
-"""Combines the results of splits: a split is a part of the keys, and has its own attention output.
+"""Combines the results of splits. A split is a part of the keys, and has its own attention output.
 
 The formula is that of `parts.merge`; o is rounded once.
 
@@ -7,9 +7,9 @@ The formula is that of `parts.merge`; o is rounded once.
       log-sum-exps  in each warp, a lane for each 32nd split; maximum and sum through shuffles
       reduce        the slices' sums, in order, through shared memory
 
-The kernel is bound by latency: its data, a few hundred KB, lie in L2. So a thread has several loads
-in flight, and the loads do not wait for the log-sum-exps. The order of additions depends on the
-number of splits alone. The kernel runs on sm_80 and newer.
+The kernel is bound by latency, because its data, a few hundred KB, lie in L2. So a thread has
+several loads in flight, and the loads do not wait for the log-sum-exps. The order of additions
+depends on the number of splits alone. The kernel runs on sm_80 and newer.
 
 With `dependent`, the CTAs start while the forward kernel is running, and wait for its end. This
 hides the launch (sm_90 and newer).
@@ -32,13 +32,13 @@ from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..spec import CombineSpec
 
 NUM_THREADS = 256
-COLUMNS = 64  # of a CTA
+COLUMNS = 64  # columns of a CTA
 THREADS_OF_SLICE = COLUMNS // VECTOR
 SLICES = NUM_THREADS // THREADS_OF_SLICE
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         o_splits: `[splits, batch, seqlen, heads, head_dim_v]`, float32.
@@ -61,7 +61,7 @@ class Combine:
     def __init__(self, spec: CombineSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.blocks = spec.head_dim_v // COLUMNS  # of a row
+        self.blocks = spec.head_dim_v // COLUMNS  # CTAs of a row
         self.smem = SharedMemory(
             Buffer("sums", Float32, NUM_THREADS * VECTOR, holds="sums of the slices"),
             Buffer("maxima", Float32, SLICES, holds="the log-sum-exps that they are relative to"),

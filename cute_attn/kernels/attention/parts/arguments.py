@@ -30,8 +30,8 @@ class FakeArguments:
         self.num_pages, self.splits = cute.sym_int(), cute.sym_int()
 
     def arguments(self, listed: type[Listed], **given: Any) -> Listed:
-        """Placeholders for the fields of `listed`: those in `given`, tensors made by field name,
-        and scalars made by type."""
+        """Placeholders for the fields of `listed`. `given` has the placeholders of some fields. The
+        other placeholders are made here: tensors by field name, and scalars by type."""
         by_name: dict[str, Callable[[], Any]] = {
             **dict.fromkeys(("q", "dq"), self.q),
             **dict.fromkeys(("o", "do"), self.o),
@@ -80,7 +80,7 @@ class FakeArguments:
         return self._partial(self.head_dim_v)
 
     def lse(self) -> Any:
-        """`[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""
+        """The log-sum-exps, `[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""
         return fake_strided(Float32, self._shape(self.spec.varlen_q, self.heads, self.seqlen_q))
 
     def o_splits(self) -> Any:
@@ -94,26 +94,27 @@ class FakeArguments:
         return fake_strided(Float32, (self.splits, *shape))
 
     def stats(self) -> Any:
-        """`[2, heads, padded rows]`; see `statistics`."""
+        """lse and delta of the query rows, `[2, heads, padded rows]`; see `statistics`."""
         return fake_contiguous(Float32, (2, self.heads, cute.sym_int(divisibility=STATS_ROWS)), 16)
 
     def query_sums(self, *, some_heads: bool = False) -> Any:
-        """`[heads, padded rows, head_dim]`, of all heads or of some; see `query_sums`."""
+        """Sums of dQ, `[heads, padded rows, head_dim]`, of all heads or of some; see
+        `query_sums`."""
         heads = cute.sym_int() if some_heads else self.heads
         rows = cute.sym_int(divisibility=STATS_ROWS)
         return fake_contiguous(Float32, (heads, rows, self.head_dim), VECTOR_BYTES)
 
     def zeroed(self) -> Any:
-        """See `query_zeros`."""
+        """The counters of finished zeros; see `query_zeros`."""
         return fake_contiguous(Int32, (cute.sym_int(),))
 
     def ds_tiles(self) -> Any:
-        """See `ds_tiles`."""
+        """Tiles of dS; see `ds_tiles`."""
         shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), TILE * TILE)
         return fake_contiguous(DTYPE[self.spec.dtype], shape, VECTOR_BYTES)
 
     def sink(self) -> Any:
-        """`[heads]`, or None."""
+        """The sink of each head, `[heads]`, or None."""
         if self.spec.sink_dtype == "none":
             return None
         return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
@@ -128,7 +129,7 @@ class FakeArguments:
         return {"counter": fake_contiguous(Int32, (cute.sym_int(),)), "parts": parts}
 
     def page_table(self) -> Any:
-        """`[batch, max_pages]`, or None."""
+        """The page table, `[batch, max_pages]`, or None."""
         if not self.spec.page_rows:
             return None
         return fake_rows(Int32, (self.batch, cute.sym_int()), align=Int32.width // 8)

@@ -27,7 +27,7 @@ from .softmax import Scaling, row_maximum
 # largest P at least 2^-HEADROOM. So float16, whose smallest positive number is 2^-24, holds every P
 # down to 2^-22 of the row's largest.
 HEADROOM = {"bfloat16": 8.0, "float16": 2.0}
-LARGEST_FACTOR = 2.0**10  # bound of log2: above, exponents of finite scores may be infinite
+LARGEST_FACTOR = 2.0**10  # bound of log2, above which exponents of finite scores may be infinite
 
 
 class FragmentSoftmax(Carried):
@@ -40,8 +40,8 @@ class FragmentSoftmax(Carried):
         offset: the offset of the exponents, -maximum * log2 rounded; finite.
         total: the lane's part of the row's sum of P.
         factor: the factor of each row of O, after an `update` that returns True.
-        exact: not 0 where the warp's next tile needs S itself: scores are large, or a row has no
-            reference.
+        exact: not 0 if the warp's next tile needs S itself, because scores are large or a row has
+            no reference.
         sums: whether `total` is computed. With columns of ones in V, `total` is not computed.
         on_fma: the lane's columns of a row whose exponentials run on the FMA units.
     """
@@ -65,8 +65,8 @@ class FragmentSoftmax(Carried):
     def update_used(
         self, s: cute.Tensor, used: Int32, first: cutlass.Constexpr[bool] = False
     ) -> Boolean:
-        """As `update`, where only the first `used` of the warp's 16 rows exist. All other rows keep
-        S, and take no time where no lane has a used row."""
+        """Run `update` where only the first `used` of the warp's 16 rows exist. A lane row that
+        holds none of the used rows keeps S, and takes no time."""
         moved = Boolean(False)
         if used > LANE_ROW_STEP:
             moved = self.update(s, first)
@@ -82,7 +82,7 @@ class FragmentSoftmax(Carried):
         lane_rows: cutlass.Constexpr[int] = LANE_ROWS,
     ) -> Boolean:
         """Replace S by P in the first `lane_rows`. Return whether rows of O are to be multiplied by
-        `factor`. `first`: no tile comes before this tile."""
+        `factor`. `first` says that no tile comes before this tile."""
         rows = [s[None, r, None] for r in range(lane_rows)]
         moved = Boolean(True)
         if cutlass.const_expr(first):
@@ -143,7 +143,7 @@ class FragmentSoftmax(Carried):
 
     @cute.jit
     def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
-        """As `move`, for rows that hold exponents already."""
+        """Do what `move` does, for rows that hold exponents already."""
         scaling = self.scaling
         highest = highest_of(rows)
         large = Boolean(False)

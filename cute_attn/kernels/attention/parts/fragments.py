@@ -25,7 +25,7 @@ from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
 LANE_ROW_STEP = 8  # rows from a lane's first row to its second row
-LANES = 4  # that share a row
+LANES = 4  # lanes that share a row
 BOX_COLUMNS = 64  # 16-bit columns, as wide as TMA's swizzle
 LOWEST = -(2.0**100)  # a finite number below any maximum of products of 16-bit values
 
@@ -67,8 +67,8 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
 
 
 def mask_operand(words: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
-    """As `mask_rows`, for rounded values in the order of `operand`: hidden values become 0. The
-    number of columns is a multiple of 32."""
+    """Mask rounded values, in the order of `operand`, as `mask_rows` masks rows. Hidden values
+    become 0. The number of columns is a multiple of 32."""
     shift = cute.arch.lane_idx() % LANES * 2
     if lows is not None:
         lows = [low - shift for low in lows]
@@ -114,7 +114,7 @@ class OnlineSoftmax(Carried):
         return factors
 
     def inverse_totals(self) -> list[Any]:
-        """The factor of each lane row of O at the end."""
+        """The factor by which each lane row of O is multiplied at the end."""
         totals = [self.total[r] for r in range(LANE_ROWS)]
         return [reciprocal(x) for x in across_lanes(lambda x, y: x + y, totals)]
 
@@ -177,7 +177,7 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
     `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is the thread's lane: an
     opaque value keeps the compiler from holding addresses in registers across loops."""
     lane = cute.arch.lane_idx() if lane is None else lane
-    row = lane // LANES  # 0 to 7: the swizzle of the row's 16-byte units
+    row = lane // LANES  # 0 to 7, the swizzle of the row's 16-byte units
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2) + lane % LANES * 4
     for i, word in enumerate(words):
         unit, lane_row = i // LANE_ROWS, i % LANE_ROWS
@@ -189,8 +189,9 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
 
 
 def stage_matrices(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32) -> None:
-    """As `stage_rows`, with an instruction for each 16 columns. Lanes 0 to 15 have the rows'
-    addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the next 8 columns."""
+    """Store rounded rows as `stage_rows` does, with one instruction for each 16 columns. Lanes 0 to
+    15 have the rows' addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the
+    next 8 columns."""
     row, half = lane % 16, lane // 16
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2)
     unit_of_lane = half ^ (row % 8)

@@ -39,9 +39,10 @@ def probabilities(
     unit: float = 1.0,
     small_lse: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
-    """(P, P times the slope of the softcap), in units, of an even number of columns of S. Without a
-    softcap both are the same list. `packed`: the GPU has packed instructions (sm_100). `small_lse`:
-    no lse is large (`statistics.LARGE`), so that an exponent may be one multiply-add.
+    """Return (P, P times the slope of the softcap), in units, of an even number of columns of S.
+    Without a softcap both are the same list. `packed` says that the GPU has packed instructions
+    (sm_100). `small_lse` says that no lse is large (`statistics.LARGE`), so that an exponent may be
+    one multiply-add.
 
     P uses the forward's tanh, because the log-sum-exp has the same tanh's error. The slope has the
     form e (1 + |tanh|)^2 with e = exp(-2 |x|), whose relative error is 2^-11 everywhere. The form 1

@@ -50,9 +50,9 @@ def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
 def mask_fragment_words(
     words: cute.Tensor, lows: cutlass.Constexpr[Any], highs: cutlass.Constexpr[Any]
 ) -> None:
-    """As `mask_words`, for rows in fragments (see `fragments`). Word 2 u + r has the lane's two
-    columns among columns 8 u to 8 u + 7, in lane row r. The number of columns is a multiple of 32.
-    The bounds count columns from the lane's first column."""
+    """Mask rows in fragments (see `fragments`) as `mask_words` masks a row. Word 2 u + r has the
+    lane's two columns among columns 8 u to 8 u + 7, in lane row r. The number of columns is a
+    multiple of 32. The bounds count columns from the lane's first column."""
     for lane_row in cutlass.range_constexpr(len(highs)):
         for unit in cutlass.range_constexpr(0, cute.size(words) // len(highs), 4):
             visible = _bits_below(highs[lane_row] - 8 * unit)

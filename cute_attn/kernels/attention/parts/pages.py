@@ -21,8 +21,8 @@ from ...common.ptx.memory import LINE_WORDS, prefetch_global
 from ...common.spec import WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes, partition
 
-PREFETCHED = 2048  # entries of a sequence
-PREFETCHED_LINES = 128  # of the first sequences' entries
+PREFETCHED = 2048  # entries of a sequence's page table
+PREFETCHED_LINES = 128  # cache lines of the first sequences' page tables
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Pages(Carried):
         seqlen_k: Int32,
         boxed: cutlass.Constexpr[BoxedRows],
     ) -> Any:
-        """(page, *place in the page) of the box with the lane's number. A single box is every
-        lane's box."""
+        """Return (page, *place in the page) of the box with the lane's number. If a tile is a
+        single box, every lane gets this box."""
         # A box past the last key loads the last key's box again; its P is 0. TMA may fault on a box
         # that is out of bounds as a whole, since the TMA tensor starts before the pages.
         key = key_tile * self.tile_n
@@ -96,8 +96,8 @@ class Pages(Carried):
         return self.table[sequence, number], *boxed.place(row // self.rows, 0, used)
 
     def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
-        """A ring of K/V tiles in shared memory: (rows, columns, boxes of rows, boxes of columns,
-        stages)."""
+        """A ring of K/V tiles in shared memory, with the modes (rows, columns, boxes of rows, boxes
+        of columns, stages)."""
         return boxes(
             buffer, self.rows, (self.boxes, self.rows * BOX), (head_dim // BOX, self.tile_n * BOX),
             (stages, self.tile_n * head_dim),
@@ -120,7 +120,7 @@ class Pages(Carried):
         """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
         is the first column to load; `smem` has as many columns as are loaded."""
         stage = barriers.stage(edge, n)
-        for i in cutlass.range(self.boxes, unroll=1):  # registers are few
+        for i in cutlass.range(self.boxes, unroll=1):  # not unrolled, because registers are few
             if cutlass.const_expr(self.boxes > 1):
                 page, *place = (cute.arch.shuffle_sync(value, i) for value in found)
             else:

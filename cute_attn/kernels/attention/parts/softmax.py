@@ -61,7 +61,7 @@ class Scaling(Carried):
         return cls(factor, log2, Float32(before_tanh), growth / log2, large, lowest)
 
     def multiply_add(self, x: Any, y: Any) -> Any:
-        """factor * x + y with one rounding."""
+        """Compute factor * x + y with one rounding."""
         return cute.math.fma(self.factor, x, y)
 
     def rounded_off(self, maximum: Any) -> Any:
@@ -95,11 +95,11 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 def move_maximum(
     highest: Float32, previous: Float32, scaling: Scaling
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
-    """(the new maximum, the new maximum or a finite number if the maximum is -inf, whether the
-    maximum stayed, whether the row's scores are large).
+    """Return (the new maximum, the new maximum or a finite number if the maximum is -inf, whether
+    the maximum stayed, whether the row's scores are large).
     """
     large = (abs(highest) >= scaling.large) & (highest != -INF)
-    # The threshold is rounded down: an ulp of a large maximum may exceed `growth`.
+    # The threshold is rounded down, because an ulp of a large maximum may exceed `growth`.
     passed, _ = cute.arch.add_packed_f32x2(
         (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
     )
@@ -122,7 +122,7 @@ def subtract_maximum(values: cute.Tensor, maximum: Float32) -> Float32:
 
 
 def exponents(values: cute.Tensor, columns: range, log2: Any, offset: Any) -> list[Any]:
-    """values * log2 + offset in pairs, for an even number of columns."""
+    """Compute values * log2 + offset in pairs, for an even number of columns."""
     return [
         cute.arch.fma_packed_f32x2((values[j], values[j + 1]), (log2, log2), (offset, offset))
         for j in columns[::2]
@@ -133,8 +133,9 @@ def exponents(values: cute.Tensor, columns: range, log2: Any, offset: Any) -> li
 def finish_row(
     total: Float32, maximum: Float32, scaling: Scaling, sink: Float32 | None
 ) -> tuple[Float32, Float32]:
-    """(factor of the row of O, log-sum-exp of the row), from `total`, the sum of its exponentials
-    relative to `maximum`. A row without visible keys gets 0, and -inf or the sink."""
+    """Return (factor of the row of O, log-sum-exp of the row). `total` is the sum of the row's
+    exponentials relative to `maximum`. A row without visible keys gets the factor 0, and the
+    log-sum-exp -inf or the sink."""
     if maximum == INF:  # inf - inf is NaN, and exp2 on the FMA units loses a NaN
         total = Float32(NAN)
     rest = scaling.rounded_off(maximum)
@@ -145,7 +146,7 @@ def finish_row(
         if total != 0.0:
             if not (sink < INF):
                 total = Float32(NAN)
-            # Compare in natural units: the conversion to base 2 would round once more.
+            # Compare in natural units, because the conversion to base 2 would round once more.
             above_sink = scaling.multiply_add(maximum, -sink)
             below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
             ratio = cute.math.exp2(below * LOG2_E - rest, fastmath=True)

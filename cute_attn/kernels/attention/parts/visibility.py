@@ -51,7 +51,7 @@ class Visibility(Carried):
         return row >> _log2(self.rows_per_token)
 
     def keys(self, token: Int32, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
-        """[low, high) of the keys that a token sees; low may be negative."""
+        """Return [low, high), the keys that a token sees; low may be negative."""
         diagonal = token + seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
@@ -61,7 +61,7 @@ class Visibility(Carried):
         return low, high
 
     def tokens(self, key: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
-        """[low, high) of the tokens that see a key; low may be negative."""
+        """Return [low, high), the tokens that see a key; low may be negative."""
         diagonal = key + seqlen_q - seqlen_k
         low, high = 0, seqlen_q
         if self.left is not None:
@@ -71,13 +71,14 @@ class Visibility(Carried):
         return low, high
 
     def key_tiles(self, block: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles with a key that some row of query tile `block` sees."""
+        """Return [first, end), the K/V tiles with a key that some row of query tile `block`
+        sees."""
         return self.key_tiles_of_rows(block * self.tile_m, self.tile_m, seqlen_q, seqlen_k)
 
     def key_tiles_of_rows(
         self, first_row: Int32, rows: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles with a key that at least one of the rows sees."""
+        """Return [first, end), the K/V tiles with a key that at least one of the rows sees."""
         shift = seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
@@ -90,13 +91,14 @@ class Visibility(Carried):
     def whole_key_tiles(
         self, first_row: Int32, rows: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles that need no mask: each of `rows` rows sees every key."""
+        """Return [first, end), the K/V tiles that need no mask, because each of `rows` rows sees
+        every key."""
         low, _ = self.keys(self.token(first_row + rows - 1), seqlen_q, seqlen_k)
         _, high = self.keys(self.token(first_row), seqlen_q, seqlen_k)
         return _whole_tiles(low, high, self.tile_n)
 
     def query_tiles(self, key_tile: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
-        """[first, end) of the query tiles with a row that sees some key of a K/V tile."""
+        """Return [first, end), the query tiles with a row that sees some key of a K/V tile."""
         shift = seqlen_q - seqlen_k
         low, high = 0, seqlen_q
         if self.left is not None:
@@ -109,7 +111,8 @@ class Visibility(Carried):
     def whole_query_tiles(
         self, first_key: Any, keys: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:
-        """[first, end) of the query tiles that need no mask: every row sees each of `keys` keys."""
+        """Return [first, end), the query tiles that need no mask, because every row sees each of
+        `keys` keys."""
         low, _ = self.tokens(first_key + keys - 1, seqlen_q, seqlen_k)
         _, high = self.tokens(first_key, seqlen_q, seqlen_k)
         return _whole_tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
@@ -125,13 +128,14 @@ def _divided(x: Any, size: int) -> Any:
 
 
 def _tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
-    """[first, end) of the tiles that [low, high) touches; empty if [low, high) is."""
+    """Return [first, end), the tiles that [low, high) touches. The result is empty if [low, high)
+    is empty."""
     first = _divided(low, size)
     end = _divided(cutlass.max(high, 0) + (size - 1), size)
     return first, cutlass.max(first, end)
 
 
 def _whole_tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
-    """[first, end) of the tiles that lie in [low, high); first may be past end."""
+    """Return [first, end), the tiles that lie in [low, high); first may be past end."""
     first = _divided(cutlass.max(low, 0) + (size - 1), size)
     return first, _divided(cutlass.max(high, 0), size)

@@ -88,7 +88,7 @@ T_STAGES = 2
 STATS_STAGES = 4
 OUT_STAGES = 2  # boxes of dV or dK that wait for TMA
 
-COLUMNS = QUERIES // 2  # of a row of T that a thread has
+COLUMNS = QUERIES // 2  # columns of a row of T that a thread has
 CHUNK = 8  # values of P' in 16 bytes
 STEP = 16  # columns whose statistics are in registers at once
 
@@ -106,7 +106,7 @@ ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up.
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
@@ -120,12 +120,13 @@ EDGES = (
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
     # t_done implies stats_empty and acc_empty, through the order of the elementwise warps' work.
-    # Both edges stay declared: a change of the order must not become a race.
+    # Both edges stay declared, so that a change of the order does not become a race.
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
     # P' goes to the key pair, and the grant of the buffer back, warp by warp. The key pair grants
-    # every use: a work item that no query sees stages zeros in the buffer, but exchanges nothing.
+    # every use, because a work item that no query sees stages zeros in the buffer, but exchanges
+    # nothing.
     Edge(
         "exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER,
         "the warp's part of P's buffer", by_warp=True,
@@ -151,7 +152,7 @@ assert OUT_STAGES == QUERIES // COLUMNS, "a box for each half of P'"
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -205,7 +206,7 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        num_tiles: for the scheduler.
+        num_tiles: the scheduler's number of tiles.
     """
 
     of_values: OfPair
@@ -218,7 +219,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Shared(Carried):
-    """What all warps of a CTA share.
+    """The values that all warps of a CTA share.
 
     Attributes:
         t: stage 0 of T in tensor memory.
@@ -311,7 +312,7 @@ class Sm100Hd256DkDv:
         )
 
     def outputs(self, x: cute.Tensor) -> cute.Tensor:
-        """dk or dv, with the splits of partial sums in the mode of sequences."""
+        """Return dk or dv, with the splits of partial sums in the mode of sequences."""
         if not self.spec.partial or self.spec.varlen_k:
             return x
         splits, batch, *rest = x.shape
@@ -528,7 +529,7 @@ class Sm100Hd256DkDv:
         work = queue.read(taken)
         while work.exists:
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            # Whole tiles of queries need no mask: every query sees every key of this CTA.
+            # Whole tiles of queries need no mask, because every query sees every key of this CTA.
             whole_first, whole_end = visible.whole_query_tiles(
                 first_key(work.block), ROWS, work.seqlen_q, work.seqlen_k
             )
@@ -560,7 +561,7 @@ class Sm100Hd256DkDv:
                 values = cute.make_rmem_tensor(values_shape, Float32)
                 cute.copy(load, shifted(t_from, column), values)
                 cute.arch.fence_view_async_tmem_load()
-                sent = words  # P', where P' differs from P
+                sent = words  # the words to send: P', where P' differs from P
                 if cutlass.const_expr(key_pair):
                     self.differentiate(values, statistic, received, words)
                 else:

@@ -78,7 +78,7 @@ KEYS = TILE_N // CTAS  # rows of K and V that a CTA loads
 HEAD_DIM = 256
 OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
-COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
+COLUMNS = TILE_N // 2  # columns of S and dP of each elementwise thread
 
 KV_STAGES = 3  # uses of a K/V tile: a tile's last use always has the last stage
 LAST_STAGE = KV_STAGES - 1
@@ -101,7 +101,7 @@ ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to elementwise.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up to elementwise.
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
@@ -112,8 +112,8 @@ EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
     # Other edges imply q_empty and dq_read, through the order of the producers' work. Both edges
-    # stay declared: a change of the order must not become a race. The edges cost one arrival for
-    # each tile of queries.
+    # stay declared, so that a change of the order does not become a race. The edges cost one
+    # arrival for each tile of queries.
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
@@ -137,7 +137,7 @@ assert KV_BYTES == DQ_STAGES * ROWS * BOX * 2, "dQ is staged in a stage of the r
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -167,8 +167,8 @@ class Operands(Carried):
 
     Attributes:
         q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma: TMA's copies.
-        q, do, k, v, k_columns, dq_boxes: coordinates for TMA.
-        num_tiles: for the scheduler.
+        q, do, k, v, k_columns, dq_boxes: the tensors' coordinates for TMA.
+        num_tiles: the scheduler's number of tiles.
     """
 
     q_tma: cute.CopyAtom
@@ -191,7 +191,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Shared(Carried):
-    """What all warps of a CTA share.
+    """The values that all warps of a CTA share.
 
     Attributes:
         s, dp, dq: accumulators in tensor memory.
@@ -479,7 +479,7 @@ class Sm100Hd256Dq:
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             first_row = (CTAS * work.block + cta_rank()) * ROWS
-            # Whole K/V tiles need no mask: every row of this CTA sees every key.
+            # Whole K/V tiles need no mask, because every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 first_row, ROWS, work.seqlen_q, work.seqlen_k
             )
@@ -538,7 +538,7 @@ class Sm100Hd256Dq:
     def score_gradients(
         self, p: cute.Tensor, dp: cute.Tensor, delta: Float32, shape: Any
     ) -> cute.Tensor:
-        """dS, rounded, two values in a word."""
+        """Return dS, rounded, with two values in a word."""
         pairs = [(p[j], p[j + 1]) for j in range(0, COLUMNS, 2)]
         ds = score_gradients(pairs, dp, range(COLUMNS), delta)
         words = cute.make_rmem_tensor(shape, Int32)

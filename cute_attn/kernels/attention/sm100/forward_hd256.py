@@ -112,7 +112,7 @@ ROLES = (SOFTMAX, CORRECTION, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to softmax.
+# Registers of a thread. All 384 threads start with 168, and warps 8-11 give some up to softmax.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
 assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
@@ -143,7 +143,7 @@ assert KV_BYTES == TILE_N * DIMS * 2, "K and V share a ring"
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         num_clusters: how many clusters are resident at once.
@@ -173,9 +173,9 @@ class Operands(Carried):
 
     Attributes:
         q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where the tiles have no splits.
-        q, k, v: coordinates for TMA.
-        o: coordinates for TMA, or the tensor where the tiles have splits.
-        num_tiles: for the scheduler.
+        q, k, v: the tensors' coordinates for TMA.
+        o: o's coordinates for TMA, or the tensor o if the tiles have splits.
+        num_tiles: the scheduler's number of tiles.
     """
 
     q_tma: cute.CopyAtom
@@ -194,7 +194,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Shared(Carried):
-    """What all warps of a CTA share.
+    """The values that all warps of a CTA share.
 
     Attributes:
         s: stage 0 of S in tensor memory.
@@ -305,7 +305,7 @@ class Sm100Hd256Forward:
         return SplitTileMap(*given, splits=a.o.shape[0]) if self.spec.split else TileMap(*given)
 
     def key_tiles(self, visible: Visibility, work: Work | SplitWork) -> tuple[Int32, Int32]:
-        """[first, end) of the K/V tiles of a tile, or of a part of it."""
+        """Return [first, end), the K/V tiles of a tile, or of a split of the tile."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
         return work.part(first, end) if isinstance(work, SplitWork) else (first, end)
 
@@ -489,7 +489,7 @@ class Sm100Hd256Forward:
         work = queue.read(taken)
         while work.exists:
             first, end = self.key_tiles(own.visible, work)
-            # Whole K/V tiles need no mask: every row of this CTA sees every key.
+            # Whole K/V tiles need no mask, because every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
             )

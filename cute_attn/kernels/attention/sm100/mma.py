@@ -18,18 +18,18 @@ from ..spec import TILE_M, TILE_N
 
 
 def over_head_dim(head_dim: int) -> tuple[int, int, int]:
-    """Rows, columns and contraction of S and dP."""
+    """The shape of S and dP: rows, columns and contraction."""
     return TILE_M, TILE_N, head_dim
 
 
 def over_tile(head_dim: int) -> tuple[int, int, int]:
-    """Rows, columns and contraction of O and the gradients."""
+    """The shape of O and the gradients: rows, columns and contraction."""
     return TILE_M, head_dim, TILE_N
 
 
 def mma_over_head_dim(dtype: type[Numeric]) -> cute.TiledMma:
-    """256 rows by 128 rows, contracted over head_dim: both operands are row-major in shared
-    memory."""
+    """The MMA of 256 rows by 128 rows, contracted over head_dim. Both operands are row-major in
+    shared memory."""
     return sm100.make_trivial_tiled_mma(
         dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
         tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
@@ -37,8 +37,8 @@ def mma_over_head_dim(dtype: type[Numeric]) -> cute.TiledMma:
 
 
 def mma_over_tile(dtype: type[Numeric], head_dim: int) -> cute.TiledMma:
-    """256 rows by head_dim, contracted over the 128 rows of a tile: the first operand is in tensor
-    memory, the second row-major in shared memory."""
+    """The MMA of 256 rows by head_dim, contracted over the 128 rows of a tile. The first operand is
+    in tensor memory, and the second operand is row-major in shared memory."""
     return sm100.make_trivial_tiled_mma(
         dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
         tcgen05.CtaGroup.TWO, (TILE_M, head_dim), tcgen05.OperandSource.TMEM,
@@ -102,8 +102,8 @@ def issue_mma(
     stage: Int32,
     accumulate: Boolean,
 ) -> None:
-    """Multiply a, of one stage, by a stage of b."""
-    # The MMA is copied: a flag set here would otherwise outlive the branch of the call.
+    """Multiply `a`, which has one stage, by a stage of `b`."""
+    # The MMA is copied, because a flag set here would otherwise outlive the branch of the call.
     mma = cutlass.new_from_mlir_values(mma, cutlass.extract_mlir_values(mma))
     mma.set(tcgen05.Field.ACCUMULATE, accumulate)
     for step in cutlass.range_constexpr(cute.size(b, mode=[2])):

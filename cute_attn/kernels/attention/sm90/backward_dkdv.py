@@ -15,8 +15,8 @@ P' is P; with a softcap, P' is P times the slope of the cap. A warpgroup starts 
 of queries before this tile's dS^T Q, and computes P^T while dS^T Q and dP^T run.
 
     warps    role         work on a tile of keys
-    0-7      consumers    all of the above; at the end dK and dV through shared memory, by TMA
-    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+    0-7      consumers    compute all of the above; at the end store dK and dV by TMA
+    8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
 
 dK and dV are staged in the buffers of K and V. Partial sums of splits are stored from registers.
 The load warp's warpgroup gives its registers to the consumers; its three other warps idle.
@@ -60,7 +60,8 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -84,7 +85,7 @@ EDGES = (
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -118,11 +119,11 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, do_tma: TMA's loads.
-        q, k, v, do: coordinates for TMA.
+        q_tma, k_tma, v_tma, do_tma: TMA's copies into shared memory.
+        q, k, v, do: the tensors' coordinates for TMA.
         dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
-        dk, dv: coordinates for TMA, or the sums.
-        num_tiles, counter: for the scheduler.
+        dk, dv: the gradients' coordinates for TMA, or the sums of the splits.
+        num_tiles, counter: the scheduler's number of tiles, and its counter.
     """
 
     q_tma: cute.CopyAtom
@@ -146,10 +147,10 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps throughout the kernel.
 
     Attributes:
-        k, v: shared addresses of the warpgroup's rows of K and V.
+        k, v: shared addresses of the warpgroup's rows in the buffers of K and V.
         dk, dv: accumulators.
     """
 
@@ -316,8 +317,8 @@ class Sm90DkDv:
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = own.keys.queue
-        taken = Int32(0)  # tiles of keys
-        n = Int32(0)  # tiles of queries
+        taken = Int32(0)  # counts tiles of keys
+        n = Int32(0)  # counts tiles of queries
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
@@ -328,8 +329,8 @@ class Sm90DkDv:
             first, end = own.keys.query_tiles(work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
-            # Registers are scarce: the work is read again, and its stage computed again, at each
-            # place of use.
+            # Registers are scarce, so each place of use reads the work again, and computes its
+            # stage again.
             taken = opaque(taken)
             work = queue.read(taken)
             queue.release(taken)

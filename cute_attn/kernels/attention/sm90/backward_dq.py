@@ -14,8 +14,8 @@ tile before this tile's dS K, and computes P while dS K and dP run. At head_dim 
 memory has no third K tile, dS K comes first, so that its K tile can be replaced a product earlier.
 
     warps    role         work on a tile of queries
-    0-7      consumers    all of the above; at the end dQ through shared memory, by TMA
-    8        load         finds the next tile; Q and dO, then each K/V tile, by TMA
+    0-7      consumers    compute all of the above; at the end store dQ by TMA
+    8        load         finds the next tile; loads Q and dO, then each K/V tile, by TMA
 
 dQ is staged in the buffer of Q. The load warp's warpgroup gives its registers to the consumers;
 its three other warps idle.
@@ -81,7 +81,7 @@ def edges(k_stages: int, v_stages: int) -> tuple[Edge, ...]:
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -113,8 +113,8 @@ class Operands(Carried):
 
     Attributes:
         q_tma, k_tma, v_tma, do_tma, dq_tma: TMA's copies.
-        q, k, v, do, dq: coordinates for TMA.
-        num_tiles, counter: for the scheduler.
+        q, k, v, do, dq: the tensors' coordinates for TMA.
+        num_tiles, counter: the scheduler's number of tiles, and its counter.
     """
 
     q_tma: cute.CopyAtom
@@ -135,7 +135,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps throughout the kernel.
 
     Attributes:
         warp: the warp's number in the CTA.
@@ -336,8 +336,8 @@ class Sm90Dq:
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = own.queue
-        taken = Int32(0)  # tiles of queries
-        n = Int32(0)  # K/V tiles
+        taken = Int32(0)  # counts tiles of queries
+        n = Int32(0)  # counts K/V tiles
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
@@ -349,7 +349,7 @@ class Sm90Dq:
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
             own.barriers.warp_arrives("do_empty", taken)
-            # Registers are scarce: the work is read again at each place of use.
+            # Registers are scarce, so each place of use reads the work again.
             work = queue.read(taken)
             queue.release(taken)
             self.finish_rows(x, own)
@@ -376,7 +376,7 @@ class Sm90Dq:
         """Compute dQ of work `taken` over its K/V tiles. n K/V tiles came before; return the number
         after this work."""
         spec = self.spec
-        # Whole K/V tiles need no mask: every query of the warpgroup sees every key.
+        # Whole K/V tiles need no mask, because every query of the warpgroup sees every key.
         whole_first, whole_end = own.visible.whole_key_tiles(
             work.block * spec.tile_m + own.group * ROWS, ROWS, work.seqlen_q, work.seqlen_k
         )

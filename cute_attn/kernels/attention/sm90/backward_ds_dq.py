@@ -12,10 +12,10 @@ If dS is kept for only a part of the keys at once, the kernel runs for one part 
 between, dQ is in global memory in float32, in the order of the registers (`query_sums`).
 
     warps    role         work on a tile of queries
-    0-7      consumers    the product; at the end dQ to global memory, from registers
-    8        load         finds the tile; K and dS of each tile of keys
+    0-7      consumers    compute the product; at the end store dQ from registers
+    8        load         finds the tile; loads K and dS of each tile of keys
 
-A cluster has one tile of queries, so that the hardware hands out tiles as SMs become free. The load
+A cluster handles one tile of queries, so the hardware hands out tiles as SMs become free. The load
 warp's warpgroup gives registers to the other warpgroups; its three other warps idle.
 """
 
@@ -60,7 +60,8 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -75,7 +76,7 @@ EDGES = (
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Attributes:
         ds: dS of the call's query heads; with `sums`, dS of a part of the tiles of keys. See
@@ -110,8 +111,8 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        k: coordinates for TMA.
-        group: query heads of a K/V head.
+        k: K's coordinates for TMA.
+        group: the number of query heads of a K/V head.
         visible: which keys the cluster's queries see.
     """
 
@@ -135,14 +136,14 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps throughout the kernel.
 
     Attributes:
         warp: the warp's number in the CTA.
         group: the number of the warp's warpgroup.
         k: shared address of the ring.
         ds: shared address of the warpgroup's tiles in their ring.
-        acc: accumulators.
+        acc: accumulators of dQ.
     """
 
     warp: Int32
@@ -253,20 +254,22 @@ class Sm90DsDq:
         return (work.block * CTAS + cta_rank()) * WARPGROUPS + group
 
     def seen_key_tiles(self, x: Operands, work: Work, tile: Int32) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of keys that a tile of 64 queries sees."""
+        """Return [first, end), the tiles of keys that a tile of 64 queries sees."""
         first, end = x.visible_of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
         return first, cutlass.select_(tile * ROWS < work.seqlen_q, end, first)
 
     def key_tiles(self, x: Operands, work: Work, tile: Int32) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of keys that a tile of 64 queries sees and whose dS is kept."""
+        """Return [first, end), the tiles of keys that a tile of 64 queries sees and whose dS is
+        kept."""
         return self.of_part(x, *self.seen_key_tiles(x, work, tile))
 
     def key_tiles_of_cluster(self, x: Operands, work: Work) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of keys that the cluster's queries see and whose dS is kept."""
+        """Return [first, end), the tiles of keys that the cluster's queries see and whose dS is
+        kept."""
         return self.of_part(x, *x.visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
     def of_part(self, x: Operands, first: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of keys of a range whose dS is kept."""
+        """Return [first, end), the tiles of keys in a range whose dS is kept."""
         if not self.spec.partial:
             return first, end
         first = cutlass.max(first, x.first_tile)

@@ -14,14 +14,14 @@ each query head the CTA loops over the tiles of 64 queries that see some of the 
     dQ = dS K              64 x half of head_dim       dS and K in shared memory
 
     warps    role         work on a tile of keys
-    0-7      consumers    all of the above; at the end dK and dV from registers
-    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
-    9        zeros        the zeros of the sums of dQ, see `query_zeros`
+    0-7      consumers    compute all of the above; at the end store dK and dV from registers
+    8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
+    9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
 
 Each warp stages its part of dQ in its own shared memory. A bulk reduction adds the part to float32
-sums in global memory. `backward_postprocess` scales and rounds the sums. CTAs add in any order: the
-bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the consumers;
-its two other warps idle.
+sums in global memory. `backward_postprocess` scales and rounds the sums. CTAs add in any order, so
+the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
+consumers; its two other warps idle.
 
 As in `backward_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
 loop turns over after dS, and dQ is one tile late:
@@ -36,7 +36,7 @@ loop turns over after dS, and dQ is one tile late:
     the other warpgroup's turn            dQ from its staging to L2; P^T and dS^T of tile n + 1
 
 Tile n + 1 may belong to the next tile of keys, which is work `taken` + 1. The next K is loaded
-beside the products with the K before: the ring of K has two stages.
+beside the products with the previous K, so the ring of K has two stages.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 assert len(CONSUMERS) == WARPS
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -193,7 +194,7 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer) -> None:
-        count = Int32(0)  # works done
+        count = Int32(0)  # number of works done
         queue = own.keys.queue
         queue.wait(count)
         if queue.read(count).exists:
@@ -313,7 +314,7 @@ class Sm90Hd128Backward:
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:
-        """If `use` is the only use of its work, let the other warpgroup start its dQ first: the
+        """If `use` is the only use of its work, let the other warpgroup start its dQ first. The
         next K overwrites the K that the other warpgroup's dQ reads."""
         if use.adds == 0:
             own.turns.give()
@@ -323,8 +324,8 @@ class Sm90Hd128Backward:
         self, own: Consumer, n: Int32, adds: Int32, dq: list[Float32]
     ) -> tuple[list[Float32], int]:
         """Run `start_dk` step by step, stage a part of dQ before each step, and return the number
-        of groups. The queue of products is short: if dQ were staged at once, the queue would run
-        dry."""
+        of groups. The tensor cores' queue of products is short. If all of dQ were staged at once,
+        the queue would run dry."""
         spec, queries = self.spec, own.products.q_of(n)
         dk, steps = fragments.values(own.dk), spec.tile_m // STEP
         vectors = own.sums.vectors

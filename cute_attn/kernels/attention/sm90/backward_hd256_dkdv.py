@@ -17,16 +17,16 @@ P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in uni
 warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
 to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
-a product. This order takes a third stage of Q. Its memory comes from the columns of K and V that
-stay in registers.
+a product. This order takes a third stage of Q. The third stage takes the memory of the columns of K
+and V that stay in registers.
 
     warps    role         work on a tile of keys
-    0-3      value        as above; at the end dV through a stage of Q, by TMA
-    4-7      key          as above; at the end dK through another, by TMA
-    8        load         finds the tile; K and V, then Q, lse, dO and delta of each tile of queries
+    0-3      value        computes as above; at the end stores dV through a stage of Q, by TMA
+    4-7      key          computes as above; at the end stores dK through another stage, by TMA
+    8        load         finds the tile; loads K and V, then Q with lse, and dO with delta
 
-A cluster has one tile of keys, so that the hardware hands out tiles as SMs become free. Partial
-sums of splits are stored from registers. The load warp's warpgroup gives registers to the other
+A cluster handles one tile of keys, so the hardware hands out tiles as SMs become free. Partial sums
+of splits are stored from registers. The load warp's warpgroup gives registers to the other
 warpgroups; its three other warps idle.
 """
 
@@ -75,7 +75,8 @@ KEY = Role("key", range(len(VALUE), 2 * WARPGROUP_WARPS))
 CONSUMERS = Role("consumers", range(0, 2 * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
@@ -84,7 +85,7 @@ HELD = 128  # columns of K and V in registers
 # columns of K and V that have moved to registers.
 Q_STAGES, DO_STAGES = 3, 2
 BOTH_BARRIER = 3  # the named barrier of both warpgroups; 0 to 2 are taken
-OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # Y and Z
+OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # the edges of Y and Z
 
 # The edges in the order in which a tile meets them. A use is a tile of queries; k and v have one
 # use.
@@ -104,7 +105,7 @@ EDGES = (
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; FakeArguments has the shapes.
+    """The kernel's arguments. `FakeArguments` has the shapes.
 
     Each split of a group counts as a K/V head. A call has `num_split_heads` such heads.
 
@@ -146,10 +147,10 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, do_tma: TMA's loads.
-        q, k, v, do: coordinates for TMA.
+        q_tma, k_tma, v_tma, do_tma: TMA's copies into shared memory.
+        q, k, v, do: the tensors' coordinates for TMA.
         dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
-        dk, dv: coordinates for TMA, or the sums.
+        dk, dv: the gradients' coordinates for TMA, or the sums of the splits.
     """
 
     q_tma: cute.CopyAtom
@@ -174,7 +175,7 @@ class Operands(Carried):
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the value or the key warpgroup keeps.
+    """The values that a warp of the value or key warpgroup keeps throughout the kernel.
 
     Attributes:
         warp: the warp's number in its warpgroup.
@@ -186,7 +187,7 @@ class Consumer(Carried):
         held: registers of the first columns of X as an operand.
         t: registers of T.
         words: registers of T' as an operand.
-        acc: accumulators.
+        acc: accumulators of dV or dK.
     """
 
     warp: Int32
@@ -425,7 +426,7 @@ class Sm90Hd256DkDv:
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
-            # Registers are scarce: the work is read again at each place of use.
+            # Registers are scarce, so each place of use reads the work again.
             work = queue.read(0)
             factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
             if cutlass.const_expr(role is KEY or self.unit != 1.0):
@@ -447,7 +448,7 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
     ) -> None:
         """Compute dV or dK from `count` tiles of queries."""
-        # Whole tiles of queries need no mask: every query sees every key of the CTA.
+        # Whole tiles of queries need no mask, because every query sees every key of the CTA.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
         )

@@ -16,20 +16,20 @@ each query head the CTA loops over the tiles of queries that see some of the key
 P' is P; with a softcap, P' is P times the slope of the cap.
 
     warps    role         work on a tile of keys
-    0-7      consumers    all of the above; at the end dK and dV from registers
-    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
-    9        zeros        the zeros of the sums of dQ, see `query_zeros`
+    0-7      consumers    compute all of the above; at the end store dK and dV from registers
+    8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
+    9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
 
 Each thread adds its part of a tile's dQ to float32 sums in global memory. `backward_postprocess`
-scales and rounds the sums. CTAs add in any order: the bits of dQ differ from run to run.
+scales and rounds the sums. CTAs add in any order, so the bits of dQ differ from run to run.
 `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup gives
 its registers to the consumers; its two other warps idle.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the next
 tile. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the other
-warpgroup's burst. A warpgroup also needs dS of the other warpgroup, which is half a tile behind: dQ
-is two tiles late. Other work during a burst waits for nothing: a waiting warp would leave the
-tensor cores idle.
+warpgroup's burst. A warpgroup also needs dS of the other warpgroup, which is half a tile behind. So
+dQ is two tiles late. Other work during a burst waits for nothing, because a waiting warp would
+leave the tensor cores idle.
 
     tensor cores, in order                beside them
     dQ = dS K of tile n - 2
@@ -41,10 +41,10 @@ tensor cores idle.
                                           memory
 
 The loop runs over all tiles of queries of all tiles of keys that the CTA takes. So tile n may
-belong to the next tile of keys, the next work. K of up to three works is in use at once: the work
-of dQ, the work of dV and dK, and the work of S^T. V has one buffer, which is loaded again when dP^T
-of a work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T
-of the next work.
+belong to the next tile of keys, the next work. K of up to three works is in use at once. One work
+is at dQ, one at dV and dK, and one at S^T. V has one buffer, which is loaded again when dP^T of a
+work's last tile of queries is done. dK and dV are stored from registers, beside S^T and dP^T of the
+next work.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 assert len(CONSUMERS) == WARPS
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
@@ -191,7 +192,7 @@ class Sm90Hd64Backward:
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer) -> None:
-        count = Int32(0)  # works done
+        count = Int32(0)  # number of works done
         queue = own.keys.queue
         queue.wait(count)
         if queue.read(count).exists:

@@ -48,8 +48,8 @@ class DsRing(Carried):
         fragments.stage_matrices(words, self.stage(n), warp, self.spec.tile_n, lane)
 
     def publish(self, n: Int32) -> None:
-        """Publish the dS^T of `store`. Called long after `store`, so that the fence does not
-        wait."""
+        """Make the dS^T that `store` wrote visible to `wgmma`, and arrive at `ds_full`. Called long
+        after `store`, so that the fence does not wait."""
         cute.arch.fence_view_async_shared()
         self.barriers.warp_arrives("ds_full", n)
 

@@ -41,7 +41,7 @@ ELEMENT_BYTES, L2_PARTS = 2 + 2 + 4, 2
 
 
 class Arguments(NamedTuple):
-    """What the kernels are called with; FakeArguments has the shapes.
+    """The kernels' arguments. `FakeArguments` has the shapes.
 
     Attributes:
         stats: lse and delta of the query rows; see `statistics`.
@@ -78,9 +78,9 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, do_tma: TMA's loads.
-        q, k, v, do: coordinates for TMA.
-        num_tiles, counter: for the scheduler.
+        q_tma, k_tma, v_tma, do_tma: TMA's copies into shared memory.
+        q, k, v, do: the tensors' coordinates for TMA.
+        num_tiles, counter: the scheduler's number of tiles, and its counter.
     """
 
     q_tma: cute.CopyAtom
@@ -114,7 +114,8 @@ def fake_arguments(spec: Sm90BackwardSpec) -> Arguments:
 def parameters(
     a: Arguments, spec: Sm90BackwardSpec
 ) -> tuple[Operands, TileMap, Visibility, Scaling]:
-    """What the host gives the device code. Each split of a group counts as a K/V head."""
+    """The structs that the host passes to the device code. Each split of a group counts as a K/V
+    head."""
     row_bytes = L2_PARTS * ELEMENT_BYTES * spec.head_dim
     tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -130,8 +131,8 @@ def parameters(
 
 
 class LoadWarp:
-    """The load warp of a kernel. V is loaded late, after the first Q: the previous work uses the
-    buffer of V longer than its last Q. All methods run on the device."""
+    """The load warp of a kernel. V is loaded late, after the first Q, because the previous work
+    uses the buffer of V longer than its last Q. All methods run on the device."""
 
     def __init__(self, spec: Sm90BackwardSpec, order: QueryOrder, rows: KeyRows):
         self.spec, self.order, self.rows = spec, order, rows
@@ -163,7 +164,7 @@ class LoadWarp:
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile of keys as work `taken`, and load K, V and the tile's queries, which are
         uses n and up. Return the next values of `taken` and n. A tile that no query sees is not
-        published: this warp stores zeros as the tile's gradients."""
+        published, because this warp stores zeros as the tile's gradients."""
         work = tiles.work(*where)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         if first < end:
@@ -191,7 +192,7 @@ class LoadWarp:
 
 @dataclass(frozen=True)
 class Consumer(Carried):
-    """What a warp of the consumers keeps.
+    """The values that a consumer warp keeps throughout the kernel.
 
     Attributes:
         k, v: shared addresses of the buffers of K and V.
@@ -265,7 +266,7 @@ class Consumer(Carried):
         return self.ds.start_dq(group_anew(self.keys.warp), n, self.k, offset)
 
     def k_offset(self, taken: Int32) -> Int32:
-        """Where K of a work lies in its ring, in bytes."""
+        """The offset of a work's K in the ring of K, in bytes."""
         spec = self.products.spec
         return self.barriers.stage("k_full", taken) * (2 * spec.tile_n * spec.head_dim)
 
@@ -297,7 +298,8 @@ class Consumer(Carried):
     def compute_block(
         self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], *, plain: bool
     ) -> None:
-        """Compute P^T and dS^T of use n. `plain`: the tile needs no mask and has no large lse."""
+        """Compute P^T and dS^T of use n. `plain` says that the tile needs no mask and has no large
+        lse."""
         scores = self.scores
         lse = self.first_loaded(self.products.lse_of(n))
         fragments.assign(scores.s, wgmma.wait(s, pending=1))
@@ -311,8 +313,8 @@ class Consumer(Carried):
             self.keys.mask(scores.ds, use.taken, use.tile)
 
     def first_loaded(self, statistics: Statistics) -> Statistics:
-        """Load the statistics of the first columns before a wait: the compiler does not move loads
-        across a wait.
+        """Load the statistics of the first columns before a wait, because the compiler does not
+        move loads across a wait.
         """
         ahead = self.columns_ahead
         loaded = statistics(range(ahead))

@@ -50,7 +50,7 @@ def ring(buffer: cute.Pointer, rows: int, columns: int, stages: int) -> cute.Ten
 
 @dataclass(frozen=True)
 class QueryLoads(Carried):
-    """Q with lse, and dO with delta, of tiles of queries.
+    """Loads Q with lse, and dO with delta, of tiles of queries.
 
     Attributes:
         q, do: the buffers, in boxes.
@@ -109,7 +109,7 @@ class QueryLoads(Carried):
 
 @dataclass(frozen=True)
 class KeyLoads(Carried):
-    """K and V of tiles of keys.
+    """Loads K and V of tiles of keys.
 
     Attributes:
         k, v: the buffers, in boxes.

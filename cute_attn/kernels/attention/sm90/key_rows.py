@@ -76,7 +76,7 @@ class KeyRows:
     def store_rounded(
         self, x: Any, own: Any, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
     ) -> None:
-        """Store one box of columns at a time: a lane stores 16 bytes of a row, and eight lanes
+        """Store one box of columns at a time. A lane stores 16 bytes of a row, and eight lanes
         store a line."""
         lane, boxes, warp = lane_anew(), self.spec.head_dim // BOX, own.keys.warp
         stage = own.ds.stage(n)

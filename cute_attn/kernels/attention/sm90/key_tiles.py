@@ -1,5 +1,5 @@
-"""What the SM90 kernels of dK and dV share: tiles whose rows are keys and whose columns are
-queries."""
+"""Code that the SM90 kernels of dK and dV share, for tiles whose rows are keys and whose columns
+are queries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lane_anew() -> Int32:
 def group_anew(warp: Int32) -> Int32:
     """The warpgroup's number, computed anew. Otherwise registers would hold addresses that depend
     on the number across the loops."""
-    return Int32(Uint32(opaque(warp)) // WARPGROUP_WARPS)  # signed: 8 instructions
+    return Int32(Uint32(opaque(warp)) // WARPGROUP_WARPS)  # a signed division takes 8 instructions
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class KeyTiles(Carried):
     bounded: bool
 
     def query_tiles(self, work: Work) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of queries that see some of the CTA's keys."""
+        """Return [first, end), the tiles of queries that see some of the CTA's keys."""
         return self.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
 
     def whole_query_tiles(self, work: Work) -> tuple[Int32, Int32]:
-        """[first, end) of the tiles of queries that need no mask: every query sees every key of the
-        warpgroup."""
+        """Return [first, end), the tiles of queries that need no mask, because every query sees
+        every key of the warpgroup."""
         first_key = work.block * self.visible.tile_n + self.group * ROWS
         first, end = self.visible.whole_query_tiles(first_key, ROWS, work.seqlen_q, work.seqlen_k)
         if self.bounded:
@@ -109,7 +109,7 @@ class KeyProducts(Carried):
         )
 
     def offset(self, name: str, n: Int32) -> Int32:
-        """Where use n of "q" or "do" lies in its ring, in bytes."""
+        """The offset of use n of "q" or "do" in its ring, in bytes."""
         columns = self.spec.head_dim if name == "q" else self.spec.head_dim_v
         nbytes = 2 * self.spec.tile_m * columns
         return self.barriers.stage(f"{name}_full", n) * nbytes
@@ -181,7 +181,7 @@ def mask_queries(
     bounded: bool = False,
 ) -> None:
     """Set the columns of queries that do not see the key of a lane row to 0, in an operand of tile
-    `tile` of the queries. `bounded`: no query sees a key past the end of the sequence."""
+    `tile` of the queries. `bounded` says that no query sees a key past the end of the sequence."""
     lows, highs = [], []
     for key in keys:
         low, high = visible.tokens(key, work.seqlen_q, work.seqlen_k)
@@ -201,7 +201,7 @@ def partial_offset(
     batch: Int32,
     spec: Sm90BackwardSpec,
 ) -> Int64:
-    """Where a lane's columns of a key begin, in elements of a split's partial sums `out`."""
+    """The offset of a lane's columns of a key, in elements of a split's partial sums `out`."""
     if spec.varlen_k:
         first = Int64(split) * out.shape[1] + work.k_start
     else:

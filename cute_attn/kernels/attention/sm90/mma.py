@@ -18,11 +18,11 @@ from ...common.spec import WARP_SIZE
 from ...common.tma import BOX
 
 ROWS = 64  # rows of a warpgroup
-WARPGROUP = 128  # threads
+WARPGROUP = 128  # threads of a warpgroup
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 STEP = 16  # contracted columns of one instruction
 LINE_BYTES = 128
-SUMS = 8  # columns of sums: the fewest that a product may have
+SUMS = 8  # columns of sums, the fewest columns that a product may have
 ONES_BYTES = STEP * LINE_BYTES  # a box of ones with as many rows as a step
 STEP_BYTES = STEP * 2
 STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
@@ -50,8 +50,8 @@ def start_scores_of_held(
     tile_n: int,
     head_dim: int,
 ) -> list[Any]:
-    """As `start_scores`, with the first columns of the warpgroup's rows in registers, loaded by
-    `held_rows`."""
+    """Start the product of `start_scores`, with the first columns of the warpgroup's rows in
+    registers, loaded by `held_rows`."""
     steps = range(head_dim // STEP)
     left = _along_rows(q, tile_m, steps[len(held) // 4 :])
     right = _along_rows(k, tile_n, steps)
@@ -68,7 +68,7 @@ def held_rows(q: Any, warp: Int32, tile_m: int, columns: int) -> list[Any]:
     words: list[Any] = []
     for step in range(columns // STEP):
         box = step // STEPS_OF_LINE * (tile_m * LINE_BYTES)
-        unit = (step % STEPS_OF_LINE * 2 + half) ^ row % 8  # of 16 bytes, with TMA's swizzle
+        unit = (step % STEPS_OF_LINE * 2 + half) ^ row % 8  # unit of 16 bytes, with TMA's swizzle
         words += load_matrices(at + box + unit * 16)
     return words
 
@@ -103,8 +103,8 @@ def start_output_with_sums(
     tile_n: int,
     head_dim: int,
 ) -> list[Any]:
-    """As `start_output`, with the sums of P's rows in 8 more columns of O. `ones` is the shared
-    address of ONES_BYTES of ones, above V."""
+    """Start the product of `start_output`, with the sums of P's rows in 8 more columns of O. `ones`
+    is the shared address of ONES_BYTES of ones, above V."""
     box = tile_n * LINE_BYTES
     steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
     first = wgmma.columns_descriptor(v, box)

@@ -7,9 +7,9 @@ L2 when a product adds to them. The load warp waits until the heads of a tile of
 until then the CTA's zeros warp takes further tiles. The zeros warp waits only for tiles that a
 running warp has taken, so that CTAs need not all be resident at once.
 
-    zeroed    Int32 [1 + heads * padded rows / STATS_ROWS], zeros at first: how many tiles are
-              taken; then of each head, at the sequence's first padded row / STATS_ROWS, how many of
-              its tiles have zeros
+    zeroed    Int32 [1 + heads * padded rows / STATS_ROWS], zeros at first: element 0 counts the
+              tiles that are taken. Then each head has a counter of its tiles that have zeros, at
+              the sequence's first padded row / STATS_ROWS
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEVER = 0x7FFFFFFF
 
 
 def unshared(queries: Sequences) -> Sequences:
-    """The sequences, made opaque: no register then holds values computed from the sequences across
+    """The sequences, made opaque. Then no register holds values computed from the sequences across
     the zeros warp's loop, or for consumers that compute the same values."""
     return replace(queries, tokens=opaque(queries.tokens))
 

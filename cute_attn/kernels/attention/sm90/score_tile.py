@@ -1,7 +1,7 @@
 """P and dS in fragments, for all SM90 kernels of the backward.
 
 In the dQ kernel, rows of a warpgroup's tiles are queries. In the kernels of dK and dV, rows are
-keys: the tiles are S^T and dP^T.
+keys, so the tiles are S^T and dP^T.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Turns of consumer warpgroups to start products. One warpgroup's softmax then runs during
-another's products, and not during another's softmax."""
+"""Turns of consumer warpgroups to start products. One warpgroup's softmax then runs during another
+warpgroup's products, not during another softmax."""
 
 from __future__ import annotations
 

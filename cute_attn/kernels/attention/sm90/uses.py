@@ -30,7 +30,8 @@ class QueryOrder:
 
     @property
     def lowest(self) -> int | None:
-        """The `lowest` of `work.following`."""
+        """The argument `lowest` of `work.following`: 0 if a head may begin with a later tile of
+        queries and wrap around, otherwise None."""
         return None if self.starts == 1 else 0
 
     def start(self, work: Work, first: Int32, end: Int32) -> Int32:
@@ -66,7 +67,7 @@ class Use(Carried):
     adds: Int32
 
     def __post_init__(self) -> None:
-        # Constants too become run-time values: a later use may have another value.
+        # Constants too become run-time values, because a later use may have another value.
         for field in fields(self):
             value = Int32(Int32(getattr(self, field.name)).ir_value())
             object.__setattr__(self, field.name, value)

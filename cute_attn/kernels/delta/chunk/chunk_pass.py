@@ -1,8 +1,8 @@
 """The base of the passes that carry a K by V matrix through the chunks of sequences.
 
-`state_pass` carries the state forwards, `adjoint_pass` the state's gradient backwards. For each
-chunk both read the record that `prepare` has written, and 64 rows of V elements: v, or the gradient
-of o.
+`state_pass` carries the state forwards, and `adjoint_pass` carries the state's gradient backwards.
+For each chunk both read the record that `prepare` has written, and 64 rows of V elements: v, or the
+gradient of o.
 
 All matrices are transposed. A warp owns 16 columns of V and all of K: the carried matrix, 16 by K,
 is in the accumulators of its products. Packed to 16 bits, the accumulators are the left operand of
@@ -23,8 +23,8 @@ that starts from the identity, with rows of 0, computes M. So `segments="transit
 B and M into the matrices at the segments' starts, from which `segments="outputs"` runs all
 segments.
 
-A pass counts chunks and segments in its own direction: the first chunk of a backward pass is the
-last of its sequence.
+A pass numbers chunks and segments in its own direction, so chunk 0 of a backward pass is the last
+chunk of its sequence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
 
 
 class Results(NamedTuple):
-    """What a pass stores for each chunk; see `Arguments`."""
+    """The tensors to which a pass stores the results of each chunk; see `Arguments`."""
 
     o: cute.Tensor
     states: cute.Tensor | None
@@ -74,12 +74,12 @@ class Slots(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a pass is called with. A tensor is None unless the spec has it.
+    """The arguments of a pass. A tensor is None unless the spec has it.
 
     Attributes:
         rows: [B, T, HV, V], v or the gradient of o.
-        tiles: [slots, HV, elements] and
-        decay: float32 [slots, HV, K], as `prepare` writes them.
+        tiles: [slots, HV, elements], the records of chunks, as `prepare` writes them.
+        decay: float32 [slots, HV, K], the decay of each chunk, from `prepare`.
         o: [B, T, HV, V], written: the output, or the gradient of v.
         states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
             end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64 rows
@@ -109,11 +109,12 @@ class Arguments(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the device code of a pass, or of a pass with a pool, reads and writes.
+    """The tensors and numbers that a pass's device code reads and writes. The carried matrices may
+    lie in a pool of states.
 
     Attributes:
-        start, result: the carried matrices of the sequences, or of the pool.
-        slots: where the pool has them; None without a pool.
+        start, result: the carried matrices, one for each sequence or for each slot of the pool.
+        slots: the pool's slots that hold the sequences' matrices; None without a pool.
     """
 
     rows: cute.Tensor
@@ -131,7 +132,7 @@ class Operands(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a warp of a pass works on."""
+    """The sequence, head and columns of V that a warp of a pass works on."""
 
     sequence: Any  # a SequencePlace
     head: Any
@@ -143,9 +144,9 @@ class ChunkPass:
 
     Args:
         rows_step: stride of the sub-tiles that `TransposedState.times_rows` reads.
-        scores: whether transitions need qg and Aqk too, where they have rows.
-        starts, ends: whether the call has the first matrix of each sequence, and the last.
-        store_states, store_v_new: which results the call has, beside o.
+        scores: whether transitions also read qg and Aqk, in CTAs whose columns have rows.
+        starts, ends: whether the call has `Arguments.start`, and `Arguments.result`.
+        store_states, store_v_new: whether the call has `Arguments.states`, and `Arguments.v_new`.
     """
 
     backwards = False
@@ -199,7 +200,7 @@ class ChunkPass:
             if scores:
                 offsets = [step + SUB_TILE_BYTES for step in steps] + [self.stage["aqk"]]
                 self.parts_of_rows = [(offset, SUB_TILE_BYTES) for offset in offsets]
-        # Bytes of a line of the rows: a row is lines of 128 bytes, or one shorter line.
+        # Bytes of a line. A row consists of lines of 128 bytes, or of one shorter line.
         self.line = min(spec.tile_v * 2, 128)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
@@ -292,8 +293,8 @@ class ChunkPass:
             first = segment * x.chunks_per_segment
             end = cutlass.min(first + x.chunks_per_segment, end)
             if cutlass.const_expr(self.transitions):
-                # Not needed: the last segment's result, and M of the first segment, whose start is
-                # known.
+                # The last segment's result is not needed. Nor is M of the first segment, because
+                # its start is known.
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
                 end = end if needed else first
 
@@ -506,7 +507,8 @@ class ChunkPass:
     def checkpoint(
         self, state: cute.Tensor, x: Operands, place: Place, sequence: Int32, count: Any
     ) -> None:
-        """Store the carried matrix after `count` chunks of a sequence, where it is asked for."""
+        """Store the carried matrix after `count` chunks of a sequence, if the call asks for this
+        matrix."""
 
     def hold(self) -> Any:
         """Return registers that `chunk` keeps from one chunk to the next."""
@@ -522,7 +524,7 @@ class ChunkPass:
         raise NotImplementedError
 
     def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:
-        """Store the values held since the last chunk before `end`, if `present`."""
+        """Store the values that `hold` has of the last chunk before `end`, if `present`."""
 
     # -- rows of V ----------------------------------------------------------------------------
 
@@ -570,7 +572,7 @@ class ChunkPass:
     # -- states -------------------------------------------------------------------------------
 
     def store_state(self, s: list[Any], results: Results, place: Place, index: Any) -> None:
-        """Store the carried matrix at a chunk, from the operand s to which it is rounded."""
+        """Store a chunk's carried matrix. The operand s is the matrix rounded to 16 bits."""
         if self.transitions or not self.has_states:
             return
         steps = self.spec.head_dim_k // STEP

@@ -128,8 +128,8 @@ def shared_head(head: Int32, heads_v: Any, heads_qk: Any) -> Any:
 @cute.jit
 def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
     """Return how many chunks the packed sequences before `sequence` have, which is the index in h
-    of the first chunk of `sequence`. Every lane of a warp must call this: each lane counts some of
-    the sequences."""
+    of the first chunk of `sequence`. Every lane of a warp must call this, because each lane counts
+    some of the sequences."""
     count = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):
@@ -169,7 +169,7 @@ def row_offset(row: Any, pitch: Any) -> Any:
 
 
 class Divisors(NamedTuple):
-    """What `place_of` divides by.
+    """The divisors of `place_of`.
 
     Attributes:
         heads: the number of value heads.
@@ -191,8 +191,8 @@ class Divisors(NamedTuple):
 
 @cute.jit
 def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """(slot, value head, head of q and k, chunk) of this CTA. The value head is the fast index, so
-    that the value heads of a group find q and k in L2."""
+    """Return (slot, value head, head of q and k, chunk) of this CTA. The value head is the fast
+    index, so that the value heads of a group find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by.heads)
     head_qk, _ = divmod(head, by.group)
@@ -203,7 +203,7 @@ def place_of(by: Divisors, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any
 def place_of_slot(
     slot: Int32, by_chunks: cute.FastDivmodDivisorV2, tokens: Int32, cu_seqlens: cute.Tensor | None
 ) -> Any:
-    """`chunk_place`, with the divisor `Divisors.chunks`."""
+    """Find the chunk of a slot as `chunk_place` does, with the divisor `Divisors.chunks`."""
     if cutlass.const_expr(cu_seqlens is None):
         sequence, index = divmod(slot, by_chunks)
         start = index * CHUNK

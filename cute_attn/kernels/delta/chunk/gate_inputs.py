@@ -1,4 +1,5 @@
-"""A chunk's gates from their inputs: two channels of some neighbouring tokens for each thread."""
+"""Computes a chunk's gates from their inputs. A thread has two channels of some neighbouring
+tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .chunks import row_offset
 from .spec import CHUNK, InputsSpec
 from .sub_chunks import SUB_CHUNK
 
-# -inf of a dtype in a register; a 16-bit -inf twice.
+# The bits of -inf in a register of 32 bits, which holds a 16-bit -inf twice.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 

@@ -26,8 +26,8 @@ from .sub_chunks import (
 
 
 class ScoresByHalves:
-    """Computes the scores of 8 tokens against the 8 before, then of 4, 2 and 1 tokens. All methods
-    run on the device.
+    """Computes the scores of 8 later tokens against 8 earlier tokens, then of 4 against 4, 2
+    against 2, and 1 against 1. All methods run on the device.
     """
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):
@@ -68,7 +68,8 @@ class ScoresByHalves:
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Int32, b: Int32, later: Any, earlier: Any, reference: Any) -> list[Any]:
-        """Return the accumulators of a level's product, for the thread's tokens of sub-chunk b."""
+        """Multiply q and k of the later tokens with k of the earlier tokens, for one level of
+        sub-chunk b. Return the thread's accumulators."""
         _, c = row_and_part()
         acc: list[Sequence[Any]] = [
             [Float32(0.0)] * 4 for _ in range(2)

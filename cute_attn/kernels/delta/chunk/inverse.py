@@ -91,11 +91,11 @@ class Inverse:
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32) -> None:
-        """Store all blocks of the inverse to `tile_kk`. All warps call this; `part` is the warp. L
-        and the inverted diagonal blocks must be visible to all warps before; afterwards the results
-        are.
+        """Store all blocks of the inverse to `tile_kk`. All warps call this method; `part` is the
+        warp. Before the call, L and the inverted diagonal blocks must be visible to all warps.
+        After the call, all warps see the results.
         """
-        n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
+        n = cute.make_rmem_tensor((8,), Float32)  # the accumulators of N^T
         n.fill(0.0)
         # The warp's block is (i, j).
         i = 2 + (part & 1)

@@ -60,8 +60,8 @@ class Operands:
         is_stored: cutlass.Boolean | bool = True,
     ) -> None:
         """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of q and k.
-        The buffer `of_columns` must have these rows' factors. The factors multiply q . k; then the
-        factors are multiplied by the norms, in place.
+        With `scales_keys`, the buffer `of_columns` must have these rows' factors m, which multiply
+        q . k. With l2norm, the inverse norms of k then multiply the factors, in place.
 
         The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right operand is k, then q.
         Only the diagonals of the results are used.

@@ -49,8 +49,8 @@ class ScoreTiles:
         cute.arch.barrier(barrier_id=SWAP_BARRIER + b, number_of_threads=2 * WARP_SIZE)
 
     def take(self, smem: Int32, b: Int32, which: int, acc: cute.Tensor) -> list[Any]:
-        """Add up the sums of q (0) or k (1): [sub-chunks back][half of its
-        tokens][accumulators]."""
+        """Add up the sums of q (0) or k (1). The result is in the order [sub-chunks back][half of
+        its tokens][accumulators]."""
         at = self._partial_sums(smem, b, which)
         result: list[Any] = []
         for n in range(2 * SUB_CHUNKS):

@@ -58,7 +58,7 @@ from .sub_chunks import (
 
 
 class Outputs(Protocol):
-    """Receives decayed q and k, 8 channels of row 8 half + lane // 4 of sub-chunk b at a time."""
+    """Receives decayed q and k. A call has 8 channels of row 8 half + lane // 4 of sub-chunk b."""
 
     def decayed_k(
         self, smem: Int32, b: Int32, half: int, group: Any, k: list[Any], start: Any
@@ -90,7 +90,8 @@ class Scores:
         """Run `score_rows`, and decay k to the end of the chunk. Nothing reads q, k and P
         afterwards, so their shared memory is free."""
         self.score_rows(smem, b, half, scale, out, acc)
-        # Warps with fewer blocks of scores compute more of kg: sub-chunks 0 and 1, 2, 3, none.
+        # Warps with fewer blocks of scores compute more of kg. The warps of sub-chunk 0 compute kg
+        # of 0 and 1, the warps of 1 kg of 2, the warps of 2 kg of 3.
         first = Int32(0) if b == 0 else b + 1
         last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
         for sub in cutlass.range(first, last, unroll=1):
@@ -130,7 +131,7 @@ class Scores:
         r, c = row_and_part()
         at_qk = smem + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32
-        # Left operands: [q, k][half of the rows][4].
+        # Left operands, in the order [q, k][half of the rows][4 registers].
         rows = cute.make_rmem_tensor((16,), Int32)
         in_range = self.sums.rows_of_half(smem, b, half)
         if in_range < SUB_CHUNK:

@@ -47,7 +47,7 @@ def inputs(
 
 
 def states(spec: StepSpec, sizes: Sizes, slots: cute.SymInt) -> cute.Tensor:
-    """States of `slots` slots: each head's matrix is contiguous, on a 16-byte boundary."""
+    """States of `slots` slots, where each head's matrix is contiguous, on a 16-byte boundary."""
     matrix = (spec.head_dim_k, spec.head_dim_v)
     if spec.state_v_first:
         matrix = matrix[::-1]

@@ -50,7 +50,7 @@ from .tokens import (
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     The kernel only reads record_k and record_g, because several CTAs share them: CTAs of one head,
     and of a group's value heads. `records` writes them afterwards.

@@ -5,8 +5,9 @@ sets how many values of the state a thread holds:
 
     one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
     several tokens        32: rows share the reads of k, q and decay
-    V contiguous          64 at most: a warp has 64 bytes of each of the K rows; 128 where it would
-                          have less than a sector of 32, but with records they would be spilled
+    V contiguous          64 at most: a warp has 64 bytes of each of the K rows. 128 if a warp would
+                          otherwise have less than a sector of 32 bytes, except with records, where
+                          ptxas would spill
 
 L2 holds the lines of a state that is updated in place from load to store
 (docs/kernels/kda_decode.md).

@@ -20,7 +20,7 @@ from .spec import RecordsSpec
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         k: `[B, T, HQK, K]`, with a contiguous last dimension.

@@ -29,7 +29,7 @@ from .tokens import STAGES, Fetched, TokenReader, Tokens, TokenStage, stage_of
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k: `[B, T, HQK, K]`, with a contiguous last dimension.

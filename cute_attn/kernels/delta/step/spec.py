@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
 }
 
-MAX_REGISTERS = 160  # for a thread's part of the state, of its 255 registers
+MAX_REGISTERS = 160  # of a thread's 255 registers, the most for its part of the state
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,8 @@ class StateTile:
         """Process one token: s <- Diag(decay) s + k u^T. Write the output o = scale s^T q to the
         stage.
 
-        One pass computes both s^T k and s^T q of the decayed state; the new state's s^T q is the
-        decayed state's plus (k . q) u. The norms of k and q multiply the sums.
+        One pass computes both s^T k and s^T q of the decayed state. Then s^T q of the new state is
+        s^T q of the decayed state, plus (k . q) u. The norms of k and q multiply the sums.
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
@@ -183,7 +183,8 @@ class StateTile:
 
     @cute.jit
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
-        """Process a token with known u, without output; the stage has u in place of v."""
+        """Update the state by a recorded token, whose correction u is known. No output is computed.
+        `token.v` holds u."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
@@ -219,9 +220,8 @@ class StateTile:
         return first, sums
 
     def holder(self, v: int) -> tuple[int, int]:
-        """Return the place of a total of `sum_over_k`: the total with k of this thread's v-th
-        column. The place is the bits of the lane, out of `distances`, and the index among the
-        lane's totals."""
+        """Return where `sum_over_k` leaves the total with k of this thread's v-th column: the
+        lane's bits, out of `distances`, and the index among the lane's totals."""
         bits, size = 0, self.values_of_v
         for distance in self.distances[1:]:
             if size > 1:

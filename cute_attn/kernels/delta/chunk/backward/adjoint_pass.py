@@ -8,10 +8,10 @@ after a chunk. The chunk computes
     dr     = Akk^T dv_new
     dS    <- Diag(decay) dS + qg^T do - kd^T dr
 
-This is the adjoint of `state_pass`, step by step; as there, each of the three products depends on
-the product before. The pass starts from the gradient of the final state, or from 0, and ends with
-the gradient of the initial state. It stores dS before each update, and dr, which is also the
-gradient of v.
+This is the adjoint of `state_pass`, step by step. As in `state_pass`, each of the three products
+depends on the product before. The pass starts from the gradient of the final state, or from 0, and
+ends with the gradient of the initial state. The pass stores dS before each update, and dr, which is
+also the gradient of v.
 
     warps of `state`, see `chunk_pass`
       see     start Aqk^T do

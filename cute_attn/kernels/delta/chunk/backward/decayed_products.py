@@ -7,8 +7,8 @@
 where dAqk includes the scale. dk is row + col. `gradients` adds the terms i == j of dAqk.
 
 Sums over sub-chunks follow Horner's method. The sum so far decays to the first token of the next
-sub-chunk; then comes the product of a sub-chunk whose k has decayed to that token. So each factor
-is a decay from a token to a later token, at most 1, and no large gate cancels. For rows, the sum
+sub-chunk. Then the product with a sub-chunk's k, decayed to that token, is added. So each factor is
+a decay from a token to a later token, at most 1, and no large gate cancels. For rows, the sum
 starts with the state's part. For columns, which go backwards, the sum starts with the part of the
 state's gradient.
 
@@ -60,9 +60,10 @@ class DecayedProducts:
 
     @cute.jit
     def store_operands(self, smem: Int32) -> None:
-        """Store decayed q and k, 8 threads a row, over the stage. Rows are decayed from the
-        sub-chunk's first token, times 2^shift. Columns are decayed to the next sub-chunk (or the
-        chunk's end), or to the reference 2^-shift if all rows of the sub-chunk are in range."""
+        """Store decayed q and k in the memory of the stage; 8 threads share a row. Rows are decayed
+        from the sub-chunk's first token, times 2^shift. Columns are decayed to the next sub-chunk
+        (or the chunk's end), or to the reference 2^-shift if all rows of the sub-chunk are in
+        range."""
         thread, _, _ = cute.arch.thread_idx()
         rows_of_pass = self.memory.num_threads // 8
         for i in cutlass.range_constexpr(CHUNK // rows_of_pass):
@@ -112,9 +113,10 @@ class DecayedProducts:
     def add_rows(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, dG: cute.Tensor
     ) -> None:
-        """Make dq and row, and add their part of dG. The inputs are products relative to the
-        chunk's first token, times 2^-shift: q's with the scale, dr's with its sign. Of the
-        sub-chunk's own products, only the product of the rows in range is added here."""
+        """Make dq and row, and add their part of dG. The inputs are the products with the state,
+        relative to the chunk's first token and times 2^-shift. The product for q has the scale, and
+        the product of dr its sign. Of the sub-chunk's own products, only the product of the rows in
+        range is added here."""
         b, _ = self.memory.warp_place()
         for j in cutlass.range(b, unroll=1):
             whole = self.sums.rows_in_range(smem, j) == SUB_CHUNK
@@ -314,7 +316,8 @@ class DecayedProducts:
         self._add_own(smem, acc, dG, pair, product, factors, "k", sign=-1.0)
 
     def _own_product(self, left: list[Any], right: list[Any]) -> list[Any]:
-        """Return a sum of products; 4 registers of `left` for each of `right`."""
+        """Return the sum of the products of left and right operands. A left operand is 4
+        registers."""
         result: list[Any] = []
         for i in range(2):
             product: Any = [Float32(0.0)] * 4

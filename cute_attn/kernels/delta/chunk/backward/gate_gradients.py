@@ -1,4 +1,4 @@
-"""The gates of a chunk and their gradients, 8 tokens of two channels for each thread.
+"""Computes a chunk's gates and their gradients. A thread has 8 tokens of two channels.
 
 Warp 4 n + b has sub-chunk b of the n-th 32 channels; the upper half of its lanes has the later 8
 tokens.
@@ -103,7 +103,7 @@ class GateGradients:
         ]
         store_shared(Float32, cutlass.select_(later, steps, first), values)
         if cutlass.const_expr(self.spec.dtype == "bfloat16"):
-            # Sums may ascend only without a gate.
+            # Sums of gates ascend only if gates above 0 are possible, that is with gate "none".
             found = is_outside(sums[-1])
             if cutlass.const_expr(self.spec.gate == "none"):
                 for row in sums[:-1]:
@@ -114,8 +114,8 @@ class GateGradients:
     def _store_first_outside(
         self, smem: Int32, sums: Any, token: Int32, found: cutlass.Boolean
     ) -> None:
-        """Store the sub-chunk's first token whose P is out of range in the warp's channels, 16 if
-        no token's is."""
+        """Store the sub-chunk's first token whose P is out of range in the warp's channels, or 16
+        if all are in range."""
         first = Int32(SUB_CHUNK)
         if cute.arch.vote_any_sync(found):
             keep_branch()
@@ -178,7 +178,7 @@ class GateGradients:
                 own[e] = own[e] + x[e]
         others = self._of_other_half(own)
         total = [x + y for x, y in zip(own, others, strict=True)]
-        # Both lanes store the same sum.
+        # The two lanes that share a sub-chunk's channels store the same sum.
         store_shared(Float32, self._sums(smem, "later", channel), total)
         cute.arch.sync_threads()
         running = cute.make_rmem_tensor((2,), Float32)

@@ -1,6 +1,6 @@
 """KDA's gradients of q, k, g and beta, from the states of all chunks and their gradients.
 
-The last kernel of the backward. A chunk needs nothing from other chunks.
+This is the last kernel of the backward. A chunk needs nothing from other chunks.
 
     CTA (half of K, head of q and k, chunk), 8 warps; warp 4 n + b: rows of sub-chunk b, the n-th 32
     channels. The CTAs of both halves are a cluster.
@@ -83,7 +83,7 @@ ALONG_STEP = SUB_CHUNKS * 8 * 16  # stride between parts of the channels
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in
@@ -354,7 +354,7 @@ class KdaGradients:
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
         raw = self.gates.inputs.load(self.rows(a.g, place, head, cta), place.length)
-        cute.arch.sync_threads()  # P and the operands have been read
+        cute.arch.sync_threads()  # all warps have read P and the operands
         if cutlass.const_expr(self.spec.grouped):
             if n + 1 < group:
                 if cutlass.const_expr(self.bulk):
@@ -505,7 +505,7 @@ class KdaGradients:
             of_state[i] = cute.math.fma(x[n], y[n], of_state[i])
 
     def add_product(self, acc: cute.Tensor, first: int, left: Any, right: Any) -> None:
-        """acc += left right, of 16 by 16."""
+        """acc += left right, where the product is 16 by 16."""
         for i in range(2):
             at = first + 4 * i
             old = [acc[at + n] for n in range(4)]
@@ -627,7 +627,7 @@ class KdaGradients:
                         acc[n] = acc[n] * m
                         total[e] = cute.math.fma(k[e], acc[n], total[e])
                 values += total
-        # Lanes 4 apart have different rows: in each step, each of two lanes keeps half of the
+        # Lanes 4 apart have different rows. In each step, each of two lanes keeps half of the
         # channels.
         for bit in (4, 3, 2):
             upper = ((cute.arch.lane_idx() >> bit) & 1) == 1
@@ -763,7 +763,7 @@ class KdaGradients:
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:
         """Store the warp's rows and channels of dq or dk."""
-        # Opaque: the compiler would form the sum of all offsets anew for each store.
+        # Opaque, because the compiler would form the sum of all offsets anew for each store.
         unit = self.memory.first_unit()
         first = rows.start + Int64(opaque(unit * UNIT_BYTES + paired_offset()))
         for half in cutlass.range_constexpr(2):

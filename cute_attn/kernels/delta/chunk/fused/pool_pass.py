@@ -29,7 +29,7 @@ from .state_pass import KdaStatePass
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with; see `chunk_pass.Arguments` for the other arguments.
+    """The kernel's arguments; see `chunk_pass.Arguments` for the other arguments.
 
     Attributes:
         pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.
@@ -143,7 +143,7 @@ class KdaPoolPass(KdaStatePass):
             due = (
                 n * x.slots.checkpoint_chunks == count and n <= x.slots.checkpoint_indices.shape[1]
             )
-            # A checkpoint is a state between chunks: the last chunk counts only if it is full.
+            # A checkpoint is a state between chunks, so the last chunk counts only if it is full.
             if due and count * CHUNK <= place.sequence.length:
                 slot = x.slots.checkpoint_indices[sequence, n - 1]
                 if is_slot(slot, x.result):

@@ -1,4 +1,4 @@
-"""KDA's preparation of chunks: the first kernel of the fused path.
+"""KDA's preparation of chunks, which is the first kernel of the fused path.
 
 The kernel computes everything that does not depend on the state, for every chunk of 64 tokens and
 value head. Its results are tiles in the layout of `state_pass`'s shared memory (see `__call__`).
@@ -18,8 +18,8 @@ gate costs later tokens no accuracy.
 
 The correction of a token is beta (v - S^T k). Where similar keys follow one another, corrections
 cancel in the state, but an error common to all corrections does not cancel. So beta is not part of
-the inverse: its rounding error in the diagonal would be equal for all tokens of equal beta. Instead
-beta = m p (see `gates.split_beta`), and the state takes
+the inverse, because its rounding error in the diagonal would be equal for all tokens of equal beta.
+Instead beta = m p (see `gates.split_beta`), and the state takes
 
     S <- Diag(exp(g)) S + (m k) (p (v - S^T k))^T
 
@@ -139,7 +139,7 @@ class Record(Carried):
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.

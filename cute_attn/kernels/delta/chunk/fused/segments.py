@@ -39,7 +39,7 @@ UNIT = 4  # floats per copy
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     cu_seqlens: cute.Tensor | None
     segment_states: cute.Tensor
@@ -103,7 +103,7 @@ class KdaSegments:
         row, pair = lane // 4, 2 * (lane % 4)
         place = sequence_place(sequence, x.tokens, x.cu_seqlens)
         num_chunks = (place.length + (CHUNK - 1)) // CHUNK
-        # The number of segments with chunks. All but the first and the last make a step.
+        # The number of segments with chunks. All segments but the first and the last make a step.
         count = (num_chunks + (x.chunks_per_segment - 1)) // x.chunks_per_segment
 
         smem = shared_address(
@@ -165,7 +165,8 @@ class KdaSegments:
                 )
         cute.arch.cp_async_commit_group()
 
-    # Accumulators: [tiles of 16 of V][tiles of 8 of K][halves of the 16][2 neighbours of K].
+    # Accumulators, in the order [tiles of 16 of V][tiles of 8 of K][halves of the 16][2 neighbours
+    # of K].
 
     def places(self, v: Any, k: Any) -> list[tuple[Any, Any]]:
         return [

@@ -1,4 +1,5 @@
-"""KDA's pass of the state through the chunks, with the output: second kernel of the fused path.
+"""KDA's pass of the state through the chunks, with the output. This is the fused path's second
+kernel.
 
 `prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk; kg, Akk and Aqk have the
 factors of beta = m p. With S the state at the chunk's start, a K by V matrix, a chunk computes

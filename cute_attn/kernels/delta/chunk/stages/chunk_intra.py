@@ -127,7 +127,7 @@ def store_columns(tile: Any, row: Any, group: Any, part: Any, packed: Any) -> No
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         q, k: [B, T, HQK, K].

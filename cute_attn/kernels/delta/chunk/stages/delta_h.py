@@ -3,7 +3,7 @@ and the corrections v_new.
 
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
-All matrices are transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
+All matrices are transposed, as in `state_pass`. A warp owns 16 columns of V and all of K. S^T, 16
 by K, is in the accumulators of its products. Rounded accumulators are h and, without moving between
 threads, the left operand of the next product. v_new^T is a left operand in the same way. So the
 recurrence never leaves a warp's registers, and warps share only the chunk's rows in shared memory.
@@ -65,7 +65,8 @@ TILE_V = 64  # columns of V per CTA; with 32, or 128 on sm_90, the kernel would 
 
 
 class Placeholders(NamedTuple):
-    """See `ChunkStates.placeholders`."""
+    """Placeholders of arguments that `delta_h` and its backward share, from
+    `ChunkStates.placeholders`."""
 
     of_k: Callable[[], Any]
     of_v: Callable[[], Any]
@@ -73,7 +74,7 @@ class Placeholders(NamedTuple):
     start: Any  # initial_state, or the gradient of initial_state
     end: Any  # final_state, or the gradient of final_state
     cu_seqlens: Any
-    h: Any  # or its gradient
+    h: Any  # h, or the gradient of h
 
 
 class ChunkStates:
@@ -133,14 +134,14 @@ class ChunkStates:
         }
 
     def chunks_of(self, sequence: Int32, tokens: Any, cu_seqlens: Any, h: cute.Tensor) -> Any:
-        """(place of a sequence, its first chunk in h, the number of its chunks)."""
+        """Return (place of a sequence, its first chunk in h, the number of its chunks)."""
         # Loaded values are uniform, which the compiler cannot know; this saves registers.
         place = SequencePlace(
             *map(cute.arch.make_warp_uniform, sequence_place(sequence, tokens, cu_seqlens))
         )
         first = cute.arch.make_warp_uniform(chunks_before(sequence, tokens, cu_seqlens))
         num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Stay within h for any cu_seqlens.
+        # The chunks stay within h for any cu_seqlens.
         return place, first, cutlass.min(num_chunks, h.shape[1] - first)
 
     # -- decays -------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class ChunkStates:
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     kg: cute.Tensor
     w: cute.Tensor

@@ -45,7 +45,7 @@ from .delta_h import ChunkStates
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     qg: cute.Tensor
     kg: cute.Tensor

@@ -2,8 +2,8 @@
 
 The kernel is bound by memory bandwidth. A thread holds 4 channels of 8 tokens, and issues all loads
 before the first use. The chunk's 8 groups of 8 tokens exchange their sums through shared memory. A
-token's sum depends on no later token. The groups' sums are added in double-float arithmetic: these
-sums grow as large as G, and a rounding error would stay in all later tokens.
+token's sum depends on no later token. The groups' sums are added in double-float arithmetic,
+because these sums grow as large as G, and a rounding error would stay in all later tokens.
 
     CTA (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels for each thread
@@ -45,7 +45,7 @@ GROUPS = CHUNK // ROWS
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     g: cute.Tensor
     A_log: cute.Tensor | None

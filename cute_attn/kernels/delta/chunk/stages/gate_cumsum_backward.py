@@ -41,11 +41,11 @@ from .gate_cumsum import CHANNELS, GROUPS, ROWS
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with.
+    """The kernel's arguments.
 
     Attributes:
         dA_log: the chunks' parts, `[slots, 1, HV]`; 0 for a slot without a chunk.
-        ddt_bias: the chunks' parts, `[slots, HV, K]`, likewise.
+        ddt_bias: the chunks' parts, `[slots, HV, K]`; 0 for a slot without a chunk.
     """
 
     dG: cute.Tensor

@@ -24,8 +24,8 @@ block D_ij is computed for every pair. No factor exceeds 1.
         load    dAqk, dAkk by cp.async; beta
         for each 64 channels
           earlier, later  the pairs with the other 7 blocks of tokens
-          own             those within the block; store dG, and dq and dk, or add these to the
-                          sums in shared memory
+          own             the pairs within the block; store dG, and dq and dk, or add dq and dk
+                          to the sums in shared memory
         reduce  dbeta
 """
 
@@ -67,7 +67,7 @@ ROW_BYTES = CHUNK * 4  # bytes of a row of dA
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -419,8 +419,8 @@ class KdaIntraBackward:
     # -- sums over a group --------------------------------------------------------------------
 
     def sums_at(self, part: Any, i: Any, base: Int32) -> Any:
-        """Return the address of the thread's sums of dq of a token. The sums of dk are a row
-        later."""
+        """Return the address of the thread's sums of dq of a token. The sums of dk lie one row
+        behind the sums of dq."""
         thread, _, _ = cute.arch.thread_idx()
         row = (part * TOKENS + i) * 2
         return base + self.memory["sums"] + (row * NUM_THREADS + thread) * (4 * CHANNELS)

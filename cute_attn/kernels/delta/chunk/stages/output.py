@@ -67,7 +67,7 @@ STEPS_AT_ONCE = 4  # products whose q and G are in registers at once
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor
     v_new: cute.Tensor

@@ -50,7 +50,7 @@ STEP = 16  # columns of V per product
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     v_new: cute.Tensor
     Aqk: cute.Tensor

@@ -9,7 +9,7 @@ The kernel is bound by memory bandwidth: arithmetic overlaps the loads of the ot
       load      Akk and v by cp.async; k, q and G into registers, 4 rows of a thread at once
       scale     beta exp2(G) * k -> shared memory; qg and kg -> global memory
       w         16 rows for each warp; left operands are Akk's blocks up to the diagonal
-      u         as w, from Akk Diag(beta), rounded: then v is an operand without conversion
+      u         as w, from the rounded Akk Diag(beta), so that v needs no conversion
       store     through the shared memory of the warp's rows of Akk, which are in registers
 """
 
@@ -53,7 +53,7 @@ COLUMNS = 64  # columns of w or u accumulated at once
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor | None
     k: cute.Tensor

@@ -84,7 +84,7 @@ ROWS_AND_COLUMNS = ("do", "du", "v", "v_new")
 
 
 class Arguments(NamedTuple):
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -386,7 +386,8 @@ class KdaRecomputeWUBackward:
 
     @cute.jit
     def state_products(self, total: cute.Tensor, base: Int32) -> None:
-        """Add the thread's part of h * dh, summed over 64 columns of V."""
+        """Multiply h and dh element by element. Add the thread's share of the sum over 64 columns
+        of V to `total`, for each channel."""
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.spec.state_v_first):
             # Two channels, some rows of V.
