@@ -112,8 +112,8 @@ def test_pages_change_no_bit():
 
 
 def decode(batch: int, num_splits: int) -> list[str]:
-    """The kernels of a decode step of sequences of 300 keys."""
-    q, k, v = (torch.randn(batch, rows, 2, 64).bfloat16() for rows in (1, 300, 300))
+    """The kernels of a decode step of sequences of 900 keys."""
+    q, k, v = (torch.randn(batch, rows, 2, 64).bfloat16() for rows in (1, 900, 900))
     emulator = Emulator(num_sms=4, checks=())
     with cute_attn.emulated(ARCH, emulator):
         cute_attn.flash_attn_func(q, k, v, num_splits=num_splits)
