@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ SMALL = [
     Case("decode", 16, 3, 1, 64, 4, 2, False),
     Case("decode", 16, 3, 1, 64, 4, 2, False, 16),
     Case("pages", 16, 2, 32, 32, 4, 2, True, 16),
+    Case("ragged", 16, 3, 1, 40, 4, 2, False, 16, lengths=(3, 40, 17)),
 ]
 MICROSECONDS = {
     "ours": 2.0, "contiguous": 1.9, FA4: 3.0, CUDNN: 2.5, FA2: 4.0, "kernel_copy": 1.8,
@@ -93,7 +95,7 @@ def test_the_issues_cases_are_all_there():
     assert {c.batch * c.seqlen_q for c in found if not c.cached} == {16384, 32768}
     decode = {(c.batch, c.seqlen_k) for c in found if c.part == "decode"}
     assert {b for b, _ in decode} >= {1, 256} and {s for _, s in decode} >= {1024, 131072}
-    assert all(c.group == 8 for c in found if c.cached)
+    assert all(c.group == 8 for c in found if c.part in ("decode", "pages"))
     assert {c.page_size for c in found if c.part == "decode"} == {0, 64}
     assert set(cases.short_cases()) <= set(found)
 
@@ -106,6 +108,8 @@ def test_counts():
     assert decode.min_bytes == decode.kv_bytes + 2 * 2 * 16 * 128 * 2
     assert decode.plan["short"] and decode.plan["seqused_k"] and decode.plan["page_size"] is None
     assert (decode.plan["num_splits"], case.plan["num_splits"]) == (0, 1)
+    ragged = replace(decode, part="ragged", lengths=(1000, 200))
+    assert ragged.kv_bytes == 2 * 1200 * 2 * 128 * 2 and ragged.memory_bytes > ragged.min_bytes
 
 
 # ---- agreement
@@ -217,7 +221,7 @@ def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(problem, "make_inputs", interrupted)
     found = run(tmp_path, "--no-peer")["attention-forward"]
     assert len(found["rows"]) == 1 and found["rows"][0]["fa4_us"] is None
-    assert "interrupted: 1 of 6 cases are done" in found["notes"]
+    assert "interrupted: 1 of 7 cases are done" in found["notes"]
 
 
 # ---- verdicts
@@ -243,6 +247,8 @@ def test_targets():
     decode |= {"share_of_copy": 0.89, "speedup_vs_fa4": None}
     assert [v.passed for v in cases.verdicts({"decode": [decode]})] == [False, None]
     assert len(cases.verdicts({"decode": [decode | {"kv_mib": 61.0}]})) == 1
+    ragged = [decode | {"kv_mib": mib, "share_of_copy": 0.87} for mib in (127.0, 128.0, 256.0)]
+    assert [v.passed for v in cases.verdicts({"ragged": ragged})] == [True, False]
     pages = {"head_dim": 64, "page_size": 64, "loss_pct": 5.1}
     judged = cases.verdicts({"pages": [pages, pages | {"page_size": 16}]})
     assert [v.passed for v in judged] == [False]

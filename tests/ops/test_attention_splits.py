@@ -348,6 +348,8 @@ def test_bad_numbers_of_splits(num_splits: Any, error: type[Exception], message:
 @pytest.mark.parametrize(("arch", "head_dim"), [(ARCH, 128), ("sm_100a", 256)])
 def test_a_plan_has_what_both_kinds_of_calls_need(arch: str, head_dim: int):
     planned = plan_attention(arch, head_dim=head_dim, num_splits=0, return_lse=True)
-    tiles = 1 + (arch == ARCH)  # a small one for few rows
-    assert [getattr(spec, "split", None) for _, spec in planned] == [*[False, True] * tiles, None]
+    few = arch == ARCH  # there is a small tile for few rows, whose long sequences have pieces
+    kinds = [(False, False), (True, False)] * (1 + few) + [(False, True)] * few
+    found = [(spec.split, spec.scheduler == "pieces") for _, spec in planned[:-1]]
+    assert found == kinds
     assert [kernel.name for kernel, _ in planned][-1] == "combine"

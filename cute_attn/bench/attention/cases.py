@@ -23,6 +23,15 @@ WIDTH = 2048  # heads times head_dim
 DECODE_HEADS, DECODE_GROUP = 16, 8
 DECODE_BATCHES = (1, 4, 16, 64, 256)
 DECODE_KEYS = (1024, 8192, 32768, 131072)
+# Keys of each sequence, and (query heads, K/V heads) by head_dim, of caches of unequal lengths.
+RAGGED: Mapping[str, tuple[int, ...]] = {
+    "8 of 2k": (2048,) * 8,
+    "32 of 8k": (8192,) * 32,
+    "32 of 1k to 8k": tuple(range(1024, 8193, 231))[:32],
+    "8 of 4k to 32k": tuple(range(4096, 32769, 4096)),
+    "32k among 63 of 512": (*[512] * 63, 32768),
+}
+RAGGED_HEADS = {64: (64, 8), 128: (64, 8), 256: (32, 2)}
 PAGE_SIZE = 64
 PAGE_SIZES = (16, 64, 128, 256)
 SHORT_QUERIES = 128  # heads share tiles up to this many queries
@@ -40,6 +49,8 @@ TARGET_SEQLEN = 4096
 BACKWARD_TFLOPS = 560.0  # at head_dim 256, dense
 LARGE_CACHE = 64 * 10**6  # bytes of K and V, above which decode is held to the copy bandwidth
 DECODE_SHARE = 0.9
+# Share of the copy bandwidth that ragged caches are held to, from so many bytes of K and V on.
+RAGGED_SHARES = ((256 * 2**20, 0.9), (128 * 2**20, 0.85))
 MAX_PAGE_LOSS_PCT, LOSS_PAGE_SIZE = 5.0, 64
 
 
@@ -51,7 +62,8 @@ class Case:
         seqlen_q, seqlen_k: of each sequence.
         group: query heads of a K/V head.
         page_size: of K and V in pages; 0: K and V are in one piece.
-        part: of the benchmark: "forward", "backward", "decode" or "pages".
+        part: of the benchmark: "forward", "backward", "decode", "ragged" or "pages".
+        lengths: keys of each sequence, at most seqlen_k; empty: all have seqlen_k.
     """
 
     part: str
@@ -64,6 +76,7 @@ class Case:
     causal: bool
     page_size: int = 0
     dtype: str = "bfloat16"
+    lengths: tuple[int, ...] = ()
 
     @property
     def heads_k(self) -> int:
@@ -72,7 +85,7 @@ class Case:
     @property
     def cached(self) -> bool:
         """Whether K and V are a cache, with lengths on the device."""
-        return self.part in ("decode", "pages")
+        return self.part in ("decode", "ragged", "pages")
 
     @property
     def flops(self) -> float:
@@ -84,7 +97,8 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch * self.seqlen_k * self.heads_k * self.head_dim * ELEMENT
+        keys = sum(self.lengths) or self.batch * self.seqlen_k
+        return 2 * keys * self.heads_k * self.head_dim * ELEMENT
 
     @property
     def min_bytes(self) -> int:
@@ -96,7 +110,9 @@ class Case:
         """A rough upper bound of the memory of all contenders. If K and V are timed in pages and in
         one piece, both copies count. A backward has gradients, in float32 too, and tensors that
         autograd keeps."""
-        return self.min_bytes * {"forward": 3, "backward": 10, "decode": 3, "pages": 3}[self.part]
+        times = {"forward": 3, "backward": 10, "decode": 3, "ragged": 3, "pages": 3}[self.part]
+        allocated = self.batch * self.seqlen_k / (sum(self.lengths) or self.batch * self.seqlen_k)
+        return int(self.min_bytes * times * allocated)
 
     @property
     def num_splits(self) -> int:
@@ -121,6 +137,9 @@ class Case:
         """The columns that identify a case."""
         common: Row = {"head_dim": self.head_dim, "batch": self.batch}
         heads: Row = {"heads": self.heads, "heads_k": self.heads_k}
+        if self.part == "ragged":
+            names = {lengths: name for name, lengths in RAGGED.items()}
+            return common | {"keys": names.get(self.lengths, str(self.lengths))} | heads
         if self.part == "decode":
             return common | {"keys": self.seqlen_k, "page_size": self.page_size} | heads
         lengths: Row = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -157,6 +176,14 @@ def _pages(head_dim: int, queries: int, batch: int, keys: int, page_size: int) -
     return Case("pages", head_dim, batch, queries, keys, heads, group, queries > 1, page_size)
 
 
+def _ragged(head_dim: int, lengths: tuple[int, ...]) -> Case:
+    heads, heads_k = RAGGED_HEADS[head_dim]
+    return Case(
+        "ragged", head_dim, len(lengths), 1, max(lengths), heads, heads // heads_k, False, PAGE_SIZE,
+        lengths=lengths,
+    )  # fmt: skip
+
+
 def all_cases() -> list[Case]:
     whole = [
         _whole(part, head_dim, seqlen, group, causal)
@@ -179,7 +206,8 @@ def all_cases() -> list[Case]:
         for sizes in ((4096, 4, 4096), (1, 64, 8192))
         for page_size in PAGE_SIZES
     ]
-    return [*whole, *decode, *pages]
+    ragged = [_ragged(head_dim, lengths) for head_dim in HEAD_DIMS for lengths in RAGGED.values()]
+    return [*whole, *decode, *ragged, *pages]
 
 
 def short_cases() -> list[Case]:
@@ -191,6 +219,7 @@ def short_cases() -> list[Case]:
         ),
         *(_whole("backward", head_dim, 4096, 1, True) for head_dim in HEAD_DIMS),
         *(_decode(head_dim, 64, 8192, PAGE_SIZE) for head_dim in HEAD_DIMS),
+        *(_ragged(head_dim, RAGGED["32k among 63 of 512"]) for head_dim in HEAD_DIMS),
         *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
     ]
 
@@ -277,6 +306,12 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
         if _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
             found.append(_at_least("decode", row, "share_of_copy", DECODE_SHARE))
         found.append(_at_least("decode", row, f"speedup_vs_{FA4}", 1.0))
+    for row in tables.get("ragged", ()):
+        nbytes = _number(row, "kv_mib") * 2**20
+        for least, share in RAGGED_SHARES:
+            if nbytes >= least:
+                found.append(_at_least("ragged", row, "share_of_copy", share))
+                break
     for row in tables.get("pages", ()):
         if _number(row, "page_size") >= LOSS_PAGE_SIZE:
             loss = _number(row, "loss_pct")

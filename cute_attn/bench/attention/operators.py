@@ -3,7 +3,8 @@ flash backend.
 
 Forward and backward have 16k tokens in sequences of several lengths (or one sequence of 32k), with
 2048 columns of query heads. Decode has one query of 16 heads and 2 K/V heads over a cache,
-contiguous and in pages. A further part shows the cost of pages. Every contender is checked before
+contiguous and in pages. A part has caches of unequal lengths in pages. A further part shows the
+cost of pages. Every contender is checked before
 it is timed. Outputs of some heads are compared with float64: our error may be twice plain
 arithmetic's error, a peer's at most 2 %. Gradients of few tokens are compared with float64, and the
 case's gradients with the peers'. An H200 lowers its clocks under load, so each contender is timed
@@ -47,15 +48,17 @@ PARTS = {
     "forward": "Forward",
     "backward": "Backward",
     "decode": "Decode, one query",
+    "ragged": "Decode, one query, over caches of unequal lengths",
     "pages": "K and V in pages beside the same in one piece",
 }
 # The time that a caller waits, and for a decode step also the device's part of this time.
 DEFAULT_MODES: Mapping[str, Mode] = {
-    "forward": "do_bench", "backward": "do_bench", "decode": "graph", "pages": "graph",
+    "forward": "do_bench", "backward": "do_bench", "decode": "graph", "ragged": "graph",
+    "pages": "graph",
 }  # fmt: skip
 # A flush with zeros leaves dirty lines in L2. A decode step writes almost nothing, and would wait
 # for the write-back of all these lines, 9 us on an H200; a copy waits for 2 to 4 us.
-DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "pages": "read"}
+DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "ragged": "read", "pages": "read"}
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
 MEMORY_SHARE = 0.75  # share of the GPU's free memory that a case's tensors may take
@@ -69,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="default: graph for decode and pages, otherwise do_bench",
+        help="default: graph for decode, ragged and pages, otherwise do_bench",
     )
     parser.add_argument(
-        "--flush", choices=FLUSHES, help="default: read for decode and pages, otherwise zero"
+        "--flush", choices=FLUSHES, help="default: read where the mode is graph, otherwise zero"
     )
     parser.add_argument("--rounds", type=int, help=f"timings of each (default: {ROUNDS})")
     parser.add_argument(
@@ -180,7 +183,7 @@ class Timer:
         if mode == "graph" and contenders:
             contenders, notes = problem.capturable(case, contenders)
             self.keep({}, notes)
-        if case.part == "decode" and contenders:
+        if case.part in ("decode", "ragged") and contenders:
             contenders = {**contenders, **copies(case.min_bytes, problem.DEVICE)}
         short = self.args.short
         flush = self.args.flush or DEFAULT_FLUSHES.get(case.part, "zero")
@@ -193,7 +196,7 @@ class Timer:
             rest_s=self.args.rest,
             rep_ms=SHORT_REP_MS if short else REP_MS,
         )
-        if case.part == "decode":
+        if case.part in ("decode", "ragged"):
             row = decode_row(case, timings, self.roofline) | copy_columns(timings, mode)
         elif case.part == "pages":
             row = pages_row(case, timings)

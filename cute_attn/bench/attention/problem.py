@@ -40,7 +40,7 @@ class Inputs:
 
     Attributes:
         k, v: `[B, S, HK, D]`, or `[pages, page_size, HK, D]` with a page table.
-        seqused_k: lengths of a cache, all of whose rows are used.
+        seqused_k: the lengths of a cache's sequences.
     """
 
     q: torch.Tensor
@@ -76,7 +76,8 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
     k, v = (normal(*rows, case.heads_k, case.head_dim) for _ in range(2))
     seqused_k = None
     if case.cached:
-        seqused_k = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=DEVICE)
+        lengths = case.lengths or (case.seqlen_k,) * case.batch
+        seqused_k = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     return Inputs(q, k, v, seqused_k, page_table)
 
 
@@ -249,7 +250,8 @@ def expected(case: Case, given: Inputs) -> list[Expected]:
     heads = range(case.heads) if case.seqlen_q <= SHORT_QUERIES else {0, case.heads - 1}
     for batch in ends:
         at = slice(batch, batch + 1)
-        rows = given.q[at], *given.in_one_piece(at)
+        keys = case.lengths[batch] if case.lengths else case.seqlen_k
+        rows = given.q[at], *(x[:, :keys] for x in given.in_one_piece(at))
         of_batch = expected_in(
             *rows, [(0, head) for head in sorted(heads)], causal=case.causal,
             max_blocks=CHECKED_BLOCKS,

@@ -12,6 +12,9 @@ from typing import NamedTuple, TypeVar
 
 from .statistics import STATS_ROWS
 
+# Columns of a row of a piece's results, beside o: the log-sum-exp, and padding to 16 bytes.
+PART_COLUMNS = 4
+
 SM90 = ("sm_90a",)
 SM100 = ("sm_100a", "sm_103a")
 

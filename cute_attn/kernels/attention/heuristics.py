@@ -59,6 +59,8 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
+LEAST_PIECE = 512 * 1024  # bytes of K and V: a CTA alone reads them in 9 us on an H100
+
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
 # Keeping dS of a part of the keys pays if the part's blocks fill this share of the clusters.
@@ -163,20 +165,25 @@ def forward_spec(
     page_size: int | None,
     split: bool,
     few: bool,
+    pieces: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
-    selects the small tile, see `has_few_rows`."""
+    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
-    fields |= {"scheduler": row.scheduler or scheduler, "page_rows": page_rows}
+    scheduler = "pieces" if pieces else row.scheduler or scheduler
+    fields |= {"scheduler": scheduler, "page_rows": page_rows}
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
     tile_m, tile_n, stages = row.tile_for(few)
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
+    if pieces:
+        tile_bytes = 2 * (row.head_dim + row.head_dim_v) * tile_n
+        fields["least_key_tiles"] = max(1, LEAST_PIECE // tile_bytes)
     return Sm90ForwardSpec(
         head_dim=row.head_dim,
         head_dim_v=row.head_dim_v,

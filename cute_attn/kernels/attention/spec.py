@@ -41,8 +41,8 @@ class ForwardSpec(Spec):
     Attributes:
         dtype: dtype of q, k, v and o.
         scheduler: "single" (a cluster for each tile), "static" (persistent, every n-th tile),
-            "clc" (persistent, with cluster launch control) or "counter" (persistent, the next tile
-            that nobody has taken).
+            "clc" (persistent, with cluster launch control), "counter" (persistent, the next tile
+            that nobody has taken) or "pieces" (persistent, with pieces of long sequences' keys).
         packed_heads: how many query heads of one K/V head share the rows of a tile; a power of two
             that divides the number of query heads for each K/V head. 1: rows are tokens.
         window_left, window_right: an argument bounds the keys that a query sees left or right of
@@ -129,6 +129,7 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_m: query rows of a tile: 64 for each consumer warpgroup.
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
+        least_key_tiles: K/V tiles that a piece has at least, about; only with "pieces".
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -136,7 +137,7 @@ class Sm90ForwardSpec(ForwardSpec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ForwardSpec.ALLOWED,
-        "scheduler": ("single", "counter"),
+        "scheduler": ("single", "counter", "pieces"),
         "packed_heads": _powers_of_two(most_packed_heads(SM90)),
         "head_dim": head_dims("forward", SM90),
         "head_dim_v": head_dims_v("forward", SM90),
@@ -149,10 +150,19 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_m: int
     tile_n: int
     stages: int
+    least_key_tiles: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         find("forward", "sm_90a", self.head_dim, self.head_dim_v)
+        pieces = self.scheduler == "pieces"
+        if pieces and (self.tile_m > 64 or self.split):
+            raise ValueError("scheduler is 'pieces', it needs tile_m of 64, and no split")
+        if pieces != (self.least_key_tiles > 0):
+            raise ValueError(
+                f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "
+                "'pieces', and otherwise 0"
+            )
 
 
 @dataclass(frozen=True)

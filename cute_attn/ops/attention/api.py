@@ -60,7 +60,8 @@ def flash_attn_func(
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
         num_splits: into how many parts the keys are split, at most 256. Separate CTAs compute the
             parts, and a second kernel combines the results. More than one part is faster for a few
-            short queries with many keys. 0 chooses by shapes alone, without reading the device.
+            short queries with many keys. 0 chooses by shapes, and on Hopper in decode by the
+            lengths, which the kernel reads; the host reads nothing from the device.
             Equal calls with equal num_splits give equal bits. With several parts, and always on
             Hopper, bits also depend on whether sequences have more than 128 queries (packed
             sequences: by max_seqlen_q).

@@ -24,7 +24,7 @@ from ..operator import (
     is_grad_enabled,
 )
 from .arguments import Arguments, check_scalars
-from .forward import FORWARD, PLANS, Splits, empty_lse, empty_o
+from .forward import FORWARD, PLANS, Splits, empty_lse, empty_o, shared_memory
 from .into import INTO, IntoArguments, apart
 
 _empty_like = torch.empty_like
@@ -126,7 +126,7 @@ def attend(
                 if found is not None:
                     (
                         function, scale, cap, left, right, clusters, counts, combine, columns,
-                        layouts,
+                        shared, layouts,
                     ) = found  # fmt: skip
                     o = (
                         out if out is not None
@@ -144,11 +144,18 @@ def attend(
                             raise ValueError  # the operator says why
                         parts = Splits.allocate(q, layouts)
                         written, of_lse, sink = parts.o, parts.lse.mT, None
-                    if counts:  # two calls: one call with *(...) costs more
+                    if shared is not None:
+                        counters, of_pieces = shared_memory(q, device, clusters, shared)
+                        function(
+                            q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                            seqused_k, page_table, scale, cap, left, right, clusters, counters,
+                            of_pieces,
+                        )  # fmt: skip
+                    elif counts:  # one call with *(...) costs more than a call for each case
                         function(
                             q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters,
-                            counter_for(q, device),
+                            counter_for(q, device), None,
                         )  # fmt: skip
                     else:
                         function(

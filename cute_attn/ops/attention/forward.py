@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import table
+from ...kernels.attention.configs import PART_COLUMNS, ForwardRow
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
     SHORT_SEQLEN_Q,
@@ -50,10 +51,11 @@ _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
 # whether the function takes a counter, the kernel that combines splits, head_dim_v or 0 for
-# head_dim)
+# head_dim, the layout of the results of pieces with pieces)
 _Ready = tuple[
-    Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int
-]
+    Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
+    "_Layout | None",
+]  # fmt: skip
 
 
 # Plan of a call (see `call`) -> the entry of `ready`, with the call's scale, and the layouts of the
@@ -93,10 +95,14 @@ class Attention(Operator[_Called]):
             seqused_k=a.seqused_k is not None,
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
-            num_splits=splits_of(a),
+            num_splits=0 if takes_pieces(a) else splits_of(a),
+            pieces=True,
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        )
+        clusters = launch.num_clusters(
+            a.q.device, table.find("forward", arch, *dims_of(a)).cluster
         )
         return (
             launch.get_for(a.q.device, kernel, spec),
@@ -104,10 +110,11 @@ class Attention(Operator[_Called]):
             float(a.softcap or 1.0),
             left or 0,
             right or 0,
-            launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster),
-            spec.scheduler == "counter",
+            clusters,
+            spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
+            parts_layout(clusters, head_dim_v) if spec.scheduler == "pieces" else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -135,7 +142,8 @@ class Attention(Operator[_Called]):
             a.window_right,
             a.softcap,
             a.scheduler,
-            splits_of(a) > 1,
+            takes_pieces(a) or splits_of(a) > 1,
+            a.num_splits == 0,
             a.return_lse,
             # Keys of empty tensors, or of invalid numbers, are never in the table.
             0 in q_shape or 0 in k_shape,
@@ -151,10 +159,10 @@ class Attention(Operator[_Called]):
         )
 
     def launch(self, ready: _Ready, a: Any) -> tuple[Tensor, Tensor | None]:
-        function, default_scale, cap, left, right, clusters, counts, combine, _ = ready
+        function, default_scale, cap, left, right, clusters, counts, combine, _, shared = ready
         o, lse = self.results_of(a)
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        counter = (counter_for(a.q),) if counts else ()
+        counter = (*shared_memory(a.q, None, clusters, shared),) if counts else ()
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -175,9 +183,8 @@ class Attention(Operator[_Called]):
             PLANS.clear()
         function, default_scale, *rest = ready
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        splits = splits_of(a)
         layouts = None
-        if splits > 1:
+        if not takes_pieces(a) and (splits := splits_of(a)) > 1:
             layouts = split_layouts((*a.q.shape[:-1], a.v.shape[-1]), splits)
         PLANS[plan] = function, scale, *rest, layouts
 
@@ -268,6 +275,23 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
 
+def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
+    """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
+    shape = (2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
+    return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def shared_memory(
+    q: Tensor, device: int | None, ctas: int, layout: _Layout | None
+) -> tuple[Tensor, Tensor | None]:
+    """The counters through which the CTAs of a launch share out or combine work, and memory for the
+    results of pieces."""
+    if layout is None:
+        return counter_for(q, device), None
+    parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
+    return counter_for(q, device, 2 + 2 * ctas), parts
+
+
 @functools.lru_cache(maxsize=4096)
 def split_layouts(o_shape: tuple[int, ...], splits: int) -> _Layouts:
     """The contiguous layouts of `Splits`."""
@@ -313,6 +337,21 @@ class Splits(NamedTuple):
             )
 
 
+def batch_of(a: Any) -> int:
+    """The number of sequences of a call."""
+    batch: int = a.q.shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
+    return batch
+
+
+def takes_pieces(a: Any) -> bool:
+    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
+    sequence is cut into splits."""
+    if a.num_splits or batch_of(a) < 2 or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q):
+        return False
+    on = _on_gpu if a.q.device.type == "cuda" else _on_device
+    return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+
+
 def splits_of(a: Any) -> int:
     """num_splits of a call's arguments; for 0, the number that the shapes suggest."""
     if a.num_splits:
@@ -321,7 +360,7 @@ def splits_of(a: Any) -> int:
     rows, heads, head_dim = q_shape[-3:]
     head_dim_v, device = a.v.shape[-1], a.q.device
     on = _on_gpu if device.type == "cuda" else _on_device
-    arch, clusters = on(device, head_dim, head_dim_v)
+    arch, clusters, _ = on(device, head_dim, head_dim_v)
     seqlen_k = k_shape[-3]
     if a.page_table is not None:
         seqlen_k *= a.page_table.shape[1]
@@ -330,7 +369,7 @@ def splits_of(a: Any) -> int:
     if a.window_left is not None and a.window_left >= 0:
         most_queries = rows if a.max_seqlen_q is None else a.max_seqlen_q
         seqlen_k = min(seqlen_k, a.window_left + 1 + most_queries)
-    batch = q_shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
+    batch = batch_of(a)
     return num_splits_of_forward(
         arch,
         head_dim=head_dim,
@@ -346,11 +385,13 @@ def splits_of(a: Any) -> int:
     )
 
 
-def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int]:
-    """The architecture, and how many clusters of its forward run at once."""
+def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, bool]:
+    """The architecture, how many clusters of its forward run at once, and whether the forward has
+    a tile for few rows."""
     arch = launch.arch_for(device)
-    cluster = table.find("forward", arch, head_dim, head_dim_v).cluster
-    return arch, launch.num_clusters(device, cluster)
+    found = table.find("forward", arch, head_dim, head_dim_v)
+    has_few = isinstance(found.row, ForwardRow) and found.row.few is not None
+    return arch, launch.num_clusters(device, found.cluster), has_few
 
 
 _on_gpu = functools.cache(_on_device)

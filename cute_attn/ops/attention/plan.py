@@ -57,6 +57,7 @@ def plan_attention(
     return_lse: bool = False,
     short: bool | None = None,
     few: bool | None = None,
+    pieces: bool | None = None,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. The kernels do not depend on batch size or lengths.
@@ -79,13 +80,17 @@ def plan_attention(
         seqused_k: whether seqused_k is given.
         page_size: rows of a page of k and v, a multiple of 16; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
-        num_splits: 1 for calls without splits, more for calls with splits, 0 for both.
+        num_splits: 1 for calls without splits, more for calls with splits, 0 for calls that leave
+            the number to the operator.
         return_lse: as the operator's.
         short: True for at most 128 queries in each sequence (decode), False for more (prefill),
             None for both: these are two kernels if heads_k < heads.
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
+        pieces: only for few query rows, with num_splits of 0. True for several sequences, whose
+            keys are cut into pieces where sequences are long; False for one sequence, None for
+            both.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -127,13 +132,14 @@ def plan_attention(
                 seqused_q=seqused_q,
                 seqused_k=seqused_k,
                 page_size=page_size,
-                split=split,
+                split=way == "splits",
                 few=few_rows,
+                pieces=way == "pieces",
                 lse=return_lse,
             ),
         )
         for packing, few_rows in dict.fromkeys(tiles)
-        for split in ([num_splits > 1] if num_splits else [False, True])
+        for way in _ways(num_splits, few_rows, pieces)
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(
@@ -141,6 +147,14 @@ def plan_attention(
         )
         requests.append((table.COMBINE, combine))
     return requests
+
+
+def _ways(num_splits: int, few: bool, pieces: bool | None) -> list[str]:
+    """How the keys of a query tile are shared out: "whole", "splits" or "pieces"."""
+    if num_splits:
+        return ["splits" if num_splits > 1 else "whole"]
+    found = [] if few and pieces else ["whole", "splits"]
+    return [*found, "pieces"] if few and pieces is not False else found
 
 
 @launch.planner

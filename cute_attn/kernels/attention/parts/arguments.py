@@ -123,6 +123,11 @@ class FakeArguments:
         """The next tile of a CounterScheduler, `[1]`."""
         return fake_contiguous(Int32, (1,))
 
+    def pieces(self, rows: int, columns: int) -> dict[str, Any]:
+        """`counter` and `parts` of a kernel with pieces."""
+        parts = fake_contiguous(Float32, (cute.sym_int(), rows, columns), VECTOR_BYTES)
+        return {"counter": fake_contiguous(Int32, (cute.sym_int(),)), "parts": parts}
+
     def page_table(self) -> Any:
         """The page table, `[batch, max_pages]`, or None."""
         if not self.spec.page_rows:

@@ -22,6 +22,7 @@ from ...common.spec import WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes, partition
 
 PREFETCHED = 2048  # entries of a sequence's page table
+PREFETCHED_LINES = 128  # cache lines of the first sequences' page tables
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ class Pages(Carried):
     def boxes(self) -> int:
         """The number of boxes of a K/V tile."""
         return self.tile_n // self.rows
+
+    def prefetch_first(self) -> None:
+        """Bring the first sequences' entries to L2, before the first lengths have come from
+        memory."""
+        batch, width = self.table.shape
+        lines = (width + (LINE_WORDS - 1)) // LINE_WORDS  # of a sequence
+        for first in range(0, PREFETCHED_LINES, WARP_SIZE):
+            line = first + cute.arch.lane_idx()
+            row = cutlass.min(line // lines, batch - 1)
+            prefetch_global(self.table[row, None], line % lines * LINE_WORDS)
 
     def prefetch(self, sequence: Int32) -> None:
         """Bring a sequence's entries to L2, before the sequence's length has come from memory."""

@@ -122,6 +122,17 @@ def following(
     return tile, cutlass.select_(tile == first, head + step, head)
 
 
+@cute.jit
+def sums_up_to(x: Int32) -> Int32:
+    """The sum of x over the lanes up to the caller's own; a whole warp calls this."""
+    lane, total = cute.arch.lane_idx(), x
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            total += other
+    return total
+
+
 @dataclass(frozen=True)
 class TileMap(Carried):
     """Maps the number of a tile to its block, head and sequence.
@@ -183,12 +194,12 @@ class TileMap(Carried):
     def count(self) -> Int32:
         """The number of tiles; with packed sequences, an upper bound."""
         if self.divided.cu_seqlens is None:
-            return self._blocks(self.divided.tokens) * self.heads * self.batch
+            return self.blocks(self.divided.tokens) * self.heads * self.batch
         return (
             self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
         ) * self.heads
 
-    def _blocks(self, tokens: Int32) -> Int32:
+    def blocks(self, tokens: Int32) -> Int32:
         """How many blocks of a sequence are tiles, from its number of tokens."""
         blocks = (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
         if self.num_blocks is None:
@@ -225,7 +236,7 @@ class TileMap(Carried):
         return Work(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k)
 
     def _locate_dense(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
-        heads, blocks = self.heads, self._blocks(self.divided.tokens)
+        heads, blocks = self.heads, self.blocks(self.divided.tokens)
         group = number // (blocks * self.heads_at_once)
         first = group * self.heads_at_once
         width = cutlass.min(heads * self.batch - first, self.heads_at_once)
@@ -256,13 +267,9 @@ class TileMap(Carried):
         while first < self.batch and sequence < 0:
             lane_blocks = Int32(0)
             if first + lane < self.batch:
-                lane_blocks = self._blocks(self._length(first + lane))
+                lane_blocks = self.blocks(self._length(first + lane))
             lane_tiles = lane_blocks * heads
-            up_to = lane_tiles  # inclusive prefix sum
-            for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(up_to, 1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    up_to += other
+            up_to = sums_up_to(lane_tiles)
             holds = cute.arch.vote_ballot_sync(number < before + up_to)
             if holds != 0:
                 owner = cute.arch.popc((holds & -holds) - 1)

@@ -28,6 +28,10 @@ from registers.
 
 With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
 and its log-sum-exp in float32. `combine` adds up the results.
+
+With pieces (few query rows, as in decode), only the K/V tiles of long sequences are shared out,
+see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. The CTA that arrives
+last adds up the segment's pieces, in the order of the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +53,16 @@ from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_name
 from ...common.ptx import wgmma
 from ...common.ptx.convert import pack
 from ...common.ptx.grids import start_dependents
-from ...common.ptx.memory import LINE_WORDS, prefetch_global, shared_address, store_shared
+from ...common.ptx.memory import (
+    LINE_WORDS,
+    count_arrival,
+    increment_global,
+    load_shared,
+    prefetch_global,
+    shared_address,
+    store_global,
+    store_shared,
+)
 from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -59,7 +72,9 @@ from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
+from ..parts.pieces import PieceMap, PieceWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -92,7 +107,12 @@ HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,
     "counter": CounterScheduler,
+    "pieces": CounterScheduler,
 }
+
+NEVER = 0x7FFFFFFF  # a number that no counter reaches
+
+AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
 
 
 class Arguments(NamedTuple):
@@ -100,7 +120,11 @@ class Arguments(NamedTuple):
 
     Attributes:
         num_ctas: how many CTAs are resident at once.
-        counter: the next tile of a CounterScheduler, `[1]`.
+        counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
+            the next piece, the number of CTAs that are done, and for each segment's first piece the
+            number of pieces that have arrived. All are 0 before and after the launch.
+        parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
+            configs.PART_COLUMNS]`.
     """
 
     q: cute.Tensor
@@ -120,6 +144,7 @@ class Arguments(NamedTuple):
     window_right: Int32
     num_ctas: Int32
     counter: cute.Tensor | None
+    parts: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -130,7 +155,8 @@ class Operands(Carried):
         q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged.
         q, k, v: coordinates for TMA.
         o: coordinates for TMA where o is staged, otherwise the tensor.
-        num_tiles, counter: for the scheduler.
+        num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
+        parts: results of pieces, see `Arguments`.
     """
 
     q_tma: cute.CopyAtom
@@ -146,6 +172,7 @@ class Operands(Carried):
     pages: Pages | None
     num_tiles: Int32
     counter: cute.Tensor | None
+    parts: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +186,7 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
+        arrived: the shared address of the number of a segment's pieces that have arrived.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -171,6 +199,7 @@ class Consumer(Carried):
     k: Int32
     v: Int32
     ones: Int32 | None
+    arrived: Int32 | None
     o: Int32 | None
     held: cute.Tensor | None
     s: cute.Tensor
@@ -186,6 +215,7 @@ class Sm90Forward:
     def __init__(self, spec: Sm90ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
@@ -202,11 +232,11 @@ class Sm90Forward:
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
-        self.work = SplitWork if spec.split else Work
+        self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
         self.stored = Float32 if spec.split else self.dtype
-        # The first layout that fits. Partial results of splits are not staged.
+        # The first layout that fits. Partial results are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
-        if spec.split:
+        if spec.split or self.pieces:
             choices = [(2, False), (1, False)]
         self.q_stages, self.o_staged = next(
             (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
@@ -243,6 +273,8 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
+        if self.pieces:
+            o = (Buffer("arrived", Int32, 1, holds="the number of pieces that have arrived"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -261,6 +293,9 @@ class Sm90Forward:
         spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
+        given["parts"] = None
+        if self.pieces:
+            given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
             given |= {"o": fake.o_splits(), "lse": fake.lse_splits()}
         return placeholders(fake.arguments(Arguments, **given))
@@ -282,14 +317,16 @@ class Sm90Forward:
         tiles = self.tile_map(a, queries, keys, batch)
         if cutlass.const_expr(not (spec.split or self.few_rows)):
             tiles = tiles.balanced(spec, a.num_ctas)
-        num_tiles = tiles.count()
         scaling = Scaling.of(
             a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
         )
         visible = Visibility.of(
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
-        num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
+        num_tiles = num_ctas = a.num_ctas
+        if cutlass.const_expr(not self.pieces):
+            num_tiles = tiles.count()
+            num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
@@ -302,8 +339,9 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
-            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter
-        )
+            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
+            a.parts,
+        )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -334,6 +372,8 @@ class Sm90Forward:
         if warp == self.load.warps[0]:
             if cutlass.const_expr(spec.seqused_k and self.few_rows):
                 prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
+            if cutlass.const_expr(self.pieces):
+                self.prefetch(x.pages, tiles)
             prepare((x.q_tma, x.k_tma, x.v_tma, *((x.o_tma,) if self.o_staged else ())), barriers)
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
@@ -355,6 +395,15 @@ class Sm90Forward:
             own = self.consumer(storage, barriers, warp, visible, scaling)
             self.consumer_warps(x, own, storage)
 
+    def prefetch(self, pages: Pages | None, tiles: TileMap) -> None:
+        """Bring starts of sequences, and the first sequences' pages, to L2."""
+        lane = cute.arch.lane_idx()
+        for offsets in (tiles.queries.cu_seqlens, tiles.keys.cu_seqlens):
+            if offsets is not None:
+                prefetch_global(offsets, lane * LINE_WORDS)
+        if pages is not None:
+            pages.prefetch_first()
+
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
         scaling: Scaling,
@@ -373,6 +422,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
+            arrived=shared_address(storage.arrived) if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -401,17 +451,49 @@ class Sm90Forward:
         q_smem = boxes(
             storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
         )
-        counter = None
-        if cutlass.const_expr(x.counter is not None):
-            counter = x.counter.iterator
-        scheduler = self.scheduler(x.num_tiles, barriers, counter)
         queue = TileQueue(self.work, storage.work, barriers)
         smem = q_smem, k_smem, v_smem
-        queue.fill(
-            scheduler, tiles, lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile)
-        )
+        if cutlass.const_expr(self.pieces):
+            self.load_pieces(x, smem, queue, tiles, visible)
+        else:
+            counter = None
+            if cutlass.const_expr(x.counter is not None):
+                counter = x.counter.iterator
+            scheduler = self.scheduler(x.num_tiles, barriers, counter)
+            queue.fill(
+                scheduler,
+                tiles,
+                lambda *tile: self.load_tile(x, smem, queue, tiles, visible, *tile),
+            )
         if cutlass.const_expr(spec.split):
             start_dependents()  # the combination waits for this grid's end
+
+    @cute.jit
+    def load_pieces(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
+        visible: Visibility,
+    ) -> None:  # fmt: skip
+        """Publish and load pieces and whole segments, one after the other."""
+        pieces = PieceMap.of(tiles, visible, x.num_tiles, self.spec.least_key_tiles)
+        window = pieces.window(pieces.first, Int32(0), Int32(0))
+        number = cute.arch.block_idx()[0]
+        window = pieces.window_of(number, window)
+        taken, n = Int32(0), Int32(0)
+        while window.order < pieces.orders:
+            work = pieces.work(number, window)
+            taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+            number = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                number = increment_global(x.counter.iterator.toint(), NEVER)
+            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            window = pieces.window_of(number, window)
+        queue.publish_end(taken)
+        if cute.arch.lane_idx() == 0:
+            # The last CTA to come here leaves the counters as it found them.
+            at = x.counter.iterator.toint()
+            ctas = cute.arch.grid_dim()[0]
+            if count_arrival(at + 4, ctas) == ctas - 1:
+                store_global(Int32, at, [Int32(0)])
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
@@ -426,15 +508,22 @@ class Sm90Forward:
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility, where: list[Int32], taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
+        """As `load_work`, for a tile that `locate` has found."""
+        if cutlass.const_expr(x.pages is not None and self.few_rows):
+            x.pages.prefetch(where[2])  # the sequence's entries
+        return self.load_work(x, smem, queue, visible, tiles.work(*where), taken, n)
+
+    @cute.jit
+    def load_work(
+        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, visible: Visibility,
+        work: Any, taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile as work `taken`, and load its K/V tiles, which are uses n and up. Return
         the next values of `taken` and n. K/V tiles come from the last to the first. Loads follow
         the order in which stages become free: Q comes after the first K. Each V comes after the
         next tile's K, whose scores come before this tile's P V."""
         pages, barriers = x.pages, queue.barriers
         q_smem, k_smem, v_smem = smem
-        if cutlass.const_expr(pages is not None and self.few_rows):
-            pages.prefetch(where[2])  # the sequence's entries
-        work = tiles.work(*where)
         queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
         first, end = self.key_tiles(visible, work)
@@ -507,11 +596,14 @@ class Sm90Forward:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
-            self.finish_rows(x, own, work)
-            if cutlass.const_expr(self.o_staged):
-                self.store_tile(x, own, storage, work)
+            if cutlass.const_expr(self.pieces):
+                self.finish_piece(x, own, work)
             else:
-                self.store_rows(x, own, work)
+                self.finish_rows(x, own, work)
+                if cutlass.const_expr(self.o_staged):
+                    self.store_tile(x, own, storage, work)
+                else:
+                    self.store_rows(x, own, work)
             taken += 1
             work = queue.take(taken)
         if cutlass.const_expr(self.o_staged):
@@ -521,7 +613,7 @@ class Sm90Forward:
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split else (first, end)
+        return work.part(first, end) if self.spec.split or self.pieces else (first, end)
 
     @cute.jit
     def compute_tile(
@@ -689,8 +781,11 @@ class Sm90Forward:
     # -- device: epilogue ---------------------------------------------------------------------
 
     @cute.jit
-    def finish_rows(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Divide the rows of O by their sums, and store the log-sum-exp."""
+    def finish_rows(
+        self, x: Operands, own: Consumer, work: Any, piece: cutlass.Constexpr[bool] = False
+    ) -> None:
+        """Divide the rows of O by their sums, and store the log-sum-exp. The sink of a `piece`
+        counts later, once for all pieces."""
         spec = self.spec
         if cutlass.const_expr(self.sums > 0):
             totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
@@ -701,7 +796,7 @@ class Sm90Forward:
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             sink = None
-            if cutlass.const_expr(x.sink is not None):
+            if cutlass.const_expr(x.sink is not None and not piece):
                 sink = Float32(0.0)
                 if token < work.seqlen_q:
                     sink = Float32(x.sink[head])
@@ -713,9 +808,91 @@ class Sm90Forward:
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
-            if cutlass.const_expr(x.lse is not None):
+            if cutlass.const_expr(piece):
+                to = self.part_row(x, work, row)
+                if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                    to[spec.head_dim_v] = log_sum
+            elif cutlass.const_expr(x.lse is not None):
                 if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
                     x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
+
+    @cute.jit
+    def finish_piece(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Store the result of a whole query tile, or of a piece. After the last piece of a query
+        tile, add up its pieces."""
+        if work.pieces == 1:
+            self.finish_rows(x, own, work)
+            self.store_rows(x, own, work)
+        else:
+            self.finish_rows(x, own, work, True)
+            self.store_rows(x, own, work, True)
+            group_barrier(own.group)
+            if cute.arch.thread_idx()[0] == 0:
+                # All threads' stores come before the arrival, which a later arrival sees.
+                at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
+                store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
+            group_barrier(own.group)
+            if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
+                self.add_pieces(x, own, work)
+
+    @cute.jit
+    def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Add up the pieces of a query tile: a thread has four columns of AT_ONCE rows at a
+        time."""
+        spec = self.spec
+        across = spec.head_dim_v // VECTOR
+        abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
+        thread = cute.arch.thread_idx()[0]
+        in_row, vector = thread // across, thread % across
+        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
+        rows = cutlass.min(rows, spec.tile_m)
+        step = Int64(work.apart) * (x.parts.stride[0] * 4)
+        for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
+            of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
+            starts = [
+                x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
+                for row in of_thread
+            ]
+            parts = [
+                Parts(
+                    o=at + vector * (VECTOR * 4), lse=at + spec.head_dim_v * 4,
+                    o_step=step, lse_step=step, count=work.pieces,
+                )  # fmt: skip
+                for at in starts
+            ]
+            sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
+            maxima, totals = add_up(parts, Int32(0), 1, sums)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                row = work.block * spec.tile_m + of_thread[i]
+                token = own.visible.token(row)
+                head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+                if of_thread[i] < rows:
+                    self.store_sum(
+                        x, work, head, token, vector, sums[None, i], maxima[i], totals[i]
+                    )
+
+    @cute.jit
+    def store_sum(
+        self, x: Operands, work: PieceWork, head: Int32, token: Int32, vector: Int32,
+        sums: cute.Tensor, maximum: Float32, total: Float32,
+    ) -> None:  # fmt: skip
+        """Store four columns of a row of o, and the row's log-sum-exp, from results of `add_up`."""
+        sink = None
+        if cutlass.const_expr(x.sink is not None):
+            sink = Float32(x.sink[head])
+        whole = cute.make_rmem_tensor((VECTOR,), Float32)
+        log_sum = finish([sums], [maximum], [total], sink, whole)
+        if cutlass.const_expr(x.lse is not None):
+            if vector == 0:
+                x.lse[work.lse_at(head, token, self.spec.varlen_q)] = log_sum
+        rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
+        rounded.store(whole.load().to(self.dtype))
+        columns = x.o[work.o_at(head, token, self.spec.varlen_q)]
+        cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
+
+    def part_row(self, x: Operands, work: PieceWork, row: Any) -> cute.Tensor:
+        """A row of a piece's result."""
+        return x.parts[work.slot, row - work.block * self.spec.tile_m, None]
 
     @cute.jit
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
@@ -736,18 +913,23 @@ class Sm90Forward:
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Store the warpgroup's rows from registers."""
-        spec = self.spec
+    def store_rows(
+        self, x: Operands, own: Consumer, work: Any, piece: cutlass.Constexpr[bool] = False
+    ) -> None:
+        """Store the warpgroup's rows from registers: to o, or as the result of a `piece`."""
+        spec, stored = self.spec, Float32 if piece else self.stored
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             o = own.acc[None, lane_row, None]
             pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
-            parts = row_parts(pairs, self.stored)
+            parts = row_parts(pairs, stored)
             if token < work.seqlen_q:
-                store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, self.stored)
+                if cutlass.const_expr(piece):
+                    store_parts(self.part_row(x, work, row), parts, stored)
+                else:
+                    store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, stored)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

@@ -65,6 +65,14 @@ def increment_global(address: Int64, last: Int32) -> Int32:
     return asm(text, [Int32], [Int64(address), Int32(last)], memory=True)
 
 
+def count_arrival(address: Int64, count: Int32) -> Int32:
+    """Count one of `count` arrivals at the Int32 at a 64-bit address in global memory, and return
+    the number of earlier arrivals. The last arrival sets the number to 0. An arrival sees all
+    writes that come before earlier arrivals, at GPU scope."""
+    text = "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;"
+    return asm(text, [Int32], [Int64(address), Int32(count - 1)], memory=True)
+
+
 def add_release(address: Int64, value: Int32) -> None:
     """Add an Int32 to the Int32 at a 64-bit address in global memory, with release semantics. A
     thread that reads the sum by `load_acquire` sees all earlier writes of this thread, and all

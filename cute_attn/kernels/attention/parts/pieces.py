@@ -1,0 +1,218 @@
+"""Pieces of the keys of long sequences, so that ragged batches keep all CTAs busy.
+
+A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A
+long segment is cut into pieces of about `length` K/V tiles, a little more than a CTA's even share
+of all K/V tiles. CTAs take pieces and whole segments one after the other, long
+ones first: the pieces, then the segments with more than half of `length` K/V tiles, then those
+with more than a quarter, then the rest. Many segments need no such order.
+
+Pieces and segments have numbers in this order. Each CTA's load warp reads the lengths from memory,
+32 sequences at a time, a lane for each, and goes over all sequences once for each of the orders of
+length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common.carried import Carried
+from ...common.spec import WARP_SIZE
+from .visibility import Visibility
+from .work import TileMap, Work, sums_up_to
+
+ORDERS = 4  # of length, at most
+# With more segments than this times the CTAs, whole segments are short beside a CTA's share.
+FEW_SEGMENTS = 8
+READS = 4  # lengths of a lane in flight
+
+
+@dataclass(frozen=True)
+class PieceWork(Work):
+    """A piece of a segment, or a whole segment.
+
+    Attributes:
+        first, end: K/V tiles first to end - 1.
+        pieces: the number of the segment's pieces; 1 for a whole segment.
+        slot: the number of the piece, and so the place of its result.
+        first_slot: the number of the segment's first piece.
+        apart: from each piece's number to the segment's next piece.
+    """
+
+    first: Int32
+    end: Int32
+    pieces: Int32
+    slot: Int32
+    first_slot: Int32
+    apart: Int32
+
+    def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
+        """The piece's K/V tiles among first to end - 1, the K/V tiles that the query tile sees."""
+        first = cutlass.max(first, self.first)
+        return first, cutlass.max(first, cutlass.min(end, self.end))
+
+
+class Sizes(NamedTuple):
+    """Sizes of a sequence, or of all sequences.
+
+    Attributes:
+        segments: the number of segments.
+        key_tiles: K/V tiles of each segment; of all segments together.
+        longest: K/V tiles of the longest segment.
+    """
+
+    segments: Int32
+    key_tiles: Int32
+    longest: Int32
+
+
+@dataclass(frozen=True)
+class Window(Carried):
+    """32 consecutive sequences, one for each lane, of which those of one order of length count.
+
+    Attributes:
+        order: the order of length; `PieceMap.orders` is the end.
+        first: the sequence of lane 0.
+        before: the pieces and segments that come before the window's.
+        segments: segments of the lane's sequence; 0 if the sequence does not count.
+        pieces: of each of these segments.
+        up_to: the window's pieces and segments up to those of the lane's sequence.
+    """
+
+    order: Int32
+    first: Int32
+    before: Int32
+    segments: Int32
+    pieces: Int32
+    up_to: Int32
+
+    @property
+    def end(self) -> Int32:
+        """The pieces and segments up to the window's last; all lanes take part."""
+        return self.before + cute.arch.shuffle_sync(self.up_to, WARP_SIZE - 1)
+
+
+@dataclass(frozen=True)
+class PieceMap(Carried):
+    """The line of pieces and segments, for a warp.
+
+    Attributes:
+        tiles: the query tiles.
+        visible: the keys that a query sees.
+        length: K/V tiles of a piece, on average.
+        first, orders: orders `first` to `orders - 1` of length have segments.
+    """
+
+    tiles: TileMap
+    visible: Visibility
+    length: Int32
+    first: Int32
+    orders: Int32
+
+    @classmethod
+    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int) -> PieceMap:
+        """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
+        calls this."""
+        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
+        segments, key_tiles, longest = unknown.totals()
+        # Pieces have 3/4 to 3/2 of this length, so there are fewer than 2 * ctas.
+        share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
+        length = cutlass.max(share, least)
+        orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders))
+        return replace(found, first=Int32(found.order(longest) != 0))
+
+    def sizes(self, sequence: Int32) -> tuple[Int32, Int32]:
+        """The number of a sequence's segments, and the K/V tiles of each. The sequence need not
+        exist."""
+        exists = sequence < self.tiles.batch
+        work = self.tiles.work(0, 0, cutlass.min(sequence, self.tiles.batch - 1))
+        first, end = self.key_tiles(work)
+        segments = self.tiles.blocks(work.seqlen_q) * self.tiles.heads
+        return cutlass.select_(exists, segments, 0), end - first
+
+    def key_tiles(self, work: Work) -> tuple[Int32, Int32]:
+        """[first, end) of the K/V tiles that at least one query tile of the sequence sees."""
+        first, end = self.visible.key_tiles(0, work.seqlen_q, work.seqlen_k)
+        if self.visible.left is None and self.visible.right is None:
+            return first, end
+        last = cutlass.max(self.tiles.blocks(work.seqlen_q) - 1, 0)
+        _, of_last = self.visible.key_tiles(last, work.seqlen_q, work.seqlen_k)
+        return cutlass.min(first, of_last), cutlass.max(end, of_last)
+
+    def pieces(self, key_tiles: Int32) -> Int32:
+        """Into how many pieces a segment is cut."""
+        return cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
+
+    def order(self, key_tiles: Int32) -> Int32:
+        """The order of a segment's length, from 0 for segments with pieces."""
+        order = Int32(cutlass.select_(2 * key_tiles < 3 * self.length, Int32(1), Int32(0)))
+        for i in range(1, ORDERS - 1):
+            order += cutlass.select_((key_tiles << i) <= self.length, Int32(1), Int32(0))
+        return cutlass.min(order, self.orders - 1)
+
+    @cute.jit
+    def totals(self) -> Sizes:
+        """The sizes of all sequences together."""
+        count, total, longest = Int32(0), Int32(0), Int32(0)
+        for first in cutlass.range(0, self.tiles.batch, WARP_SIZE, unroll=READS):
+            segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+            count += segments
+            total += segments * key_tiles
+            longest = cutlass.max(longest, cutlass.select_(segments > 0, key_tiles, 0))
+        return Sizes(
+            cute.arch.warp_redux_sync(count, "add"),
+            cute.arch.warp_redux_sync(total, "add"),
+            cute.arch.warp_redux_sync(longest, "max"),
+        )
+
+    def window(self, order: Int32, first: Int32, before: Int32) -> Window:
+        """The window whose first sequence is `first`; `before` as in `Window`."""
+        segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+        counts = self.order(key_tiles) == order
+        segments = Int32(cutlass.select_(counts, segments, 0))  # a loop carries only such numbers
+        pieces = Int32(self.pieces(key_tiles))
+        return Window(order, first, before, segments, pieces, sums_up_to(segments * pieces))
+
+    @cute.jit
+    def window_of(self, number: Int32, window: Window) -> Window:
+        """The window that holds a piece or segment, from an earlier window; or the end."""
+        end = window.end
+        while number >= end and window.order < self.orders:
+            order, first = window.order, window.first + WARP_SIZE
+            if first >= self.tiles.batch:
+                order += 1
+                first = Int32(0)
+            window = self.window(order, first, end)
+            end = window.end
+        return window
+
+    def work(self, number: Int32, window: Window) -> PieceWork:
+        """The Work of a piece or segment in the window."""
+        holds = cute.arch.vote_ballot_sync(number < window.before + window.up_to)
+        owner = cute.arch.popc((holds & -holds) - 1)
+        segments, pieces = (
+            cute.arch.shuffle_sync(x, owner) for x in (window.segments, window.pieces)
+        )
+        up_to = cute.arch.shuffle_sync(window.up_to, owner)
+        within = number - (window.before + up_to - segments * pieces)
+        # Heads are the fast index: CTAs that run at once read the same pages.
+        piece = within // segments
+        segment = within - piece * segments
+        block = segment // self.tiles.heads
+        own = self.tiles.work(block, segment - block * self.tiles.heads, window.first + owner)
+        first, end = self.key_tiles(own)
+        count = end - first
+        return PieceWork(
+            **vars(own),
+            first=first + piece * count // pieces,
+            end=first + (piece + 1) * count // pieces,
+            pieces=pieces,
+            slot=number,
+            first_slot=number - piece * segments,
+            apart=segments,
+        )

@@ -1,0 +1,160 @@
+"""Decode with num_splits of 0 on Hopper: long sequences are cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import heuristics, table
+from cute_attn.kernels.attention.spec import Sm90ForwardSpec
+from cute_attn.ops.attention import plan_attention
+
+from .attention_cases import (
+    CACHE,
+    FULL,
+    Case,
+    Kind,
+    Machine,
+    Target,
+    assert_agrees,
+    on_target,
+    run,
+    same,
+)
+from .test_attention_pages import in_pages, of_kind
+
+ARCH = "sm_90a"
+LENGTHS = (700, 3, 0, 130)
+WINDOWED = Kind(
+    varlen_q=True, seqused_k=True, window_left=True, window_right=True, packed_heads=2, lse=False
+)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces of one K/V tile, so that short sequences have pieces too."""
+    monkeypatch.setattr(heuristics, "LEAST_PIECE", 1)
+    yield
+
+
+def launched(emulator: Emulator) -> list[str]:
+    return [launch.kernel for launch in emulator.report.launches]
+
+
+def test_one_launch_agrees_with_the_reference_and_repeats():
+    """With a sink, a log-sum-exp, sequences without keys and without queries. The bits depend on
+    the lengths and the number of CTAs, not on the schedule."""
+    with on_target(Target(ARCH, 64)):
+        args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, 1, group=2).arguments()
+        emulator = Emulator(num_sms=5, schedule="adversarial")
+        with cute_attn.emulated(ARCH, emulator):
+            first = cute_attn.flash_attn_varlen_func(**args, num_splits=0)
+        assert len(launched(emulator)) == 1
+        assert not emulator.report.findings
+        assert_agrees(args, *first)
+        for seed in range(2):
+            on = Machine(num_sms=5, seed=seed)
+            assert same(args, first, run(args, on=on, num_splits=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@settings(max_examples=150 if FULL else 20)
+@given(
+    kind=st.sampled_from([CACHE, WINDOWED, replace(CACHE, sink=None, lse=False)]),
+    lengths=st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 2, 40]), st.sampled_from([0, 1, 64, 300, 900])),
+        min_size=2,
+        max_size=70,
+    ),
+    heads_k=st.integers(1, 2),
+    left=st.sampled_from([10, 200]),
+    num_sms=st.sampled_from([1, 2, 5, 20]),
+    schedule=st.sampled_from(["random", "adversarial"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_lengths(
+    head_dim: int, kind: Kind, lengths: list[tuple[int, int]], heads_k: int, left: int,
+    num_sms: int, schedule: str, seed: int,
+):  # fmt: skip
+    if len(lengths) > 8:  # keep the emulation short
+        lengths = [(min(queries, 1), min(keys, 300)) for queries, keys in lengths]
+    queries, keys = zip(*lengths, strict=True)
+    most = max(1, *keys)
+    with on_target(Target(ARCH, head_dim)):
+        case = Case(
+            kind, queries, (most,) * len(keys), (), tuple(most - n for n in keys), heads_k, 2,
+            left=left, seed=seed,
+        )  # fmt: skip
+        args = case.arguments()
+        on = Machine(num_sms=num_sms, schedule=schedule, seed=seed % 1000)
+        if sum(queries):
+            assert_agrees(args, *run(args, on=on, num_splits=0))
+
+
+@pytest.mark.slow
+def test_pages_change_no_bit():
+    with on_target(Target(ARCH, 64)):
+        kind = Kind(varlen_q=True, seqused_k=True, window_right=True, packed_heads=2)
+        args = of_kind(kind, LENGTHS, 1, group=2).arguments()
+        on = Machine(num_sms=3)
+        whole = run(args, on=on, num_splits=0)
+        assert_agrees(args, *whole)
+        assert same(args, whole, run(in_pages(args, 16, 0), on=on, num_splits=0))
+
+
+def decode(batch: int, num_splits: int) -> list[str]:
+    """The kernels of a decode step of sequences of 900 keys."""
+    q, k, v = (torch.randn(batch, rows, 2, 64).bfloat16() for rows in (1, 900, 900))
+    emulator = Emulator(num_sms=4, checks=())
+    with cute_attn.emulated(ARCH, emulator):
+        cute_attn.flash_attn_func(q, k, v, num_splits=num_splits)
+    return launched(emulator)
+
+
+@pytest.mark.slow
+def test_one_sequence_has_splits():
+    assert [len(decode(batch, 0)) for batch in (1, 2)] == [2, 1]
+
+
+def spec_of(**changed: Any) -> Sm90ForwardSpec:
+    ((_, spec),) = plan_attention(
+        ARCH, head_dim=64, heads=2, seqused_k=True, short=True, few=True, pieces=True, num_splits=0
+    )
+    assert isinstance(spec, Sm90ForwardSpec)
+    return replace(spec, **changed)
+
+
+def test_a_piece_is_never_short(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    for head_dim, head_dim_v in table.shapes("forward", (ARCH,)):
+        ((_, spec),) = plan_attention(
+            ARCH, head_dim=head_dim, head_dim_v=head_dim_v, short=True, few=True, pieces=True,
+            num_splits=0,
+        )  # fmt: skip
+        assert isinstance(spec, Sm90ForwardSpec)
+        nbytes = spec.least_key_tiles * spec.tile_n * 2 * (head_dim + head_dim_v)
+        assert heuristics.LEAST_PIECE // 2 < nbytes <= heuristics.LEAST_PIECE
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tile_m": 128}, "scheduler is 'pieces', it needs tile_m of 64"),
+        ({"split": True, "lse": True}, "no split"),
+        ({"least_key_tiles": 0}, "least_key_tiles is 0, must be positive"),
+        ({"scheduler": "counter"}, "least_key_tiles is 1, .* otherwise 0"),
+    ],
+    ids=str,
+)
+def test_specs_without_a_kernel(changed: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        spec_of(**changed)
