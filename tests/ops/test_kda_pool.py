@@ -277,8 +277,9 @@ def test_later_calls_only_launch(arch: str, monkeypatch: pytest.MonkeyPatch):
         rest = shared[call.pool.nbytes - 16 : call.pool.nbytes - 16 + q.nbytes]
         for name, bad, message in (
             ("state_indices", call.indices[:2], "state_indices has shape"),
-            ("state_indices", call.indices.long(), "state_indices has dtype"),
-            ("state_indices", torch.stack([call.indices] * 2, 1)[:, 0], "state_indices has strid"),
+            ("state_indices", call.indices.float(), "state_indices has dtype"),
+            ("has_initial_state", call.indices, "has_initial_state has dtype"),
+            ("pad_slot_id", 2, "pad_slot_id is 2, must be 0, or negative"),
             ("checkpoint_indices", call.checkpoints[:2], "checkpoint_indices has shape"),
             ("initial_state", call.pool.half(), "initial_state has dtype"),
             ("initial_state", call.pool[:, :, :32], "initial_state has shape"),
@@ -375,6 +376,23 @@ def test_good_calls_on_the_cpu_are_refused_for_the_device_alone():
         ),
         ({"state_indices": [0, 1]}, TypeError, "state_indices must be a torch.Tensor"),
         ({"state_indices": torch.zeros(2)}, TypeError, "state_indices has dtype torch.float32"),
+        (
+            {"state_indices": None, "has_initial_state": torch.ones(2) > 0},
+            ValueError,
+            "has_initial_state is given without state_indices",
+        ),
+        (
+            {"state_indices": None, "out": torch.zeros(1, 5, 2, 64, dtype=BF16)},
+            ValueError,
+            "out is given without state_indices",
+        ),
+        ({"has_initial_state": torch.ones(3) > 0}, ValueError, "has_initial_state has shape"),
+        ({"has_initial_state": torch.ones(2)}, TypeError, "has_initial_state has dtype"),
+        ({"pad_slot_id": 3}, ValueError, "pad_slot_id is 3, must be 0, or negative"),
+        ({"pad_slot_id": 0.0}, TypeError, "pad_slot_id must be an int, got float"),
+        ({"out": torch.zeros(1, 5, 2, 64)}, TypeError, "out has dtype torch.float32"),
+        ({"out": torch.zeros(1, 5, 2, 128, dtype=BF16)[..., ::2]}, ValueError, "out has strides"),
+        ({"out": torch.zeros(1, 4, 2, 64, dtype=BF16)}, ValueError, "out has shape"),
         (
             {"state_indices": torch.zeros(3, dtype=torch.int32)},
             ValueError,
