@@ -153,10 +153,10 @@ def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 
 def check_state_strides(state: Tensor, vector_bytes: int, name: str = "state") -> None:
-    """Raise ValueError unless kernels can read `state`, `[slots, heads, rows, columns]`."""
+    """Raise ValueError unless kernels can read `state`, `[slots, ..., heads, rows, columns]`."""
     vector = vector_bytes // state.element_size()
-    slot, head, row, column = state.stride()
-    if column != 1 or row != state.shape[3] or slot % vector or head % vector:
+    *leading, row, column = state.stride()
+    if column != 1 or row != state.shape[-1] or any(stride % vector for stride in leading):
         raise ValueError(
             f"{name} has strides {state.stride()}: a head's matrix must be contiguous, and slots "
             f"and heads start on {vector_bytes}-byte boundaries"

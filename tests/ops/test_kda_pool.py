@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class PoolCall:
     """A call on a pool, and the ordinary call with the same sequences.
 
     Attributes:
-        args: of the ordinary call; its initial_state is 0 where a sequence has no slot.
+        args: of the ordinary call; its initial_state is 0 where a sequence has no slot, or no state
+            yet.
         memory: what the pool is a view of: there is other memory between its slots.
         taken: sequence, tokens and slot of each checkpoint that a sequence is long enough for.
     """
@@ -76,11 +77,13 @@ class PoolCall:
     checkpoints: torch.Tensor
     interval: int
     taken: list[tuple[int, int, int]]
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def named(self) -> list[int]:
         """The sequences with a slot."""
-        return [n for n, i in enumerate(self.indices.tolist()) if 0 <= i < len(self.pool)]
+        slots = range(int("pad_slot_id" in self.more), len(self.pool))
+        return [n for n, i in enumerate(self.indices.tolist()) if i in slots]
 
     @property
     def given(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class PoolCall:
             "state_indices": self.indices,
             "checkpoint_indices": self.checkpoints,
             "checkpoint_interval": self.interval,
+            **self.more,
         }
 
     def run(self, **changes: Any) -> torch.Tensor:
@@ -138,8 +142,13 @@ def pool_call(
     without_slot: tuple[int, ...] = (),
     interval: int = 64,
     columns: int = 2,
+    fresh: tuple[int, ...] = (),
+    null_slot: bool = False,
+    slots_of_table: torch.dtype | None = None,
 ) -> PoolCall:
-    """A call on a pool with the sequences of `args`; those `without_slot` are padding."""
+    """A call on a pool with the sequences of `args`; those `without_slot` are padding, and those
+    `fresh` have no state yet. With null_slot, slot 0 is padding; with slots_of_table, indices are a
+    column of a table of this dtype."""
     device = args["q"].device
     initial = args["initial_state"].to(dtype)
     args = args | {"initial_state": initial.float(), "output_final_state": True}
@@ -148,13 +157,17 @@ def pool_call(
     slots = 2 * (sequences * (1 + columns) + 2)
     generator = torch.Generator().manual_seed(sequences)
     order = torch.randperm(slots, generator=generator).tolist()
+    no_slot = NO_SLOT
+    if null_slot:
+        order.remove(0)
+        no_slot = (0, *NO_SLOT[1:])
     checkpoints = torch.empty(sequences, columns, dtype=torch.int32)
     for n, (_, rows) in enumerate(spans(args)):
         length = args["q"][0, rows].shape[0]
         for i in range(columns):
             at = (i + 1) * interval
             if (n + i) % 4 == 3:
-                checkpoints[n, i] = NO_SLOT[n % 3]
+                checkpoints[n, i] = no_slot[n % 3]
                 continue
             checkpoints[n, i] = slot = order.pop()
             if at <= length:
@@ -164,14 +177,25 @@ def pool_call(
     indices = torch.empty(sequences, dtype=torch.int32)
     for n in range(sequences):
         if n in without_slot:
-            indices[n] = NO_SLOT[n % 3]
+            indices[n] = no_slot[n % 3]
+            args["initial_state"][n] = 0
+            continue
+        indices[n] = slot = order.pop()
+        if n in fresh:
             args["initial_state"][n] = 0
         else:
-            indices[n] = slot = order.pop()
             pool[slot] = initial[n].cpu()
-    memory = memory.to(device)
+    memory, indices = memory.to(device), indices.to(device)
     pool = memory[:, :elements].unflatten(1, initial.shape[1:])
-    return PoolCall(args, memory, pool, indices.to(device), checkpoints.to(device), interval, taken)
+    more: dict[str, Any] = {"pad_slot_id": 0} if null_slot else {}
+    if fresh:
+        flags = [n not in fresh for n in range(sequences)]
+        more["has_initial_state"] = torch.tensor(flags, device=device)
+    if slots_of_table is not None:
+        table = torch.full((sequences, 3), 10**6, dtype=slots_of_table, device=device)
+        table[:, 1] = indices
+        indices = table[:, 1]
+    return PoolCall(args, memory, pool, indices, checkpoints.to(device), interval, taken, more)
 
 
 @contextmanager
@@ -208,6 +232,38 @@ def test_packed_sequences(arch: str, length: int):
         call.check()
     assert len(emulator.report.launches) == (4 if length else 2)
     assert not emulator.report.findings, emulator.report
+
+
+@pytest.mark.parametrize(
+    ("arch", "length", "dtype"),
+    [
+        ("sm_90a", 1, torch.int64),
+        pytest.param("sm_90a", 0, torch.int32, marks=pytest.mark.slow),
+        pytest.param("sm_80", 0, torch.int64, marks=pytest.mark.slow),
+    ],
+)
+def test_slots_and_new_sequences_as_vllm_gives_them(arch: str, length: int, dtype: torch.dtype):
+    """Slots are a column of the block table, slot 0 is padding, and the slots of new sequences hold
+    NaN. The output goes to the caller's memory."""
+    args = Case(SERVER, (130, 64, 70, 1, 0), group=1, gates="weak").arguments("cpu")
+    call = pool_call(args, without_slot=(3,), fresh=(1, 2), null_slot=True, slots_of_table=dtype)
+    assert call.indices[3] == 0 and call.indices.stride(0) == 3
+    out = torch.full(args["v"].shape, math.nan, dtype=args["v"].dtype)
+    emulator = Emulator(schedule="adversarial", seed=length)
+    with cute_attn.emulated(arch, emulator), in_segments(length):
+        assert call.check(out=out) is out
+    assert not emulator.report.findings, emulator.report
+
+
+@pytest.mark.slow
+def test_slots_past_int32_are_padding():
+    """Also where their lower half is a slot."""
+    with cute_attn.emulated("sm_90a", Emulator()):
+        call = pool_call(Case(SERVER, (3, 5), group=1).arguments("cpu"), columns=1)
+        call.indices = call.indices.long()
+        call.indices[1] += 2**32
+        call.args["initial_state"][1] = 0
+        call.check()
 
 
 @pytest.mark.slow
