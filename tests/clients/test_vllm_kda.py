@@ -322,6 +322,47 @@ def test_prefill_and_decode(start: Start, lower_bound: float | None):
     server.check()
 
 
+@pytest.mark.clients("Kimi Linear: the plugin replaces its layers on request")
+def test_the_plugin_replaces_the_layers_on_request(vllm: Any, monkeypatch: pytest.MonkeyPatch):
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    import cute_attn
+    from cute_attn.integrations import vllm as plugin
+    from cute_attn.integrations import vllm_kda
+
+    monkeypatch.delitem(op_registry_oot, vllm_kda.NAME, raising=False)
+    for value in ("0", "", "1", "1"):
+        monkeypatch.setenv("CUTE_ATTN_VLLM_KDA", value)
+        cute_attn.reload_settings()
+        plugin.register()
+        assert (vllm_kda.NAME in op_registry_oot) == (value == "1")
+    assert op_registry_oot[vllm_kda.NAME] is vllm_kda.CuteKimiDeltaAttention
+    theirs = type("Theirs", (), {})
+    monkeypatch.setitem(op_registry_oot, vllm_kda.NAME, theirs)
+    plugin.register()
+    assert op_registry_oot[vllm_kda.NAME] is theirs  # another plugin's
+    monkeypatch.delenv("CUTE_ATTN_VLLM_KDA")
+    cute_attn.reload_settings()
+
+
+@pytest.mark.clients("Kimi Linear: other sizes stay on vLLM's kernels")
+def test_layers_without_a_kernel_stay_with_vllm(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
+        KimiGatedDeltaNetAttention,
+    )
+
+    calls: list[str] = []
+    monkeypatch.setattr(
+        KimiGatedDeltaNetAttention, "_forward", lambda layer, *_, **__: calls.append(layer.prefix)
+    )
+    server = start({"head_dim": 32, "num_heads": 4})
+    (why,) = {layer.module.why_not for layer in server.layers.values()}
+    assert why == "head_dim is 32, there are kernels for (64, 128)"
+    calls.clear()
+    server.serve(prompt(3), tokens=1)
+    assert calls == list(server.layers)
+
+
 @pytest.mark.clients("Kimi Linear: chunked prefill")
 def test_prompts_in_parts(start: Start):
     """Later parts start from the state of the part before, in the same batch as new prompts."""
