@@ -24,8 +24,8 @@ class Settings:
         workspace_bytes: upper limit of a workspace whose only use is to make a call faster;
             `CUTE_ATTN_WORKSPACE_MIB` in MiB.
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
-        vllm_kda: whether the plugin for vLLM replaces Kimi Linear's layers; True with
-            `CUTE_ATTN_VLLM_KDA=1`.
+        server_kda: whether the plugins for vLLM and SGLang replace KDA in layers; True with
+            `CUTE_ATTN_SERVER_KDA=1`.
 
     Raises:
         ValueError: at the first use of a setting whose variable has an invalid value; the message
@@ -53,14 +53,14 @@ class Settings:
         return _switch("CUTE_ATTN_EMULATE") == "1"
 
     @functools.cached_property
-    def vllm_kda(self) -> bool:
-        return _switch("CUTE_ATTN_VLLM_KDA") == "1"
+    def server_kda(self) -> bool:
+        return _switch("CUTE_ATTN_SERVER_KDA") == "1"
 
     def __repr__(self) -> str:
         return (
             f"Settings(scheduler={self.scheduler!r}, kda_split={self.kda_split}, "
             f"workspace_bytes={self.workspace_bytes}, emulate={self.emulate}, "
-            f"vllm_kda={self.vllm_kda})"
+            f"server_kda={self.server_kda})"
         )
 
 
@@ -81,7 +81,7 @@ def reload_settings() -> Settings:
     """Read the environment again, and return the settings now in force.
 
     Call this after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB`,
-    `CUTE_ATTN_EMULATE` or `CUTE_ATTN_VLLM_KDA` in `os.environ`, if an operator was called before.
+    `CUTE_ATTN_EMULATE` or `CUTE_ATTN_SERVER_KDA` in `os.environ`, if an operator was called before.
 
     Raises:
         ValueError: a variable has an invalid value; the message names the variable.
@@ -91,7 +91,7 @@ def reload_settings() -> Settings:
         forget()
     now = settings()
     # An invalid value raises.
-    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate, now.vllm_kda
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate, now.server_kda
     return now
 
 

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["register"]
+from ..settings import settings
+
+__all__ = ["register", "register_attention"]
 
 NAME = "cute_attn"
 
 
 def register() -> None:
+    """Register this package with SGLang: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
+    environment also KDA (`sglang_kda.register`)."""
+    register_attention()
+    if settings().server_kda:
+        from . import sglang_kda
+
+        sglang_kda.register()
+
+
+def register_attention() -> None:
     """Register this package's attention as SGLang's attention backend `cute_attn`.
 
     SGLang uses the backend only on request:

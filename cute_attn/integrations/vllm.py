@@ -39,10 +39,10 @@ def unpickled(path: str) -> BackendPath:
 
 
 def register() -> None:
-    """Register this package with vLLM: its attention, and with `CUTE_ATTN_VLLM_KDA=1` in the
+    """Register this package with vLLM: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
     environment also Kimi Linear's layers (`vllm_kda.register`)."""
     register_attention()
-    if settings().vllm_kda:
+    if settings().server_kda:
         from . import vllm_kda
 
         vllm_kda.register()

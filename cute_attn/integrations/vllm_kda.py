@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Make vLLM build Kimi Linear's layers as `CuteKimiDeltaAttention`, from the next model on.
 
-    With `CUTE_ATTN_VLLM_KDA=1` in the environment, vLLM calls this function in each of its
+    With `CUTE_ATTN_SERVER_KDA=1` in the environment, vLLM calls this function in each of its
     processes. If another plugin has replaced the layer, the other layer stays, with a warning.
     """
     found = op_registry_oot.get(NAME)

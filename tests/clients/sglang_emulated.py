@@ -28,6 +28,7 @@ ENVIRONMENT = {
 
 MODULES = {
     "sgl_kernel": "SGLang's CUDA kernels; its CPU platform calls them on processors with AMX alone",
+    "sgl_kernel.mamba": "the same",
     "sgl_kernel.speculative": "the same",
     "torchaudio": "decodes sound, of which a test has none",
     **dict.fromkeys(

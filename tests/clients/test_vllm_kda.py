@@ -332,7 +332,7 @@ def test_the_plugin_replaces_the_layers_on_request(vllm: Any, monkeypatch: pytes
 
     monkeypatch.delitem(op_registry_oot, vllm_kda.NAME, raising=False)
     for value in ("0", "", "1", "1"):
-        monkeypatch.setenv("CUTE_ATTN_VLLM_KDA", value)
+        monkeypatch.setenv("CUTE_ATTN_SERVER_KDA", value)
         cute_attn.reload_settings()
         plugin.register()
         assert (vllm_kda.NAME in op_registry_oot) == (value == "1")
@@ -341,7 +341,7 @@ def test_the_plugin_replaces_the_layers_on_request(vllm: Any, monkeypatch: pytes
     monkeypatch.setitem(op_registry_oot, vllm_kda.NAME, theirs)
     plugin.register()
     assert op_registry_oot[vllm_kda.NAME] is theirs  # another plugin's
-    monkeypatch.delenv("CUTE_ATTN_VLLM_KDA")
+    monkeypatch.delenv("CUTE_ATTN_SERVER_KDA")
     cute_attn.reload_settings()
 
 
