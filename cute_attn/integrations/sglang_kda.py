@@ -1,13 +1,14 @@
 """KDA in SGLang, on `chunk_kda` and `kda_decode`; importing this needs SGLang.
 
-SGLang's KDA backend keeps its convolution and its pools. The recurrence of each mode of a batch is a
-method of a kernel class, here `CuteKDAKernel`:
+SGLang's KDA backend keeps its convolution and its pools. The recurrence of each mode of a batch is
+a method of a kernel class, here `CuteKDAKernel`:
 
     extend          `chunk_kda`, with the states in SGLang's pool
     packed_decode   `kda_decode`, on q, k and v in the convolution's output
     target_verify   `kda_decode`, with SGLang's tensor for the states after drafted tokens
 
-Negative indices are SGLang's padding, and the pool's slots hold 0 for new requests.
+Padding has a negative index, or slot 0, which SGLang gives to no request. The pool's slots hold 0
+for new requests.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 from ..ops.kda import chunk_kda, kda_decode, limits
 
 __all__ = ["register"]
+
+PADDING = 0  # the slot that `MambaSlotAllocator` leaves out
 
 
 def register() -> None:
@@ -84,6 +87,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
             dt_bias=dt_bias.reshape(-1),
             lower_bound=lower_bound,
             state_indices=cache_indices,
+            pad_slot_id=PADDING,
             out=mixed_qkv.new_empty(batch, num_v_heads, head_v_dim),
         )
         return o.unsqueeze(0)
@@ -124,6 +128,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
             dt_bias=dt_bias.reshape(-1),
             lower_bound=lower_bound,
             state_indices=cache_indices,
+            pad_slot_id=PADDING,
             out=torch.empty(v.shape[1:], dtype=v.dtype, device=v.device),
         )
         return o.unsqueeze(0)
@@ -177,6 +182,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
             dt_bias=dt_bias.reshape(-1),
             lower_bound=lower_bound,
             state_indices=cache_indices[:sequences],
+            pad_slot_id=PADDING,
             cu_seqlens=query_start_loc,
             draft_states=drafts,
             draft_indices=intermediate_state_indices[:sequences],
@@ -221,6 +227,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
             beta[:, :tokens],
             initial_state=ssm_states,
             state_indices=cache_indices,
+            pad_slot_id=PADDING,
             cu_seqlens=query_start_loc,
             A_log=A_log,
             dt_bias=dt_bias,

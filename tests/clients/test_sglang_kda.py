@@ -1,16 +1,16 @@
 """KDA layers on our kernels, in SGLang's real backend for KDA with its real pool of states.
 
 The model runner is that of SGLang's own unit tests (`sglang.test.kits`), on the CPU, with an H100
-that our emulator stands for. SGLang's convolution is written in Triton, whose interpreter has no
-bfloat16: a stand-in in PyTorch takes its place. Each request's outputs are compared with a float64
-reference of the layer, over all steps.
+that our emulator stands for. SGLang's convolution is a Triton kernel, which gives NaN in Triton's
+interpreter: a stand-in in PyTorch takes its place. Each request's outputs are compared with a
+float64 reference of the layer, over all steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,9 +98,22 @@ def causal_conv1d_update(
     return out.view(x.shape)
 
 
+def scatter_mamba_states_after_mtp_verify(
+    caches: Any, slots: Tensor, last_steps: Tensor, *tracked: None, src_indices_raw: None = None
+) -> None:
+    """Stands in for SGLang's Triton kernel, which copies each request's state after its last
+    accepted draft to the pool."""
+    rows = torch.arange(len(last_steps))
+    pairs = [(caches.temporal, caches.intermediate_ssm)]
+    pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
+    for pool, drafts in pairs:
+        pool[:, slots.long()] = drafts[:, rows, last_steps]
+
+
 @pytest.fixture(autouse=True)
-def replaced(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def replaced(kit: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """SGLang's KDA runs on our kernels; the names of those of SGLang's that are called."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.layers.attention.linear import kda_backend
     from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 
@@ -117,8 +130,10 @@ def replaced(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(kda_backend, "TritonKDAKernel", kda_backend.TritonKDAKernel)
     monkeypatch.setattr(kda_backend, "causal_conv1d_fn", causal_conv1d_fn)
     monkeypatch.setattr(kda_backend, "causal_conv1d_update", causal_conv1d_update)
+    name = scatter_mamba_states_after_mtp_verify.__name__
+    monkeypatch.setattr(hybrid_linear_attn_backend, name, scatter_mamba_states_after_mtp_verify)
     sglang_kda.register()
-    yield theirs
+    return theirs
 
 
 class Layers:
@@ -131,7 +146,7 @@ class Layers:
         from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        self.kit, self.modes, self.requests = kit, ForwardMode, requests
+        self.kit, self.modes, self.requests, self.drafts = kit, ForwardMode, requests, drafts
         mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.EXTEND
         case = self.case(mode, (0,) * requests, (drafts or 1,) * requests)
         config = kit.TinyKDAModelConfig(num_heads=HEADS, head_dim=HEAD_DIM, context_len=512)
@@ -170,9 +185,13 @@ class Layers:
 
         case = self.case(mode, tuple(self.lengths), lengths)
         lengths = case.input_lens
-        batch = self.kit._make_forward_batch(
-            case, self.runner, max_context_len=512, device="cpu"
-        )
+        batch = self.kit._make_forward_batch(case, self.runner, max_context_len=512, device="cpu")
+        if mode.is_target_verify():
+            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            ragged = None if len(set(lengths)) == 1 else SimpleNamespace(qo_indptr_device=offsets)
+            batch.spec_info = SimpleNamespace(
+                draft_token_num=self.drafts, ragged_verify_layout=ragged
+            )
         tokens = sum(lengths)
         mixed = torch.randn(tokens, 3 * HEADS * HEAD_DIM).to(DTYPE)
         a = torch.randn(tokens, HEADS * HEAD_DIM).to(DTYPE)
@@ -189,6 +208,14 @@ class Layers:
             self.outputs[i].append(o[0, rows])
             start += length
         return o
+
+    def accept(self, *counts: int) -> None:
+        """Accept so many of each request's drafts of the last step, and commit their states."""
+        last = torch.tensor(counts) - 1
+        self.backend.update_mamba_state_after_mtp_verify(last, None, None, None)
+        for i, count in enumerate(counts):
+            self.inputs[i][-1] = tuple(x[:count] for x in self.inputs[i][-1])
+            self.outputs[i][-1] = self.outputs[i][-1][:count]
 
     def check(self) -> None:
         """Compare all outputs, and the states in the pool, with the reference."""
@@ -244,3 +271,91 @@ def test_prefill_and_decode(kit: Any, replaced: list[str], lower_bound: float | 
         layers.step(layers.modes.DECODE)
     layers.check()
     assert not replaced
+
+
+@pytest.mark.clients("Kimi Linear: speculative decoding")
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 1, 2)], ids=["chains", "ragged chains"])
+def test_speculative_decoding(kit: Any, replaced: list[str], lengths: tuple[int, ...]):
+    """Verification leaves the pool alone, and what is accepted is committed by SGLang."""
+    layers = Layers(kit, 3, drafts=3)
+    layers.step(layers.modes.EXTEND, 20, 1, 5)
+    for accepted in ((2, 1, 1), (1, 1, 2)):
+        before = layers.pool.temporal.clone()
+        layers.pool.intermediate_ssm.fill_(torch.nan)
+        layers.step(layers.modes.TARGET_VERIFY, *lengths)
+        assert torch.equal(layers.pool.temporal, before)
+        layers.accept(*accepted)
+    layers.step(layers.modes.DECODE)
+    layers.check()
+    assert not replaced
+
+
+@pytest.mark.clients("Kimi Linear: the plugin replaces its layers on request")
+def test_the_plugin_replaces_kda_on_request(kit: Any, monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.layers.attention.linear import kda_backend
+    from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+    from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
+
+    import cute_attn
+    from cute_attn.integrations import sglang as plugin
+    from cute_attn.integrations import sglang_kda
+
+    triton = LinearAttnKernelBackend.TRITON
+    monkeypatch.setattr(kda_backend, "TritonKDAKernel", TritonKDAKernel)
+    for value in ("0", "1", "1"):
+        monkeypatch.setenv("CUTE_ATTN_SERVER_KDA", value)
+        cute_attn.reload_settings()
+        plugin.register()
+        dispatcher = kda_backend.KDAKernelDispatcher(triton, triton, triton)
+        for kernel in (
+            dispatcher.decode_kernel,
+            dispatcher.verify_kernel,
+            dispatcher.effective_extend_kernel(-5.0, 3),
+        ):
+            assert isinstance(kernel, sglang_kda.CuteKDAKernel) == (value == "1")
+    monkeypatch.delenv("CUTE_ATTN_SERVER_KDA")
+    cute_attn.reload_settings()
+
+
+@pytest.mark.clients("Kimi Linear: other sizes stay on SGLang's kernels")
+def test_calls_without_a_kernel_stay_with_sglang(kit: Any, replaced: list[str]):
+    from cute_attn.integrations.sglang_kda import CuteKDAKernel
+
+    kernel = CuteKDAKernel()
+
+    def rows(dim: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.zeros(1, 2, HEADS, dim, dtype=dtype)
+
+    def call(name: str, dim: int = HEAD_DIM, states: torch.dtype = torch.float32, **more: Any):
+        tokens = (rows(dim),) * 3
+        gates = (rows(dim), torch.zeros(1, 2, HEADS))
+        given = {
+            "ssm_states": torch.zeros(3, HEADS, dim, dim, dtype=states),
+            "cache_indices": torch.zeros(1, dtype=torch.int32),
+            "query_start_loc": torch.tensor([0, 2]),
+        }
+        parameters = {"A_log": torch.zeros(HEADS), "dt_bias": torch.zeros(HEADS * dim)}
+        replaced.clear()
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(kernel, name)(
+                **dict(zip("qkv", tokens, strict=True)),
+                **dict(zip(("g", "beta") if name == "extend" else "ab", gates, strict=True)),
+                **given | parameters | more,
+            )
+        assert replaced == [name]
+
+    for name in ("decode", "extend"):
+        call(name, dim=32)
+        call(name, states=torch.float16)
+    call("extend", return_intermediate_states=True)  # a snapshot for the radix cache
+    call("extend", track_state=torch.zeros(1))
+    drafts = torch.zeros(1, 2, HEADS, HEAD_DIM, HEAD_DIM)
+    verify = {
+        "intermediate_states_buffer": drafts,
+        "intermediate_state_indices": torch.zeros(1, dtype=torch.int32),
+        "cache_steps": 2,
+        "retrieve_parent_token": None,
+    }
+    call("target_verify", **verify | {"retrieve_parent_token": torch.zeros(1, 2)})  # a tree
+    call("target_verify", **verify | {"intermediate_states_buffer": drafts.bfloat16()})
+    call("target_verify", **verify, cache_ring=True)

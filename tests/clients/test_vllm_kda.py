@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -118,7 +119,7 @@ class Server:
             starts = runner.query_start_loc.np[: len(requests) + 1].tolist()
             layer = self.layers[name]
             if name == next(iter(self.layers)):
-                self.batches.append([b - a for a, b in zip(starts, starts[1:], strict=False)])
+                self.batches.append([b - a for a, b in itertools.pairwise(starts)])
                 self.modes.append(
                     ("verify " if m.num_spec_decodes else "")
                     + ("prefill" if m.num_prefills else "decode" if m.num_decodes else "")
@@ -377,7 +378,7 @@ def test_a_cached_prefix(start: Start):
     server = start(enable_prefix_caching=True, max_num_seqs=2)
     first = server.serve(prompt(100), tokens=2)
     before = len(server.batches)
-    again = server.serve(prompt(100), prompt(100)[:96] + [5, 6, 7], tokens=2)
+    again = server.serve(prompt(100), [*prompt(100)[:96], 5, 6, 7], tokens=2)
     assert again[0] == first[0]
     assert server.batches[before:][0] == [4, 3], server.batches
     server.check()
