@@ -605,6 +605,52 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
     assert not missing
 
 
+def test_models_have_the_kernels_of_our_layers_in_servers(loaded: list[Any]):
+    """The calls of `integrations.vllm_kda`, with slots in a column and contiguous, and of
+    `integrations.sglang_kda`."""
+
+    def rows(*dim: int) -> torch.Tensor:
+        return torch.zeros(1, 6, 2, *dim, dtype=BF16)
+
+    tokens = {name: rows(128) for name in "qkvg"} | {"beta": rows()}
+    of_gate = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * 128), "pad_slot_id": 0}
+    pool = torch.zeros(4, 2, 128, 128)
+    table = torch.zeros(2, 9, dtype=torch.int32)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    prefill = tokens | of_gate | {
+        "initial_state": pool,
+        "cu_seqlens": offsets,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "state_v_first": True,
+    }  # fmt: skip
+    decode = {name: x[0, :2] for name, x in tokens.items()} | of_gate | {"state": pool}
+    verify = tokens | of_gate | {"state": pool, "cu_seqlens": offsets}
+    drafts = {
+        "draft_states": torch.zeros(2, 4, 2, 128, 128),
+        "draft_indices": torch.zeros(2, dtype=torch.int32),
+    }
+    flags = torch.ones(2, dtype=torch.bool)
+    with cute_attn.emulated("sm_90a"), torch.no_grad(), in_segments(1):
+        for slots in (table, table.clone()[:, :4].contiguous()):
+            one = slots[:, 0] if slots is table else slots[:, 0].contiguous()
+            cute_attn.chunk_kda(**prefill, state_indices=one, has_initial_state=flags)
+            cute_attn.kda_decode(**decode, state_indices=one)
+            cute_attn.kda_decode(
+                **verify,
+                state_indices=slots[:, :4],
+                num_accepted_tokens=torch.ones(2, dtype=torch.int32),
+            )
+        cute_attn.chunk_kda(**prefill, state_indices=one)
+        cute_attn.kda_decode(**verify, **drafts, state_indices=one)
+    models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
+    built = set(plan_file(models, "sm_90a"))
+    assert len(loaded) == 3 * 5 + 2 * 2 + 1
+    missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
+    assert not missing
+
+
 def test_schema_names_what_is_written():
     schema = torch.ops.cute_attn.chunk_kda_in_pool.default._schema
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
