@@ -219,7 +219,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
                 return_intermediate_states=return_intermediate_states, **more,
             )  # fmt: skip
         tokens = q.shape[1]  # g and beta may have rows of padding
-        o, _ = chunk_kda(
+        o: Tensor = chunk_kda(
             q,
             k,
             v,
@@ -236,7 +236,7 @@ class CuteKDAKernel(TritonKDAKernel):  # type: ignore[misc]
             use_gate_in_kernel=A_log is not None,
             use_beta_sigmoid_in_kernel=beta_is_raw,
             state_v_first=True,
-        )
+        )[0]
         return o
 
 

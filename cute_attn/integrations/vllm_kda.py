@@ -112,11 +112,11 @@ class CuteKimiDeltaAttention(theirs.KimiGatedDeltaNetAttention):  # type: ignore
             states = states.transpose(-1, -2)
         return self.conv1d.weight.squeeze(1), states
 
-    def _heads(self, mixed_qkv: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, `[1, tokens, heads, head_dim]`, as views of the convolution's output."""
-        return tuple(
-            mixed_qkv.unflatten(-1, (3, self.local_num_heads, self.head_dim)).unsqueeze(0).unbind(2)
-        )
+        shape = (1, len(mixed_qkv), 3, self.local_num_heads, self.head_dim)
+        q, k, v = mixed_qkv.view(shape).unbind(2)
+        return q, k, v
 
     @property
     def _of_gate(self) -> dict[str, Any]:
