@@ -1,9 +1,10 @@
 """A stand-in of the part of vLLM that an attention backend meets. It is not vLLM.
 
-vLLM is too large to be installed for tests. This is written from the interface that its
-documentation shows: the classes of `vllm.v1.attention.backend` and `.backends.registry` (releases
-0.15 to 0.26, and 0.33 for the KV cache, DCP and R-SWA), with the names, the order of arguments and
-the defaults there. `Runner` makes the calls that a worker makes in a step, in the same order.
+vLLM is too large to be installed for `make test`; `make test-clients` runs the real engine. This is
+written from the interface that its documentation shows: the classes of `vllm.v1.attention.backend`
+and `.backends.registry` (releases 0.15 to 0.26, and 0.33 for the KV cache, DCP, R-SWA and names of
+backends), with the names, the order of arguments and the defaults there. `Runner` makes the calls
+that a worker makes in a step, in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -180,6 +181,7 @@ class AttentionMetadataBuilder(ABC):
     _cudagraph_support = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
     supports_update_block_table = False
+    supports_draft_decode_metadata_update = False
 
     @abstractmethod
     def __init__(
@@ -212,6 +214,9 @@ class AttentionMetadataBuilder(ABC):
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> Any:
         return self.build(0, common_attn_metadata, fast_build=True)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        raise NotImplementedError
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -258,29 +263,50 @@ class AttentionImpl(ABC):
         raise NotImplementedError
 
 
-RECORDED = {
-    "backend": AttentionBackend,
-    "builder": AttentionMetadataBuilder,
-    "impl": AttentionImpl,
-}
-
-
-def recorded_signatures() -> list[tuple[str, str, list[inspect.Parameter]]]:
-    """(class, method, parameters) of all that vLLM calls."""
+def declared(bases: Mapping[str, type]) -> list[tuple[str, str, list[inspect.Parameter]]]:
+    """(name, method, parameters) of all that the base classes declare."""
     return [
         (name, method, list(inspect.signature(function).parameters.values()))
-        for name, cls in RECORDED.items()
+        for name, cls in bases.items()
         for method in vars(cls)
         if (not method.startswith("_") or method == "__init__")
         and callable(function := getattr(cls, method))
     ]
 
 
+def assert_takes(backend: Any, bases: Mapping[str, type]) -> int:
+    """Check that the backend's methods take the arguments that the base classes "backend",
+    "builder" and "impl" declare, positionally and by name. Returns how many methods there are."""
+    classes = {
+        "backend": backend,
+        "builder": backend.get_builder_cls(),
+        "impl": backend.get_impl_cls(),
+    }
+    methods = declared(bases)
+    for cls, method, parameters in methods:
+        ours = inspect.signature(getattr(classes[cls], method))
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        required = [x.name for x in parameters if x.default is x.empty and x.name in names]
+        ours.bind(*names)
+        ours.bind(*required)
+        if not any(x.kind is x.VAR_POSITIONAL for x in ours.parameters.values()):
+            ours.bind(**dict.fromkeys(names))
+    return len(methods)
+
+
+BASES = {
+    "backend": AttentionBackend,
+    "builder": AttentionMetadataBuilder,
+    "impl": AttentionImpl,
+}
+
+
 # -- vllm.v1.attention.backends.registry
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts the stand-in where vLLM would be; returns the registry."""
+def installed(monkeypatch: pytest.MonkeyPatch, *, takes_names: bool = True) -> Any:
+    """Puts the stand-in where vLLM would be; returns the registry, which takes names of new
+    backends as in release 0.33, or not as in older releases."""
     overrides: dict[Any, str] = {}
 
     class AttentionBackendEnum(Enum):
@@ -300,10 +326,25 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         def is_overridden(self) -> bool:
             return self in overrides
 
+    def register(cls: Any, name: str, value: str) -> Any:
+        if name in cls._member_map_:
+            raise ValueError(f"Backend {name} already exists in {cls.__name__}.")
+        member = object.__new__(cls)
+        member._name_, member._value_ = name, value
+        setattr(cls, name, member)
+        cls._member_map_[name] = cls._value2member_map_[value] = member
+        cls._member_names_.append(name)
+        return member
+
+    if takes_names:
+        AttentionBackendEnum.register = classmethod(register)  # type: ignore[attr-defined]
+
     def register_backend(
         backend: Any, class_path: str | None = None, is_mamba: bool = False
     ) -> Any:
         assert class_path is not None and not is_mamba
+        if isinstance(backend, str):
+            backend = AttentionBackendEnum.register(backend, class_path)  # type: ignore[attr-defined]
         overrides[backend] = class_path
         return lambda x: x
 
