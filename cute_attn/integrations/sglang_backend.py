@@ -271,6 +271,9 @@ def refuse(runner: Any) -> None:
         "local attention in chunks (Llama 4)": config.is_local_attention_model,
         "context parallelism (--attn-cp-size)": parallel.attn_cp_size > 1,
         "decode context parallelism (--dcp-size)": parallel.dcp_enabled,
+        "draft models (--speculative-draft-attention-backend triton)": runner.is_draft_worker,
+        "images whose tokens see each other (leave --enable-multimodal away)": config.is_multimodal
+        and hasattr(runner.model, "prepare_attn_masks"),
         "a model without a KV cache": isinstance(runner.token_to_kv_pool, NoOpMHATokenToKVPool),
         f"a KV cache of {runner.kv_cache_dtype} beside a model of {runner.dtype} "
         "(--kv-cache-dtype auto)": runner.kv_cache_dtype != runner.dtype,

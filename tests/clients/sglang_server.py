@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -25,6 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cute_attn.integrations import sglang_backend
+
+
+# Nobody reads what a scheduler sends to other processes, for which its context would wait.
+zmq.Context.__del__ = lambda self: None
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import types
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -79,7 +80,7 @@ class Model:
         model = transformers.AutoModelForCausalLM.from_config(self.config)
         for parameter, x in model.named_parameters():
             if parameter.endswith("sinks"):
-                torch.nn.init.normal_(x)
+                torch.nn.init.normal_(x, mean=4)
         model.to(dtype).save_pretrained(self.path)
         self.dtype = dtype
 
@@ -302,6 +303,67 @@ def test_idle_batch(directory: Path, start: Any):
     assert server.modes == [ForwardMode.EXTEND, ForwardMode.IDLE]
     server.run()
     model.check(server.rows)
+
+
+# -- what has no kernel
+
+
+@pytest.mark.clients("An error at the start for what has no kernel")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"page_size": None}, ValueError, "pages of 1: start SGLang with --page-size 64"),
+        ({"page_size": 8}, ValueError, "a multiple of 16 tokens, got pages of 8"),
+        ({"dtype": "float32"}, NotImplementedError, "a model of torch.float32"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 2},
+            ValueError,  # by SGLang: with trees, pages have one token
+            r"speculative_eagle_topk\(2\) > 1 with page_size\(16\) > 1",
+        ),
+        (
+            {"json_model_override_args": '{"head_dim": 96}', "load_format": "dummy"},
+            NotImplementedError,
+            r"head_dim 96 \(of v: 96\) on this GPU, there are",
+        ),
+    ],
+    ids=str,
+)
+def test_refused_options(
+    directory: Path, start: Any, options: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        start(Model("qwen3", directory), **options)
+
+
+@pytest.mark.clients("An error at the start for what has no kernel")
+def test_refused_models(directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    from cute_attn.integrations import sglang_backend
+    from cute_attn.integrations.sglang_backend import refuse
+
+    runner = start(Model("qwen3", directory)).runner
+    layer = runner.model.model.layers[1].self_attn.attn
+    refuse(runner)
+    trees = types.SimpleNamespace(speculative_eagle_topk=4)
+    for changed, name, value, message in (
+        (sglang_backend, "get_spec", lambda: trees, "trees of draft tokens"),
+        (runner.model_config, "attention_arch", AttentionArch.MLA, "MLA"),
+        (runner.model_config, "is_encoder_decoder", True, "cross-attention of an encoder-decoder"),
+        (runner.model_config, "is_local_attention_model", True, "local attention in chunks"),
+        (runner, "kv_cache_dtype", torch.float8_e4m3fn, "a KV cache of torch.float8_e4m3fn beside"),
+        (runner, "is_draft_worker", True, "draft models .--speculative-draft-attention-backend"),
+        (layer, "attn_type", AttentionType.ENCODER_ONLY, "attention of type encoder_only"),
+        (layer, "is_cross_attention", True, "cross-attention"),
+        (layer, "v_head_dim", 32, r"head_dim 64 \(of v: 32\)"),
+        (layer, "xai_temperature_len", 8, "temperatures by length"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, name, value)
+            with pytest.raises(NotImplementedError, match=f"cute_attn has no kernel for {message}"):
+                refuse(runner)
+    refuse(runner)
 
 
 # -- CUDA graphs
