@@ -159,10 +159,20 @@ ANSWERS = (
 )
 
 
+# What a single test file replaces.
+IN_TESTS = (
+    (
+        "causal_conv1d_fn, causal_conv1d_update",
+        "Kimi Linear's convolutions, which are Triton kernels on a GPU",
+    ),
+)
+
+
 def stand_ins() -> list[tuple[str, str]]:
     """(what, why) for the table in docs/clients.md."""
     found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
-    return found + [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
+    found += [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
+    return found + list(IN_TESTS)
 
 
 def install() -> None:
