@@ -160,7 +160,7 @@ CALLS = {
     "records": Served(WITH_RECORDS, None, torch.int64, column=True, null_slot=True),
     "packed without indices": Served(replace(NO_GATE, slots="batch"), (2, 0, 1), fresh=True),
 }
-QUICK = ("decode in vLLM", "verify in vLLM", "verify in SGLang", "mixed batch")
+QUICK = ("decode in vLLM", "verify in vLLM", "verify in SGLang")
 each_call = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CALLS]
 )
