@@ -7,11 +7,13 @@ chooses the backend.
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 __all__ = ["register"]
 
 NAME = "cute_attn"
+BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
 
 
 def register() -> None:
@@ -36,10 +38,9 @@ def register() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(_backend)
+    register_attention_backend(NAME)(backend)
 
 
-def _backend(runner: Any) -> Any:
-    from .sglang_backend import CuteAttnBackend
-
-    return CuteAttnBackend(runner)
+def backend(runner: Any) -> Any:
+    """Make the backend for a model runner of SGLang."""
+    return pkgutil.resolve_name(BACKEND)(runner)

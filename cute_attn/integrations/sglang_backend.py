@@ -95,7 +95,6 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what all CUDA graphs read."""
-        self.captured.clear()
         self.static = self.allocated(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -111,7 +110,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Write the metadata of a CUDA graph, by kernels that the graph records."""
-        write(self.captured[forward_batch.forward_mode, forward_batch.batch_size], forward_batch, self)
+        key = forward_batch.forward_mode, forward_batch.batch_size
+        write(self.captured[key], forward_batch, self)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -234,7 +234,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
     forward_decode = forward_extend
 
     def in_window_pool(self, layer: Any) -> bool:
-        return isinstance(self.pool, SWAKVPool) and bool(self.pool.layers_mapping[layer.layer_id][1])
+        if not isinstance(self.pool, SWAKVPool):
+            return False
+        _, in_window_pool = self.pool.layers_mapping[layer.layer_id]
+        return bool(in_window_pool)
 
 
 def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBackend) -> None:

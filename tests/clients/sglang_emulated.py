@@ -1,7 +1,7 @@
 """Puts SGLang's scheduler on the CPU, with an H100 that our emulator stands for.
 
-SGLang has a CPU platform, whose layers are written in PyTorch. MODULES names what SGLang imports for
-this platform and `unpack` leaves out. Nothing in these modules is called, except FUNCTIONS.
+SGLang has a CPU platform, whose layers are written in PyTorch. MODULES names what SGLang imports
+for this platform and its list of packages leaves out. Of these modules, FUNCTIONS alone are called.
 """
 
 from __future__ import annotations
@@ -191,6 +191,19 @@ class Stubs(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         for function in FUNCTIONS.get(module.__name__, ()):
             setattr(module, function.__name__, function)
+
+
+def stand_ins() -> list[tuple[str, str]]:
+    """(what, why) for the table in docs/clients.md."""
+    functions = [
+        (f"{module}.{function.__name__}", (function.__doc__ or "").partition("\n")[0])
+        for module, found in FUNCTIONS.items()
+        for function in found
+    ]
+    return [
+        *((name, f"is imported, not called: {why}") for name, why in MODULES.items()),
+        *functions,
+    ]
 
 
 def install() -> None:
