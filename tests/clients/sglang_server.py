@@ -195,6 +195,14 @@ class Recorder(TorchDispatchMode):
         self.calls.append(again)
         return made
 
+    def __enter__(self) -> Any:
+        sglang_backend.flash_attn_varlen_func = self.attention
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        sglang_backend.flash_attn_varlen_func = flash_attn_varlen_func
+
     def attention(self, *args: Any, **kwargs: Any) -> Any:
         """`flash_attn_varlen_func`, of which only the call is recorded."""
         with _disable_current_modes():
@@ -243,15 +251,11 @@ class Graph:
         backend.init_cuda_graph_state(requests, requests * self.each)
         backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
         self.recorder = Recorder()
-        sglang_backend.flash_attn_varlen_func = self.recorder.attention
-        try:
-            with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
-                backend.init_forward_metadata_in_graph(self.batch)
-                output = server.runner.model.forward(
-                    self.batch.input_ids, self.batch.positions, self.batch
-                )
-        finally:
-            sglang_backend.flash_attn_varlen_func = flash_attn_varlen_func
+        with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata_in_graph(self.batch)
+            output = server.runner.model.forward(
+                self.batch.input_ids, self.batch.positions, self.batch
+            )
         self.logits = output.next_token_logits
 
     @torch.inference_mode()

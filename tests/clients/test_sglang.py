@@ -6,6 +6,7 @@ attention. SGLang's pools hold NaN wherever the model runner has not written.
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 from collections.abc import Callable, Iterator
@@ -340,3 +341,52 @@ def test_cuda_graphs(sglang: Any, start: Start, model: str, options: dict[str, A
     server.run()
     assert len(graph.rows) > 30
     served.check(graph.rows)
+
+
+@pytest.mark.clients("CUDA graphs of prefill: attention alone")
+def test_prefill_graphs(sglang: Any, start: Start):
+    """A graph of 64 rows and 4 requests, and attention that writes to a graph's own tensor."""
+    served = start("granite")
+    server, backend = served.server, served.server.backend
+    layers = [layer.self_attn.attn for layer in server.runner.model.model.layers]
+    q = torch.randn(64, 256).bfloat16()
+    sizes = {"extend_seq_lens": 4, "out_cache_loc": 64, "positions": 64}
+    sizes |= {"req_pool_indices": 4, "seq_lens": 4}
+    graph, recorder, found = None, sglang.Recorder(), []
+
+    def check(batch: Any, rows: list[Any]) -> None:
+        nonlocal graph
+        if graph is None:
+            graph = copy.copy(batch)
+            graph.batch_size = 4
+            for name, size in sizes.items():
+                setattr(graph, name, torch.zeros(size, dtype=torch.int64))
+            backend.init_forward_metadata_out_graph(graph, in_capture=True)
+            with recorder:
+                backend.init_forward_metadata_in_graph(graph)
+                found.extend(
+                    backend.forward(q, None, None, layer, graph, False) for layer in layers
+                )
+        for name in sizes:
+            given = getattr(batch, name)
+            getattr(graph, name).zero_()[: len(given)] = given
+        backend.init_forward_metadata_out_graph(graph)
+        recorder.repeat()
+        tokens = len(batch.input_ids)
+        backend.init_forward_metadata(batch)
+        for layer, of_graph in zip(layers, found, strict=True):
+            plain = backend.forward(q[:tokens], None, None, layer, batch, False)
+            assert plain.isfinite().all() and torch.equal(of_graph[:tokens], plain)
+            assert not of_graph[tokens:].any()
+            batch._attn_output = torch.empty_like(plain)
+            given = backend.forward(q[:tokens], None, None, layer, batch, False)
+            assert given.data_ptr() == batch._attn_output.data_ptr()
+            assert torch.equal(given, plain)
+            batch._attn_output = None
+
+    server.after_step = check
+    for seed, lengths in enumerate(((20, 30, 5), (64,), (1, 2, 3, 40))):
+        for length in lengths:
+            server.send(prompt(length, seed), 1)
+        server.step()
+    assert server.modes == ["EXTEND"] * 3 and len(found) == 2
