@@ -294,7 +294,7 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
     from cute_attn.integrations.sglang_backend import refuse
 
     runner = start("llama").server.runner
-    layer = runner.model.model.layers[1].self_attn.attn
+    layer = runner.model.model.layers[0].self_attn.attn
     refuse(runner)
     trees = types.SimpleNamespace(speculative_eagle_topk=4)
     for changed, name, value, message in (
