@@ -18,7 +18,7 @@ export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode
-CLIENTS ?= vllm
+CLIENTS ?= sglang vllm
 OLDEST := build/oldest
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 

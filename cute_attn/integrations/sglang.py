@@ -7,6 +7,7 @@ chooses the backend.
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 from ..settings import settings
@@ -14,6 +15,7 @@ from ..settings import settings
 __all__ = ["register", "register_attention"]
 
 NAME = "cute_attn"
+BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
 
 
 def register() -> None:
@@ -48,10 +50,9 @@ def register_attention() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(_backend)
+    register_attention_backend(NAME)(backend)
 
 
-def _backend(runner: Any) -> Any:
-    from .sglang_backend import CuteAttnBackend
-
-    return CuteAttnBackend(runner)
+def backend(runner: Any) -> Any:
+    """Make the backend for a model runner of SGLang."""
+    return pkgutil.resolve_name(BACKEND)(runner)

@@ -12,6 +12,7 @@ graph of a batch may be replayed for any batch of the same size.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from ..ops.attention.arguments import PAGE_STEP
 from ..ops.attention.support import forward_head_dims
 from . import token_slots
 from .sglang import NAME
+
+DTYPES = torch.bfloat16, torch.float16
 
 
 @dataclass
@@ -95,7 +98,6 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what all CUDA graphs read."""
-        self.captured.clear()
         self.static = self.allocated(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -111,23 +113,24 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Write the metadata of a CUDA graph, by kernels that the graph records."""
-        write(self.captured[forward_batch.forward_mode, forward_batch.batch_size], forward_batch, self)
+        key = forward_batch.forward_mode, forward_batch.batch_size
+        write(self.captured[key], forward_batch, self)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def allocated(self, requests: int, tokens: int) -> CuteAttnMetadata:
         """Metadata of up to `requests` requests with up to `tokens` tokens, with no contents."""
-        integers = {"dtype": torch.int32, "device": self.slots.device}
+        int32 = functools.partial(self.slots.new_empty, dtype=torch.int32)
         table = requests, self.max_pages
         pool = isinstance(self.pool, SWAKVPool)
         return CuteAttnMetadata(
-            cu_seqlens_q=torch.empty(requests + 1, **integers),
-            seqused_k=torch.empty(requests, **integers),
-            page_table=torch.empty(table, **integers),
+            cu_seqlens_q=int32(requests + 1),
+            seqused_k=int32(requests),
+            page_table=int32(table),
             max_seqlen_q=0,
             max_seqlen_k=0,
-            window_page_table=torch.empty(table, **integers) if pool else None,
+            window_page_table=int32(table) if pool else None,
             window_slots=self.slots.new_empty(tokens, dtype=torch.int64) if pool else None,
         )
 
@@ -162,8 +165,9 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                     f"{NAME} verifies the same number of draft tokens for each request: unset "
                     "SGLANG_RAGGED_VERIFY_MODE"
                 )
-            each = forward_batch.positions.numel() // max(requests, 1)
-            metadata.drafts = each
+            each = metadata.drafts = forward_batch.spec_info.draft_token_num
+            # With data-parallel attention, SGLang may add rows to a step.
+            metadata.unused_rows = forward_batch.positions.numel() > each * requests
         elif mode.is_extend() and not mode.is_dllm_extend():
             metadata.unused_rows = tokens is not None
             metadata.max_seqlen_q = tokens or max(forward_batch.extend_seq_lens_cpu, default=0)
@@ -206,12 +210,12 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         heads, heads_k = layer.tp_q_head_num, layer.tp_k_head_num
         q = q.reshape(-1, heads, layer.qk_head_dim)
         shape = len(q), heads, layer.v_head_dim
-        given = forward_batch._attn_output
+        given = getattr(forward_batch, "_attn_output", None)
         out = q.new_empty(shape) if given is None else given.view(shape)
         if x.unused_rows:  # the next layer's keys must be finite
             out.zero_()
         k_pool, v_pool = self.pool.get_kv_buffer(layer.layer_id)
-        left = None if layer.sliding_window_size < 0 else layer.sliding_window_size
+        left = layer.sliding_window_size  # without the query's own position; -1 is no window
         flash_attn_varlen_func(
             q,
             paged_kv_view(k_pool, self.page_size, heads_k, layer.qk_head_dim),
@@ -223,7 +227,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             page_table=x.window_page_table if self.in_window_pool(layer) else x.page_table,
             softmax_scale=layer.scaling,
             causal=True,
-            window_size=(left, None),  # causal has no right side
+            window_size=(left, 0),
             learnable_sink=sinks,
             softcap=layer.logit_cap,
             num_splits=0,
@@ -234,7 +238,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
     forward_decode = forward_extend
 
     def in_window_pool(self, layer: Any) -> bool:
-        return isinstance(self.pool, SWAKVPool) and bool(self.pool.layers_mapping[layer.layer_id][1])
+        if not isinstance(self.pool, SWAKVPool):
+            return False
+        _, in_window_pool = self.pool.layers_mapping[layer.layer_id]
+        return bool(in_window_pool)
 
 
 def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBackend) -> None:
@@ -259,43 +266,51 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
 
 def refuse(runner: Any) -> None:
     """Raise for a model, or an option of the server, that has no kernel."""
-    config, parallel = runner.model_config, get_parallel()
     if runner.page_size % PAGE_STEP:
         raise ValueError(
             f"{NAME} needs pages of a multiple of {PAGE_STEP} tokens, got pages of "
             f"{runner.page_size}: start SGLang with --page-size 64"
         )
-    absent = {
+    found = missing_for_server(runner)
+    dims = forward_head_dims(runner.req_to_token_pool.req_to_token.device)
+    for layer in runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            found += missing_for_layer(layer, dims)
+    if found:
+        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(dict.fromkeys(found))}")
+
+
+def missing_for_server(runner: Any) -> list[str]:
+    config, parallel = runner.model_config, get_parallel()
+    # Gemma 3 has attention between an image's tokens, which SGLang computes by Triton alone.
+    images = config.is_multimodal and hasattr(runner.model, "prepare_attn_masks")
+    cases = {
         "MLA": config.attention_arch == AttentionArch.MLA,
         "cross-attention of an encoder-decoder": config.is_encoder_decoder,
         "local attention in chunks (Llama 4)": config.is_local_attention_model,
         "context parallelism (--attn-cp-size)": parallel.attn_cp_size > 1,
         "decode context parallelism (--dcp-size)": parallel.dcp_enabled,
         "draft models (--speculative-draft-attention-backend triton)": runner.is_draft_worker,
-        "images whose tokens see each other (leave --enable-multimodal away)": config.is_multimodal
-        and hasattr(runner.model, "prepare_attn_masks"),
+        "images whose tokens see each other (leave --enable-multimodal away)": images,
         "a model without a KV cache": isinstance(runner.token_to_kv_pool, NoOpMHATokenToKVPool),
         f"a KV cache of {runner.kv_cache_dtype} beside a model of {runner.dtype} "
         "(--kv-cache-dtype auto)": runner.kv_cache_dtype != runner.dtype,
-        f"a model of {runner.dtype} (--dtype bfloat16)": runner.dtype
-        not in (torch.bfloat16, torch.float16),
+        f"a model of {runner.dtype} (--dtype bfloat16)": runner.dtype not in DTYPES,
         "trees of draft tokens (--speculative-eagle-topk 1, or for NGRAM "
         "--speculative-ngram-max-bfs-breadth 1)": (get_spec().speculative_eagle_topk or 0) > 1,
     }
-    dims = forward_head_dims(runner.req_to_token_pool.req_to_token.device)
-    for layer in runner.model.modules():
-        if not isinstance(layer, RadixAttention):
-            continue
-        shape = layer.qk_head_dim, layer.v_head_dim
-        absent |= {
-            f"head_dim {shape[0]} (of v: {shape[1]}) on this GPU, there are (of q and k, of v): "
-            f"{list(dims)}": shape not in dims,
-            "cross-attention": layer.is_cross_attention,
-            f"attention of type {layer.attn_type.value}": layer.attn_type != AttentionType.DECODER,
-            f"softcap by {layer.logit_capping_method}": bool(layer.logit_cap)
-            and layer.logit_capping_method != "tanh",
-            "temperatures by length (Grok)": layer.xai_temperature_len > 0,
-        }
-    found = [what for what, there in absent.items() if there]
-    if found:
-        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(found)}")
+    return [what for what, given in cases.items() if given]
+
+
+def missing_for_layer(layer: Any, dims: tuple[tuple[int, int], ...]) -> list[str]:
+    shape = layer.qk_head_dim, layer.v_head_dim
+    capped = bool(layer.logit_cap)
+    cases = {
+        f"head_dim {shape[0]} (of v: {shape[1]}) on this GPU, there are (of q and k, of v): "
+        f"{list(dims)}": shape not in dims,
+        "cross-attention": layer.is_cross_attention,
+        f"attention of type {layer.attn_type.value}": layer.attn_type != AttentionType.DECODER,
+        f"softcap by {layer.logit_capping_method}": capped and layer.logit_capping_method != "tanh",
+        "temperatures by length (Grok)": layer.xai_temperature_len > 0,
+    }
+    return [what for what, given in cases.items() if given]

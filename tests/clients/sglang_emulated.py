@@ -1,7 +1,7 @@
 """Puts SGLang's scheduler on the CPU, with an H100 that our emulator stands for.
 
-SGLang has a CPU platform, whose layers are written in PyTorch. MODULES names what SGLang imports for
-this platform and `unpack` leaves out. Nothing in these modules is called, except FUNCTIONS.
+SGLang has a CPU platform, whose layers are written in PyTorch. MODULES names what SGLang imports
+for this platform and its list of packages leaves out. Of these modules, FUNCTIONS alone are called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ ENVIRONMENT = {
 }
 
 MODULES = {
-    "sgl_kernel": "SGLang's CUDA kernels; its CPU platform calls them on processors with AMX alone",
-    "sgl_kernel.mamba": "the same",
-    "sgl_kernel.speculative": "the same",
-    "torchaudio": "decodes sound, of which a test has none",
+    "sgl_kernel": "is imported; of it, SGLang calls only the functions below",
+    "sgl_kernel.mamba": "likewise",
+    "sgl_kernel.speculative": "likewise",
+    "torchaudio": "is imported, not called: decodes sound",
     **dict.fromkeys(
         (
             "torchvision",
@@ -40,7 +40,7 @@ MODULES = {
             "torchvision.transforms.v2",
             "torchvision.transforms.v2.functional",
         ),
-        "decodes images, of which a test has none",
+        "is imported, not called: decodes images",
     ),
 }
 
@@ -154,16 +154,30 @@ def fill_accept_out_cache_loc_cpu(
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 
 
-# What speculative decoding computes beside the model.
+class Stub(NamedTuple):
+    """A function of a missing module, with the same arithmetic in PyTorch.
+
+    Attributes:
+        reason: why SGLang calls the function.
+    """
+
+    function: Callable[..., None]
+    reason: str
+
+
 FUNCTIONS = {
     "sgl_kernel": (
-        assign_extend_cache_locs_cpu,
-        assign_req_to_token_pool_cpu,
-        copy_all_layer_kv_cache_cpu,
-        fill_accept_out_cache_loc_cpu,
-        verify_tree_greedy_cpu,
+        Stub(
+            assign_extend_cache_locs_cpu, "draft tokens' slots, which are a Triton kernel on a GPU"
+        ),
+        Stub(assign_req_to_token_pool_cpu, "notes slots of draft tokens, likewise"),
+        Stub(copy_all_layer_kv_cache_cpu, "moves keys and values of accepted drafts, likewise"),
+        Stub(fill_accept_out_cache_loc_cpu, "the slots of accepted drafts, likewise"),
+        Stub(verify_tree_greedy_cpu, "accepts drafts, which is a CUDA kernel on a GPU"),
     ),
-    "sgl_kernel.speculative": (reconstruct_indices_from_tree_mask,),
+    "sgl_kernel.speculative": (
+        Stub(reconstruct_indices_from_tree_mask, "the links of a tree of drafts, likewise"),
+    ),
 }
 
 
@@ -190,14 +204,27 @@ class Stubs(MetaPathFinder, Loader):
         return Missing(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        for function in FUNCTIONS.get(module.__name__, ()):
-            setattr(module, function.__name__, function)
+        for stub in FUNCTIONS.get(module.__name__, ()):
+            setattr(module, stub.function.__name__, stub.function)
+
+
+def stand_ins() -> list[tuple[str, str]]:
+    """(what, why) for the table in docs/clients.md."""
+    packages = [(name, why) for name, why in MODULES.items() if "." not in name]
+    functions = [
+        (f"{module}.{stub.function.__name__}", stub.reason)
+        for module, stubs in FUNCTIONS.items()
+        for stub in stubs
+    ]
+    amx = "SGLang has compiled kernels for such processors: PyTorch's take their place"
+    return [*packages, *functions, ("torch.cpu._is_amx_tile_supported", amx)]
 
 
 def install() -> None:
     """Make SGLang, which must not be imported yet, run as above."""
     assert "sglang" not in sys.modules
     os.environ.update(ENVIRONMENT)
+    torch.cpu._is_amx_tile_supported = lambda: False
     import transformers  # noqa: F401, which must not find a stub
 
     sys.meta_path.append(Stubs())

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import zmq
@@ -27,22 +27,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from cute_attn.integrations import sglang_backend
 
-
 # Nobody reads what a scheduler sends to other processes, for which its context would wait.
 zmq.Context.__del__ = lambda self: None
 
 
 @dataclass
 class Row:
-    """A row of logits that a step computed, and the tokens that it follows from."""
+    """A row of logits that a step of the given mode computed, and the tokens before it."""
 
-    mode: ForwardMode
+    mode: str
     tokens: list[int]
     logits: Tensor
 
 
 class Server:
     """A scheduler with its model and pools. One exists at a time: SGLang keeps state per process.
+
+    Unused slots of the pools hold NaN, except in page 0, which SGLang keeps for padding.
 
     Attributes:
         rows: what the model computed so far.
@@ -77,13 +78,21 @@ class Server:
         self.runner = self.scheduler.tp_worker.model_runner
         self.backend = self.runner.attn_backend
         self.rows: list[Row] = []
-        self.modes: list[ForwardMode] = []
+        self.modes: list[str] = []
         self.batches: list[Any] = []
         self.running: list[Any] = []
         self.sent = 0
         self.after_step: Callable[[Any, list[Row]], None] = lambda batch, rows: None
         self.forward = self.runner.forward
         self.runner.forward = self.observed
+        self.fill(torch.nan)
+
+    def fill(self, value: float, first_slot: int = 16) -> None:
+        """Fill the pools' slots from first_slot on."""
+        pool = self.runner.token_to_kv_pool
+        for part in (getattr(pool, "full_kv_pool", pool), getattr(pool, "swa_kv_pool", pool)):
+            for buffer in (*part.k_buffer, *part.v_buffer):
+                buffer[first_slot:] = value
 
     def close(self) -> None:
         destroy_model_parallel()
@@ -134,9 +143,9 @@ class Server:
 
     def observed(self, forward_batch: Any, *rest: Any, **named: Any) -> Any:
         """The model runner's `forward`, which notes what the model computes."""
-        mode = forward_batch.forward_mode
+        mode = forward_batch.forward_mode  # the runner changes MIXED to EXTEND
         output = self.forward(forward_batch, *rest, **named)
-        self.modes.append(mode)
+        self.modes.append(mode.name)
         self.batches.append(copy.copy(forward_batch))
         logits = output.logits_output.next_token_logits.float().clone()
         rows = self.rows_of(forward_batch, mode, logits)
@@ -151,13 +160,13 @@ class Server:
         for i, (req, length) in enumerate(zip(self.running, batch.seq_lens.tolist(), strict=True)):
             tokens = [*req.origin_input_ids, *req.output_ids][:length]
             if not drafts:
-                rows.append(Row(mode, tokens, logits[i]))
+                rows.append(Row(mode.name, tokens, logits[i]))
                 continue
             at = slice(i * drafts, (i + 1) * drafts)
             draft, places = batch.input_ids[at].tolist(), batch.positions[at].tolist()
             for j, place in enumerate(places):
                 if place == length + j:  # other rows fill up the request's drafts
-                    rows.append(Row(mode, tokens + draft[: j + 1], logits[i * drafts + j]))
+                    rows.append(Row(mode.name, tokens + draft[: j + 1], logits[i * drafts + j]))
         return rows
 
 
@@ -185,6 +194,14 @@ class Recorder(TorchDispatchMode):
 
         self.calls.append(again)
         return made
+
+    def __enter__(self) -> Any:
+        sglang_backend.flash_attn_varlen_func = self.attention
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        sglang_backend.flash_attn_varlen_func = flash_attn_varlen_func
 
     def attention(self, *args: Any, **kwargs: Any) -> Any:
         """`flash_attn_varlen_func`, of which only the call is recorded."""
@@ -217,7 +234,7 @@ class Graph:
     """
 
     # What the graph runner copies before a replay, and what it pads requests with.
-    INPUTS = {"input_ids": 0, "positions": 0, "out_cache_loc": 0}
+    INPUTS: ClassVar[dict[str, int]] = {"input_ids": 0, "positions": 0, "out_cache_loc": 0}
 
     @torch.inference_mode()
     def __init__(self, server: Server, like: Any, requests: int) -> None:
@@ -234,15 +251,11 @@ class Graph:
         backend.init_cuda_graph_state(requests, requests * self.each)
         backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
         self.recorder = Recorder()
-        sglang_backend.flash_attn_varlen_func = self.recorder.attention
-        try:
-            with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
-                backend.init_forward_metadata_in_graph(self.batch)
-                output = server.runner.model.forward(
-                    self.batch.input_ids, self.batch.positions, self.batch
-                )
-        finally:
-            sglang_backend.flash_attn_varlen_func = flash_attn_varlen_func
+        with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata_in_graph(self.batch)
+            output = server.runner.model.forward(
+                self.batch.input_ids, self.batch.positions, self.batch
+            )
         self.logits = output.next_token_logits
 
     @torch.inference_mode()
