@@ -208,6 +208,15 @@ class Stubs(MetaPathFinder, Loader):
             setattr(module, stub.function.__name__, stub.function)
 
 
+# What a single test file replaces.
+IN_TESTS = (
+    (
+        "causal_conv1d_fn, causal_conv1d_update, scatter_mamba_states_after_mtp_verify",
+        "KDA's convolutions, and copies of accepted states, which are Triton kernels on a GPU",
+    ),
+)
+
+
 def stand_ins() -> list[tuple[str, str]]:
     """(what, why) for the table in docs/clients.md."""
     packages = [(name, why) for name, why in MODULES.items() if "." not in name]
@@ -217,7 +226,7 @@ def stand_ins() -> list[tuple[str, str]]:
         for stub in stubs
     ]
     amx = "SGLang has compiled kernels for such processors: PyTorch's take their place"
-    return [*packages, *functions, ("torch.cpu._is_amx_tile_supported", amx)]
+    return [*packages, *functions, ("torch.cpu._is_amx_tile_supported", amx), *IN_TESTS]
 
 
 def install() -> None:
