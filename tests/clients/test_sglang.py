@@ -168,6 +168,19 @@ def test_radix_prefixes(start: Start, model: str):
     served.check()
 
 
+@pytest.mark.clients("Retracted requests are computed again")
+def test_retraction(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.managers import scheduler
+
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 5)
+    served = start("llama", disable_radix_cache=True)
+    requests = [served.server.send(prompt(20, seed), 20) for seed in range(2)]
+    served.server.run()
+    assert sum(x.retraction_count for x in requests) > 1
+    served.check()
+
+
 @pytest.mark.clients("Sliding windows in the common pool, softcap")
 @pytest.mark.parametrize("change", [{"sliding_window": 512}, {"attn_logit_softcapping": None}])
 def test_windows_and_softcap(start: Start, change: dict[str, Any]):
@@ -226,6 +239,20 @@ def test_speculative_decoding(start: Start, model: str):
     assert len([row for row in server.rows if row.mode == "TARGET_VERIFY"]) > one_each
     # The first tokens are of the prefill; of the others, some are accepted drafts.
     assert sum(len(x.output_ids) for x in requests) - 2 > one_each
+    served.check()
+
+
+@pytest.mark.clients("Prefill here and decode in another backend, and the reverse")
+@pytest.mark.parametrize("ours", ["prefill", "decode"])
+def test_beside_another_backend(start: Start, ours: str):
+    names = dict.fromkeys(("prefill", "decode"), "torch_native") | {ours: "cute_attn"}
+    served = start("llama", **{f"{phase}_attention_backend": name for phase, name in names.items()})
+    served.server.send(prompt(40), 8)
+    served.server.run()
+    both = served.server.backend
+    found = {"prefill": type(both.prefill_backend), "decode": type(both.decode_backend)}
+    assert found[ours].__name__ == "CuteAttnBackend"
+    assert len(set(found.values())) == 2
     served.check()
 
 
