@@ -93,7 +93,7 @@ class Served:
             args["has_initial_state"] = flags
             slots = args.get("state_indices")
             if self.kernel.slots in ("batch", "indexed"):
-                named = torch.arange(batch) if slots is None else slots.long()
+                named = torch.arange(batch, device=device) if slots is None else slots.long()
                 args["state"] = state.clone()
                 args["state"][named[~flags & (named >= 0)]] = math.nan
         if self.drafts:
@@ -189,13 +189,14 @@ def test_slots_may_be_given_in_any_way(device: str, name: str):
         plain["state_indices"] = indices
     flags = plain.pop("has_initial_state", None)
     if flags is not None and CALLS[name].kernel.slots in ("batch", "indexed"):
-        named = args.get("state_indices", torch.arange(len(flags))).long()
+        named = args.get("state_indices", torch.arange(len(flags), device=device)).long()
         plain["state"] = args["state"].clone()
         plain["state"][named[~flags & (named >= 0)]] = 0
     elif flags is not None:
         return
     expected = run(plain)
-    empty = torch.diff(args["cu_seqlens"]) == 0 if "cu_seqlens" in args else torch.zeros(1) > 0
+    lengths = torch.diff(args["cu_seqlens"]) if "cu_seqlens" in args else args["q"].new_ones(1)
+    empty = lengths == 0
     for key, x in results.items():
         if key == "state" and flags is not None:
             if CALLS[name].drafts:

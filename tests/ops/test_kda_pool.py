@@ -288,13 +288,17 @@ def test_a_pool_holds_what_an_ordinary_call_returns(device: str, data: st.DataOb
     args = case.arguments(device)
     dtype = data.draw(st.sampled_from((FP32, BF16)))
     sequences = len(args["initial_state"])
-    without = data.draw(st.sets(st.integers(0, sequences - 1), max_size=sequences - 1))
+    some = st.sets(st.integers(0, sequences - 1), max_size=sequences - 1)
+    without = data.draw(some)
     call = pool_call(
         args,
         dtype=dtype,
         without_slot=tuple(without),
         interval=data.draw(st.sampled_from((64, 128))),
         columns=data.draw(st.integers(1, 3)),
+        fresh=tuple(data.draw(some)),
+        null_slot=data.draw(st.booleans()),
+        slots_of_table=data.draw(st.sampled_from((None, torch.int32, torch.int64))),
     )
     with in_segments(data.draw(st.integers(0, 3))):
         o = call.check()
