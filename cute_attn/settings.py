@@ -24,6 +24,8 @@ class Settings:
         workspace_bytes: upper limit of a workspace whose only use is to make a call faster;
             `CUTE_ATTN_WORKSPACE_MIB` in MiB.
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
+        server_kda: whether the plugins for vLLM and SGLang replace KDA in layers; True with
+            `CUTE_ATTN_SERVER_KDA=1`.
 
     Raises:
         ValueError: at the first use of a setting whose variable has an invalid value; the message
@@ -50,10 +52,15 @@ class Settings:
     def emulate(self) -> bool:
         return _switch("CUTE_ATTN_EMULATE") == "1"
 
+    @functools.cached_property
+    def server_kda(self) -> bool:
+        return _switch("CUTE_ATTN_SERVER_KDA") == "1"
+
     def __repr__(self) -> str:
         return (
             f"Settings(scheduler={self.scheduler!r}, kda_split={self.kda_split}, "
-            f"workspace_bytes={self.workspace_bytes}, emulate={self.emulate})"
+            f"workspace_bytes={self.workspace_bytes}, emulate={self.emulate}, "
+            f"server_kda={self.server_kda})"
         )
 
 
@@ -73,8 +80,8 @@ def _switch(name: str) -> str:
 def reload_settings() -> Settings:
     """Read the environment again, and return the settings now in force.
 
-    Call this after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB` or
-    `CUTE_ATTN_EMULATE` in `os.environ`, if an operator was called before.
+    Call this after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB`,
+    `CUTE_ATTN_EMULATE` or `CUTE_ATTN_SERVER_KDA` in `os.environ`, if an operator was called before.
 
     Raises:
         ValueError: a variable has an invalid value; the message names the variable.
@@ -83,7 +90,8 @@ def reload_settings() -> Settings:
     for forget in _on_reload:
         forget()
     now = settings()
-    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid value raises
+    # An invalid value raises.
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate, now.server_kda
     return now
 
 

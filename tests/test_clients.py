@@ -13,15 +13,16 @@ from tests.clients import results, unpack
 
 def features(client: str) -> Iterator[str]:
     """The features that a client's tests name."""
-    for test in vars(import_module(f"tests.clients.test_{client}")).values():
-        for mark in getattr(test, "pytestmark", ()):
-            if mark.name == "clients":
-                yield mark.args[0]
-            elif mark.name == "parametrize":
-                for case in mark.args[1]:
-                    yield from (
-                        m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
-                    )
+    for path in sorted(unpack.LISTS.glob(f"test_{client}*.py")):
+        for test in vars(import_module(f"tests.clients.{path.stem}")).values():
+            for mark in getattr(test, "pytestmark", ()):
+                if mark.name == "clients":
+                    yield mark.args[0]
+                elif mark.name == "parametrize":
+                    for case in mark.args[1]:
+                        yield from (
+                            m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
+                        )
 
 
 def test_the_page_is_current():

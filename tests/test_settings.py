@@ -19,7 +19,7 @@ from cute_attn.settings import settings
 
 from .ops.operators import OPERATORS
 
-SWITCHES = ("FA_CLC", "CUTE_ATTN_KDA_SPLIT", "CUTE_ATTN_EMULATE")
+SWITCHES = ("FA_CLC", "CUTE_ATTN_KDA_SPLIT", "CUTE_ATTN_EMULATE", "CUTE_ATTN_SERVER_KDA")
 WORKSPACE = "CUTE_ATTN_WORKSPACE_MIB"
 
 
@@ -71,6 +71,7 @@ def test_a_bad_switch_is_named_where_settings_are_read_again(
         ("FA_CLC", "flash_attn_func"),
         ("CUTE_ATTN_KDA_SPLIT", "chunk_kda"),
         ("CUTE_ATTN_EMULATE", ""),
+        ("CUTE_ATTN_SERVER_KDA", ""),
     ],
 )
 def test_a_bad_switch_concerns_only_who_needs_it(

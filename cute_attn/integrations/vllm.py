@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["register"]
+from ..settings import settings
+
+__all__ = ["register", "register_attention"]
 
 NAME = "CUTE_ATTN"
 BACKEND = "cute_attn.integrations.vllm_backend.CuteAttnBackend"
@@ -32,11 +34,21 @@ class BackendPath(str):
 
 
 def unpickled(path: str) -> BackendPath:
-    register()
+    register_attention()
     return BackendPath(path)
 
 
 def register() -> None:
+    """Register this package with vLLM: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
+    environment also Kimi Linear's layers (`vllm_kda.register`)."""
+    register_attention()
+    if settings().server_kda:
+        from . import vllm_kda
+
+        vllm_kda.register()
+
+
+def register_attention() -> None:
     """Register this package's attention as vLLM's backends CUTE_ATTN and CUSTOM.
 
     vLLM uses the backend only on request: `vllm serve MODEL --attention-backend CUTE_ATTN`. Older

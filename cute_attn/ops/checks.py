@@ -111,12 +111,14 @@ def check_dtypes_are(given: dict[str, Tensor], names: Sequence[str], dtype: torc
             raise TypeError(f"{name} has dtype {given[name].dtype}, must be {dtype}")
 
 
-def check_int32(given: dict[str, Tensor], names: Sequence[str]) -> None:
+def check_int32(
+    given: dict[str, Tensor], names: Sequence[str], expected: str = "torch.int32"
+) -> None:
     """Check the dtype of lengths and indices. uint32 is reinterpreted as int32: compiled host code
     does not tell the two apart, so a warm call could not refuse uint32."""
     for name in names:
         if name in given and given[name].dtype not in (torch.int32, torch.uint32):
-            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {torch.int32}")
+            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {expected}")
 
 
 def check_shapes(given: dict[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
@@ -151,10 +153,10 @@ def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 
 def check_state_strides(state: Tensor, vector_bytes: int, name: str = "state") -> None:
-    """Raise ValueError unless kernels can read `state`, `[slots, heads, rows, columns]`."""
+    """Raise ValueError unless kernels can read `state`, `[slots, ..., heads, rows, columns]`."""
     vector = vector_bytes // state.element_size()
-    slot, head, row, column = state.stride()
-    if column != 1 or row != state.shape[3] or slot % vector or head % vector:
+    *leading, row, column = state.stride()
+    if column != 1 or row != state.shape[-1] or any(stride % vector for stride in leading):
         raise ValueError(
             f"{name} has strides {state.stride()}: a head's matrix must be contiguous, and slots "
             f"and heads start on {vector_bytes}-byte boundaries"

@@ -78,11 +78,12 @@ class KdaRecords(NamedTuple):
 
 
 class KdaDecodeResult(NamedTuple):
-    """Results of a decode step; `records` is None for a call without records."""
+    """Results of a decode step; `records` and `draft_states` are None for a call without them."""
 
     o: torch.Tensor
     state: torch.Tensor
     records: KdaRecords | None
+    draft_states: torch.Tensor | None
 
 
 class KdaIntra(NamedTuple):
@@ -291,6 +292,11 @@ def kda_decode_reference(
     state_indices: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
     records: KdaRecords | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    draft_states: torch.Tensor | None = None,
+    draft_indices: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaDecodeResult:
     """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
@@ -310,9 +316,16 @@ def kda_decode_reference(
     most S, and stores them in the records, not in the state. Values of `num_accepted_tokens` are
     clamped to at least 0 and at most S.
 
+    Speculative decoding with a tensor for drafts: the state after token t is stored in
+        draft_states[draft_indices[b], t], and the pool does not change.
+
     A sequence whose starting slot is negative, or past the pool, is padding. Its output is 0, and
     neither state nor records change. If a position's slot is negative or past the pool, the state
-    after that position is not stored.
+    after that position is not stored. With pad_slot_id 0, slot 0 counts as negative.
+
+    A sequence whose has_initial_state is False starts from a state of 0. With cu_seqlens,
+    `[1, T, ...]` holds sequences of different lengths; the result is NaN for tokens of no sequence,
+    and an empty sequence changes nothing.
 
     Args:
         q, k, v, g, beta: `[B, T, ...]`, or without the dimension of tokens.
@@ -348,22 +361,35 @@ def kda_decode_reference(
     o = torch.zeros_like(v)
     pool = _laid_out(state.to(dtype), state_v_first).clone()
     kept = None if records is None else KdaRecords(*(x.to(dtype).clone() for x in records))
-    slots = torch.arange(batch) if state_indices is None else state_indices
+    spans = [(b, 0, tokens) for b in range(batch)]
+    if cu_seqlens is not None:
+        spans = [(0, start, end) for start, end in itertools.pairwise(cu_seqlens.tolist())]
+        o.fill_(math.nan)
+    slots = torch.arange(len(spans)) if state_indices is None else state_indices
     if slots.dim() == 1:
         slots = slots.unsqueeze(1)
+    drafts = None
+    if draft_states is not None:
+        assert draft_indices is not None
+        drafts = _laid_out(draft_states.to(dtype), state_v_first).clone()
 
     def in_pool(slot: int) -> bool:
-        return 0 <= slot < pool.shape[0]
+        return int(pad_slot_id == 0) <= slot < pool.shape[0]
 
-    for b in range(batch):
+    for b, (row, first, end) in enumerate(spans):
         accepted = None if num_accepted_tokens is None else int(num_accepted_tokens[b])
         start = 0
         if accepted is not None and kept is None:
             start = min(max(accepted, 1), slots.shape[1]) - 1
         slot = int(slots[b, start])
         if not in_pool(slot):
+            o[row, first:end] = 0
+            continue
+        if first == end:
             continue
         s = pool[slot]
+        if has_initial_state is not None and not has_initial_state[b]:
+            s = torch.zeros_like(s)
         if kept is not None:
             assert accepted is not None and tokens <= kept.u.shape[1]
             count = min(max(accepted, 0), kept.u.shape[1])
@@ -376,23 +402,34 @@ def kda_decode_reference(
             for i in range(count):
                 s = replay(s, past_k[i], past_g[i], past_u[i])
             pool[slot] = s
-        for t in range(tokens):
-            s, u = advance(s, k[b, t], v[b, t], g[b, t], beta[b, t])
-            o[b, t] = scale * torch.einsum("hkv,hk->hv", s, q[b, t])
+        for t in range(end - first):
+            at = (row, first + t)
+            s, u = advance(s, k[at], v[at], g[at], beta[at])
+            o[at] = scale * torch.einsum("hkv,hk->hv", s, q[at])
             if kept is not None:
-                kept.k[slot, t], kept.g[slot, t], kept.u[slot, t] = raw_k[b, t], raw_g[b, t], u
-            elif slots.shape[1] > 1 and in_pool(int(slots[b, t])):
+                kept.k[slot, t], kept.g[slot, t], kept.u[slot, t] = raw_k[at], raw_g[at], u
+            elif drafts is not None:
+                draft = int(draft_indices[b])  # type: ignore[index]
+                if 0 <= draft < drafts.shape[0]:
+                    drafts[draft, t] = s
+            elif 1 < slots.shape[1] > t and in_pool(int(slots[b, t])):
                 pool[int(slots[b, t])] = s
-        if kept is None and slots.shape[1] == 1:
+        if kept is None and drafts is None and slots.shape[1] == 1:
             pool[slot] = s
 
     if dtype is not torch.float64:
         pool = pool.to(state.dtype).to(dtype)
+        drafts = None if drafts is None else drafts.to(state.dtype).to(dtype)
         if kept is not None and records is not None:
             kept = KdaRecords(
                 *(new.to(old.dtype).to(dtype) for new, old in zip(kept, records, strict=True))
             )
-    return KdaDecodeResult(o.squeeze(1) if squeeze else o, _laid_out(pool, state_v_first), kept)
+    return KdaDecodeResult(
+        o.squeeze(1) if squeeze else o,
+        _laid_out(pool, state_v_first),
+        kept,
+        None if drafts is None else _laid_out(drafts, state_v_first),
+    )
 
 
 # ---- a chunk at a time

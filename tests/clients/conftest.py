@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the tests of test_vllm.py unless this is the interpreter for vLLM, and so on."""
-    client = item.path.stem.removeprefix("test_")
+    """Skip the tests of test_vllm.py and test_vllm_kda.py unless this is the interpreter for vLLM,
+    and so on."""
+    client = item.path.stem.removeprefix("test_").partition("_")[0]
     if item.get_closest_marker("clients") and os.environ.get(CLIENT) != client:
         pytest.skip(f"needs {client}'s packages: make test-clients")

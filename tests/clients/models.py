@@ -69,6 +69,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "granite": (  # with sinks and windows; head_dim follows from hidden_size
+        "granite_swa",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": 256,
+            "attention_multiplier": 0.02,
+            "initializer_range": 0.15,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "lfm2": (
         "lfm2",
         {

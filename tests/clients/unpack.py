@@ -39,7 +39,8 @@ def listed(client: str) -> tuple[list[str], list[str]]:
 
 def version(client: str) -> str:
     """The client's own version in its list."""
-    (found,) = (x for x in map(Requirement, listed(client)[1]) if x.name == client)
+    lines = (line for lines in listed(client) for line in lines)
+    (found,) = (x for x in map(Requirement, lines) if x.name == client)
     (pin,) = found.specifier
     return pin.version
 
@@ -69,9 +70,10 @@ def make(client: str, directory: Path) -> bool:
     with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
         new, wheels = Path(temporary, "new"), Path(temporary, "wheels")
         pip("install", "--target", str(new), *installed)
-        pip("download", "--dest", str(wheels), *unpacked)
-        for wheel in wheels.iterdir():
-            unpack(wheel, new)
+        if unpacked:
+            pip("download", "--dest", str(wheels), *unpacked)
+            for wheel in wheels.iterdir():
+                unpack(wheel, new)
         (new / STAMP).write_text(text)
         shutil.rmtree(directory, ignore_errors=True)
         new.replace(directory)

@@ -77,6 +77,29 @@ def fused_moe(
     out.copy_((weights[:, :, None] * found).sum(dim=1))
 
 
+def accept_greedily(
+    output: Tensor,
+    cu_num_draft_tokens: Tensor,
+    draft_token_ids: Tensor,
+    target_argmax: Tensor,
+    bonus_token_ids: Tensor,
+    is_greedy: Tensor | None,
+    max_spec_len: int,
+) -> None:
+    """Write each request's accepted drafts and the token after them; the rest stays as it is."""
+    if is_greedy is not None and not is_greedy.all():
+        raise NotImplementedError("the stub has greedy requests only")
+    start = 0
+    for row, end, bonus in zip(output, cu_num_draft_tokens, bonus_token_ids.flatten(), strict=True):
+        chosen = target_argmax[start:end]
+        wrong = (chosen != draft_token_ids[start:end]).nonzero().flatten().tolist()
+        count = wrong[0] + 1 if wrong else len(chosen)
+        row[:count] = chosen[:count]
+        if not wrong:
+            row[count] = bonus
+        start = int(end)
+
+
 def convolution_step(
     x: Tensor,
     states: Tensor,
@@ -106,6 +129,13 @@ STUBS = (
         "greedy_argmax(Tensor logits) -> Tensor",
         "of the sampler at temperature 0, which is `argmax` on a GPU",
         lambda logits: logits.argmax(dim=-1).view(-1),
+    ),
+    Stub(
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor cu_num_draft_tokens, "
+        "Tensor draft_token_ids, Tensor target_argmax, Tensor bonus_token_ids, "
+        "Tensor? is_greedy, int max_spec_len) -> ()",
+        "of the rejection sampler, which is a Triton kernel on a GPU",
+        accept_greedily,
     ),
     Stub(
         "prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()",
@@ -151,10 +181,20 @@ ANSWERS = (
 )
 
 
+# What a single test file replaces.
+IN_TESTS = (
+    (
+        "causal_conv1d_fn, causal_conv1d_update",
+        "Kimi Linear's convolutions, which are Triton kernels on a GPU",
+    ),
+)
+
+
 def stand_ins() -> list[tuple[str, str]]:
     """(what, why) for the table in docs/clients.md."""
     found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
-    return found + [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
+    found += [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
+    return found + list(IN_TESTS)
 
 
 def install() -> None:

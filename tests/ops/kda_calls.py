@@ -27,6 +27,7 @@ def decode() -> dict[str, Any]:
         "record_k": values(4, 2, 2, 64),
         "record_g": values(4, 2, 4, 64, dtype=torch.float32),
         "record_u": values(4, 2, 4, 64, dtype=torch.float32),
+        "has_initial_state": torch.tensor([True, False]),
     }
 
 
@@ -58,6 +59,8 @@ def in_pool() -> dict[str, Any]:
         "initial_state": values(4, 4, 64, 64, dtype=torch.float32),
         "state_indices": torch.tensor([3, 0], dtype=INT32),
         "checkpoint_indices": torch.tensor([[2], [-1]], dtype=INT32),
+        "has_initial_state": torch.tensor([True, False]),
+        "out": torch.zeros(1, 5, 4, 64, dtype=BF16),
     }
 
 
@@ -145,7 +148,7 @@ OPERATORS = {
         lambda: sequences() | {"cu_seqlens_cpu": torch.tensor([0, 2, 5])},
         differentiable=True,
     ),
-    "chunk_kda_in_pool": Operator(cute_attn.chunk_kda, in_pool, written=("initial_state",)),
+    "chunk_kda_in_pool": Operator(cute_attn.chunk_kda, in_pool, written=("initial_state", "out")),
     "kda_gate_cumsum": Operator(kda.kda_gate_cumsum, gate),
     "kda_chunk_intra": Operator(kda.kda_chunk_intra, intra),
     "kda_recompute_w_u": Operator(kda.kda_recompute_w_u, recompute),

@@ -380,7 +380,7 @@ def reference(args: dict[str, Any], dtype: torch.dtype) -> Result:
     args = {name: x for name, x in args.items() if name != "out"}
     given = [args.pop(name, None) for name in RECORDS]
     args["records"] = None if given[0] is None else KdaRecords(*given)
-    o, state, records = kda_decode_reference(**args, dtype=dtype)
+    o, state, records, _ = kda_decode_reference(**args, dtype=dtype)
     o = o if dtype == torch.float64 else o.to(args["q"].dtype)
     return Result(o, state, *(records or ()))
 

@@ -218,9 +218,7 @@ def test_objects_with_a_torch_function_handle_the_call(launches: list[tuple[Any,
         handler = Handler()
         with contextlib.suppress(Handled):
             OPERATORS[name].call(**{argument: handler})
-        # An `out` that is not given is made like v, which asks v first.
-        first = "empty_like" if name == "chunk_kda_in_pool" and argument == "v" else "cute_attn"
-        assert any(first in str(func) for func in handler.asked), argument
+        assert any("cute_attn" in str(func) for func in handler.asked), argument
     assert not launches
 
 
@@ -452,6 +450,8 @@ def test_what_is_written_does_not_overlap_itself(launches: list[tuple[Any, ...]]
     for argument in operator.written:
         args = operator.arguments()
         x = args[argument]
+        if len(x) == 1:
+            continue  # one row does not overlap itself
         rows = [64, *x.stride()[1:]]  # or slots, each of which starts in the one before
         args[argument] = torch.zeros_like(x).as_strided(x.shape, rows)
         with pytest.raises(ValueError, match=rf"{argument} has shape .* elements overlap in mem"):

@@ -33,6 +33,7 @@ def decode_arguments(
     slots: int | None = None,
     positions: int | None = None,
     records: int | None = None,
+    drafts: int | None = None,
     state_v_first: bool = True,
     dtype: torch.dtype = BF16,
 ) -> dict[str, Any]:
@@ -61,6 +62,9 @@ def decode_arguments(
         args["record_k"] = torch.randn(slots or batch, records, heads, k).to(dtype)
         args["record_g"] = torch.randn(slots or batch, records, heads_v, k)
         args["record_u"] = torch.randn(slots or batch, records, heads_v, v)
+    if drafts is not None:
+        args["draft_states"] = torch.randn(batch, drafts, heads_v, *matrix)
+        args["draft_indices"] = torch.arange(batch, dtype=torch.int32)
     return args
 
 
@@ -112,6 +116,8 @@ GOOD_DECODE = [
     {"tokens": 2, "slots": 5, "records": 4},
     {"records": 1},
     {"slots": 9, "positions": 1},
+    {"tokens": 2, "drafts": 4},
+    {"drafts": 1, "slots": 5},
 ]
 GOOD_RECURRENT = [{}, {"offsets": [0, 0, 5]}, {"state": False}, {"tokens": 0}, {"batch": 0}]
 GOOD = [
@@ -154,7 +160,12 @@ INT32 = torch.int32
         ({}, {"A_log": torch.zeros(4).half()}, TypeError, "A_log has dtype torch.float16"),
         ({}, {"dt_bias": torch.zeros(256).double()}, TypeError, "dt_bias has dtype"),
         ({}, {"out": torch.zeros(2, 4, 128)}, TypeError, "out has dtype torch.float32"),
-        ({"slots": 4}, {"state_indices": torch.zeros(2).long()}, TypeError, "state_indices has"),
+        (
+            {"slots": 4},
+            {"state_indices": torch.zeros(2)},
+            TypeError,
+            "state_indices has dtype torch.float32, must be int32 or int64",
+        ),
         # devices
         ({}, {"k": torch.zeros(2, 2, 64, device="meta")}, ValueError, "k is on meta"),
         # head counts
@@ -198,9 +209,95 @@ INT32 = torch.int32
         ({}, {"out": torch.zeros(1, 4, 128).to(BF16).expand(2, -1, -1)}, ValueError, "expanded"),
         (
             {"slots": 4},
-            {"state_indices": torch.zeros(4, dtype=INT32)[::2]},
+            {"state_indices": torch.zeros(2, 4, dtype=INT32)[:, ::2]},
             ValueError,
             "state_indices has strides",
+        ),
+        # sequences that start from 0, and padding
+        (
+            {},
+            {"has_initial_state": torch.ones(2, dtype=torch.uint8)},
+            TypeError,
+            "has_initial_state has dtype torch.uint8, must be torch.bool",
+        ),
+        ({}, {"has_initial_state": torch.ones(3) > 0}, ValueError, "has_initial_state has shape"),
+        ({}, {"has_initial_state": torch.ones(4)[::2] > 0}, ValueError, "q is on cpu"),
+        (
+            {},
+            {"has_initial_state": torch.ones(4, dtype=torch.bool)[::2]},
+            ValueError,
+            "has_initial_state has strides",
+        ),
+        ({"slots": 4}, {"pad_slot_id": 1}, ValueError, "pad_slot_id is 1, must be 0, or negative"),
+        ({"slots": 4}, {"pad_slot_id": False}, TypeError, "pad_slot_id must be an int, got bool"),
+        # packed sequences
+        ({}, {"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"q has shape .* \[1, T, HQK, K\]"),
+        (
+            {"tokens": 3, "slots": 4},
+            {"cu_seqlens": torch.tensor([0, 2, 3])},
+            ValueError,
+            r"there are 2 batches \(B\), must be 1",
+        ),
+        (
+            {"batch": 1, "tokens": 3, "slots": 4},
+            {"cu_seqlens": torch.tensor([0, 2, 3])},
+            ValueError,
+            r"state_indices has shape \[1\], must be \[2\]",
+        ),
+        (
+            {"batch": 1, "tokens": 3},
+            {"cu_seqlens": torch.tensor([0, 2, 3])},
+            ValueError,
+            r"state has shape .* \[2, 4, 128, 64\]",
+        ),
+        (
+            {"batch": 1, "tokens": 3},
+            {"cu_seqlens": torch.tensor([0.0, 3.0])},
+            TypeError,
+            "cu_seqlens has dtype",
+        ),
+        (
+            {"batch": 1, "tokens": 2, "records": 4},
+            {"cu_seqlens": torch.tensor([0, 2])},
+            ValueError,
+            "cu_seqlens is given, must be None with record_k",
+        ),
+        # a tensor for drafts
+        (
+            {"tokens": 2},
+            {"draft_states": torch.zeros(2, 4, 4, 128, 64)},
+            ValueError,
+            "draft_states is given without both of",
+        ),
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_states": torch.zeros(2, 4, 4, 128, 64, dtype=BF16)},
+            TypeError,
+            "draft_states has dtype torch.bfloat16, must be that of state",
+        ),
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_states": torch.zeros(2, 4, 4, 64, 128)},
+            ValueError,
+            "draft_states has shape",
+        ),
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_indices": torch.zeros(2).long()},
+            TypeError,
+            "draft_indices has dtype",
+        ),
+        (
+            {"tokens": 5, "drafts": 4},
+            {},
+            ValueError,
+            r"q has 5 tokens \(T\), must be at most the 4 states \(S\) of draft_states",
+        ),
+        (
+            {"tokens": 2, "drafts": 4, "slots": 9, "positions": 3},
+            {},
+            ValueError,
+            "draft_states is given, must be None with records or with",
         ),
         # speculative decoding
         (
@@ -445,7 +542,7 @@ def test_the_recurrent_form_compiles_as_one_graph():
 def test_schemas_name_what_is_written():
     schema = torch.ops.cute_attn.kda_decode.default._schema
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["state", "out", "record_k", "record_g", "record_u"]
+    assert written == ["state", "out", "record_k", "record_g", "record_u", "draft_states"]
     schema = torch.ops.cute_attn.fused_recurrent_kda.default._schema
     assert not any(a.alias_info for a in schema.arguments)
 

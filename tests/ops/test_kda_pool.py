@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class PoolCall:
     """A call on a pool, and the ordinary call with the same sequences.
 
     Attributes:
-        args: of the ordinary call; its initial_state is 0 where a sequence has no slot.
+        args: of the ordinary call; its initial_state is 0 where a sequence has no slot, or no state
+            yet.
         memory: what the pool is a view of: there is other memory between its slots.
         taken: sequence, tokens and slot of each checkpoint that a sequence is long enough for.
     """
@@ -76,11 +77,13 @@ class PoolCall:
     checkpoints: torch.Tensor
     interval: int
     taken: list[tuple[int, int, int]]
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def named(self) -> list[int]:
         """The sequences with a slot."""
-        return [n for n, i in enumerate(self.indices.tolist()) if 0 <= i < len(self.pool)]
+        slots = range(int("pad_slot_id" in self.more), len(self.pool))
+        return [n for n, i in enumerate(self.indices.tolist()) if i in slots]
 
     @property
     def given(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class PoolCall:
             "state_indices": self.indices,
             "checkpoint_indices": self.checkpoints,
             "checkpoint_interval": self.interval,
+            **self.more,
         }
 
     def run(self, **changes: Any) -> torch.Tensor:
@@ -138,8 +142,13 @@ def pool_call(
     without_slot: tuple[int, ...] = (),
     interval: int = 64,
     columns: int = 2,
+    fresh: tuple[int, ...] = (),
+    null_slot: bool = False,
+    slots_of_table: torch.dtype | None = None,
 ) -> PoolCall:
-    """A call on a pool with the sequences of `args`; those `without_slot` are padding."""
+    """A call on a pool with the sequences of `args`; those `without_slot` are padding, and those
+    `fresh` have no state yet. With null_slot, slot 0 is padding; with slots_of_table, indices are a
+    column of a table of this dtype."""
     device = args["q"].device
     initial = args["initial_state"].to(dtype)
     args = args | {"initial_state": initial.float(), "output_final_state": True}
@@ -148,13 +157,17 @@ def pool_call(
     slots = 2 * (sequences * (1 + columns) + 2)
     generator = torch.Generator().manual_seed(sequences)
     order = torch.randperm(slots, generator=generator).tolist()
+    no_slot = NO_SLOT
+    if null_slot:
+        order.remove(0)
+        no_slot = (0, *NO_SLOT[1:])
     checkpoints = torch.empty(sequences, columns, dtype=torch.int32)
     for n, (_, rows) in enumerate(spans(args)):
         length = args["q"][0, rows].shape[0]
         for i in range(columns):
             at = (i + 1) * interval
             if (n + i) % 4 == 3:
-                checkpoints[n, i] = NO_SLOT[n % 3]
+                checkpoints[n, i] = no_slot[n % 3]
                 continue
             checkpoints[n, i] = slot = order.pop()
             if at <= length:
@@ -164,14 +177,25 @@ def pool_call(
     indices = torch.empty(sequences, dtype=torch.int32)
     for n in range(sequences):
         if n in without_slot:
-            indices[n] = NO_SLOT[n % 3]
+            indices[n] = no_slot[n % 3]
+            args["initial_state"][n] = 0
+            continue
+        indices[n] = slot = order.pop()
+        if n in fresh:
             args["initial_state"][n] = 0
         else:
-            indices[n] = slot = order.pop()
             pool[slot] = initial[n].cpu()
-    memory = memory.to(device)
+    memory, indices = memory.to(device), indices.to(device)
     pool = memory[:, :elements].unflatten(1, initial.shape[1:])
-    return PoolCall(args, memory, pool, indices.to(device), checkpoints.to(device), interval, taken)
+    more: dict[str, Any] = {"pad_slot_id": 0} if null_slot else {}
+    if fresh:
+        flags = [n not in fresh for n in range(sequences)]
+        more["has_initial_state"] = torch.tensor(flags, device=device)
+    if slots_of_table is not None:
+        table = torch.full((sequences, 3), 10**6, dtype=slots_of_table, device=device)
+        table[:, 1] = indices
+        indices = table[:, 1]
+    return PoolCall(args, memory, pool, indices, checkpoints.to(device), interval, taken, more)
 
 
 @contextmanager
@@ -210,6 +234,38 @@ def test_packed_sequences(arch: str, length: int):
     assert not emulator.report.findings, emulator.report
 
 
+@pytest.mark.parametrize(
+    ("arch", "length", "dtype"),
+    [
+        ("sm_90a", 0, torch.int32),
+        pytest.param("sm_90a", 1, torch.int64, marks=pytest.mark.slow),
+        pytest.param("sm_80", 0, torch.int64, marks=pytest.mark.slow),
+    ],
+)
+def test_slots_and_new_sequences_as_vllm_gives_them(arch: str, length: int, dtype: torch.dtype):
+    """Slots are a column of the block table, slot 0 is padding, and the slots of new sequences hold
+    NaN. The output goes to the caller's memory."""
+    args = Case(SERVER, (130, 64, 70, 1, 0), group=1, gates="weak").arguments("cpu")
+    call = pool_call(args, without_slot=(3,), fresh=(1, 2), null_slot=True, slots_of_table=dtype)
+    assert call.indices[3] == 0 and call.indices.stride(0) == 3
+    out = torch.full(args["v"].shape, math.nan, dtype=args["v"].dtype)
+    emulator = Emulator(schedule="adversarial", seed=length)
+    with cute_attn.emulated(arch, emulator), in_segments(length):
+        assert call.check(out=out) is out
+    assert not emulator.report.findings, emulator.report
+
+
+@pytest.mark.slow
+def test_slots_past_int32_are_padding():
+    """Also where their lower half is a slot."""
+    with cute_attn.emulated("sm_90a", Emulator()):
+        call = pool_call(Case(SERVER, (3, 5), group=1).arguments("cpu"), columns=1)
+        call.indices = call.indices.long()
+        call.indices[1] += 2**32
+        call.args["initial_state"][1] = 0
+        call.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1])
 def test_one_beta_for_tokens_with_similar_keys(length: int):
@@ -232,13 +288,17 @@ def test_a_pool_holds_what_an_ordinary_call_returns(device: str, data: st.DataOb
     args = case.arguments(device)
     dtype = data.draw(st.sampled_from((FP32, BF16)))
     sequences = len(args["initial_state"])
-    without = data.draw(st.sets(st.integers(0, sequences - 1), max_size=sequences - 1))
+    some = st.sets(st.integers(0, sequences - 1), max_size=sequences - 1)
+    without = data.draw(some)
     call = pool_call(
         args,
         dtype=dtype,
         without_slot=tuple(without),
         interval=data.draw(st.sampled_from((64, 128))),
         columns=data.draw(st.integers(1, 3)),
+        fresh=tuple(data.draw(some)),
+        null_slot=data.draw(st.booleans()),
+        slots_of_table=data.draw(st.sampled_from((None, torch.int32, torch.int64))),
     )
     with in_segments(data.draw(st.integers(0, 3))):
         o = call.check()
@@ -277,8 +337,9 @@ def test_later_calls_only_launch(arch: str, monkeypatch: pytest.MonkeyPatch):
         rest = shared[call.pool.nbytes - 16 : call.pool.nbytes - 16 + q.nbytes]
         for name, bad, message in (
             ("state_indices", call.indices[:2], "state_indices has shape"),
-            ("state_indices", call.indices.long(), "state_indices has dtype"),
-            ("state_indices", torch.stack([call.indices] * 2, 1)[:, 0], "state_indices has strid"),
+            ("state_indices", call.indices.float(), "state_indices has dtype"),
+            ("has_initial_state", call.indices, "has_initial_state has dtype"),
+            ("pad_slot_id", 2, "pad_slot_id is 2, must be 0, or negative"),
             ("checkpoint_indices", call.checkpoints[:2], "checkpoint_indices has shape"),
             ("initial_state", call.pool.half(), "initial_state has dtype"),
             ("initial_state", call.pool[:, :, :32], "initial_state has shape"),
@@ -375,6 +436,23 @@ def test_good_calls_on_the_cpu_are_refused_for_the_device_alone():
         ),
         ({"state_indices": [0, 1]}, TypeError, "state_indices must be a torch.Tensor"),
         ({"state_indices": torch.zeros(2)}, TypeError, "state_indices has dtype torch.float32"),
+        (
+            {"state_indices": None, "has_initial_state": torch.ones(2) > 0},
+            ValueError,
+            "has_initial_state is given without state_indices",
+        ),
+        (
+            {"state_indices": None, "out": torch.zeros(1, 5, 2, 64, dtype=BF16)},
+            ValueError,
+            "out is given without state_indices",
+        ),
+        ({"has_initial_state": torch.ones(3) > 0}, ValueError, "has_initial_state has shape"),
+        ({"has_initial_state": torch.ones(2)}, TypeError, "has_initial_state has dtype"),
+        ({"pad_slot_id": 3}, ValueError, "pad_slot_id is 3, must be 0, or negative"),
+        ({"pad_slot_id": 0.0}, TypeError, "pad_slot_id must be an int, got float"),
+        ({"out": torch.zeros(1, 5, 2, 64)}, TypeError, "out has dtype torch.float32"),
+        ({"out": torch.zeros(1, 5, 2, 128, dtype=BF16)[..., ::2]}, ValueError, "out has strides"),
+        ({"out": torch.zeros(1, 4, 2, 64, dtype=BF16)}, ValueError, "out has shape"),
         (
             {"state_indices": torch.zeros(3, dtype=torch.int32)},
             ValueError,
@@ -527,6 +605,52 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
     models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
     built = set(plan_file(models, "sm_90a"))
     assert len(loaded) == 5 * len(calls) + 2 * state_v_first
+    missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
+    assert not missing
+
+
+def test_models_have_the_kernels_of_our_layers_in_servers(loaded: list[Any]):
+    """The calls of `integrations.vllm_kda`, with slots in a column and contiguous, and of
+    `integrations.sglang_kda`."""
+
+    def rows(*dim: int) -> torch.Tensor:
+        return torch.zeros(1, 6, 2, *dim, dtype=BF16)
+
+    tokens = {name: rows(128) for name in "qkvg"} | {"beta": rows()}
+    of_gate = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * 128), "pad_slot_id": 0}
+    pool = torch.zeros(4, 2, 128, 128)
+    table = torch.zeros(2, 9, dtype=torch.int32)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    prefill = tokens | of_gate | {
+        "initial_state": pool,
+        "cu_seqlens": offsets,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "state_v_first": True,
+    }  # fmt: skip
+    decode = {name: x[0, :2] for name, x in tokens.items()} | of_gate | {"state": pool}
+    verify = tokens | of_gate | {"state": pool, "cu_seqlens": offsets}
+    drafts = {
+        "draft_states": torch.zeros(2, 4, 2, 128, 128),
+        "draft_indices": torch.zeros(2, dtype=torch.int32),
+    }
+    flags = torch.ones(2, dtype=torch.bool)
+    with cute_attn.emulated("sm_90a"), torch.no_grad(), in_segments(1):
+        for slots in (table, table.clone()[:, :4].contiguous()):
+            one = slots[:, 0] if slots is table else slots[:, 0].contiguous()
+            cute_attn.chunk_kda(**prefill, state_indices=one, has_initial_state=flags)
+            cute_attn.kda_decode(**decode, state_indices=one)
+            cute_attn.kda_decode(
+                **verify,
+                state_indices=slots[:, :4],
+                num_accepted_tokens=torch.ones(2, dtype=torch.int32),
+            )
+        cute_attn.chunk_kda(**prefill, state_indices=one)
+        cute_attn.kda_decode(**verify, **drafts, state_indices=one)
+    models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
+    built = set(plan_file(models, "sm_90a"))
+    assert len(loaded) == 3 * 5 + 2 * 2 + 1
     missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
     assert not missing
 

@@ -590,7 +590,7 @@ def prefix(x: dict[str, Any], count: int) -> dict[str, Any]:
 def test_decode_is_the_recurrence_on_slots(tokens: int):
     x, pool, options = decode_problem(20, tokens)
     slots = torch.tensor([5, -1, 2], dtype=torch.int32)
-    o, state, records = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
+    o, state, records, _ = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
     assert records is None
     expected = kda_reference(
         **x, **options, **IN_KERNEL, initial_state=pool[slots], state_v_first=True
@@ -603,17 +603,17 @@ def test_decode_is_the_recurrence_on_slots(tokens: int):
 
 def test_decode_of_one_token_needs_no_dimension_for_it():
     x, pool, options = decode_problem(21, 1)
-    o, state, _ = kda_decode_reference(**x, state=pool, **options)
+    o, state, *_ = kda_decode_reference(**x, state=pool, **options)
     flat = {name: y.squeeze(1) for name, y in x.items()}
-    flat_o, flat_state, _ = kda_decode_reference(**flat, state=pool, **options)
+    flat_o, flat_state, *_ = kda_decode_reference(**flat, state=pool, **options)
     assert torch.equal(o.squeeze(1), flat_o)
     assert torch.equal(state, flat_state)
 
 
 def test_decode_layouts_are_transposes():
     x, pool, options = decode_problem(22, 2)
-    o, state, _ = kda_decode_reference(**x, state=pool, **options)
-    o_kv, state_kv, _ = kda_decode_reference(**x, state=pool.mT, state_v_first=False, **options)
+    o, state, *_ = kda_decode_reference(**x, state=pool, **options)
+    o_kv, state_kv, *_ = kda_decode_reference(**x, state=pool.mT, state_v_first=False, **options)
     torch.testing.assert_close(o, o_kv)
     torch.testing.assert_close(state, state_kv.mT)
 
@@ -621,9 +621,44 @@ def test_decode_layouts_are_transposes():
 def test_slots_past_the_pool_are_padding():
     x, pool, options = decode_problem(23, 1)
     slots = torch.tensor([0, 7, 2**31 - 1], dtype=torch.int32)
-    o, state, _ = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
+    o, state, *_ = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
     assert not o[1:].any() and o[0].all()
     assert torch.equal(state[1:], pool[1:])
+
+
+def test_decode_of_packed_sequences_is_decode_of_each():
+    x, pool, options = decode_problem(25, 3)
+    slots = torch.tensor([[1, 2], [3, 4], [0, 6]])
+    flags = torch.tensor([True, True, False])
+    packed = {name: torch.cat([y[0], y[2, :2], y[1, :1]])[None] for name, y in x.items()}
+    call = options | {"pad_slot_id": 0, "state": pool}
+    offsets = torch.tensor([0, 3, 3, 5])
+    o, state, *_ = kda_decode_reference(
+        **packed, **call, state_indices=slots, cu_seqlens=offsets, has_initial_state=flags
+    )
+    one = {name: y[:1] for name, y in x.items()}
+    alone = kda_decode_reference(**one, **call, state_indices=slots[:1, :1])
+    torch.testing.assert_close(o[:, :3], alone.o)
+    two = kda_decode_reference(**prefix(one, 2), **call, state_indices=slots[:1, :1])
+    torch.testing.assert_close(state[2], two.state[1])
+    assert not o[:, 3:5].any() and o[:, 5:].isnan().all()  # slot 0 is padding
+    assert torch.equal(state[[0, 3, 4, 5, 6]], pool[[0, 3, 4, 5, 6]])
+
+
+def test_drafts_leave_the_pool_alone():
+    x, pool, options = decode_problem(26, 2)
+    drafts = torch.zeros(4, 3, *pool.shape[1:], dtype=pool.dtype)
+    rows, slots = torch.tensor([2, -1, 0]), torch.tensor([5, 1, 2])
+    found = kda_decode_reference(
+        **x, **options, state=pool, state_indices=slots, draft_states=drafts, draft_indices=rows
+    )
+    assert torch.equal(found.state, pool) and not drafts.any()
+    expected = kda_decode_reference(**x, **options, state=pool, state_indices=slots)
+    torch.testing.assert_close(found.o, expected.o)
+    torch.testing.assert_close(found.draft_states[[2, 0], 1], expected.state[[5, 2]])
+    first = kda_decode_reference(**prefix(x, 1), **options, state=pool, state_indices=slots)
+    torch.testing.assert_close(found.draft_states[[2, 0], 0], first.state[[5, 2]])
+    assert not found.draft_states[[1, 3]].any() and not found.draft_states[:, 2].any()
 
 
 def test_decode_changes_no_input():
@@ -656,7 +691,7 @@ def test_a_slot_for_each_position(accepted: list[int]):
     state = pool
     for i, x in enumerate(rounds):
         count = torch.tensor([accepted[i - 1], min(accepted[i - 1], 2), 1]) if i else None
-        o, state, _ = kda_decode_reference(
+        o, state, *_ = kda_decode_reference(
             **x, state=state, state_indices=slots, num_accepted_tokens=count, **options
         )
         past = [min(n, 2) for n in accepted[:i]]
@@ -704,7 +739,7 @@ def test_a_checkpoint_and_records(accepted: list[int]):
     state, records = pool, empty_records(rounds[0], 3)
     for i, x in enumerate(rounds):
         count = torch.full((3,), accepted[i - 1] if i else 0)
-        o, state, kept = kda_decode_reference(
+        o, state, kept, _ = kda_decode_reference(
             **x,
             state=state,
             state_indices=slots,
@@ -749,7 +784,7 @@ def test_what_is_kept_has_been_rounded_to_its_dtype():
     x, pool, options = decode_problem(61, 2)
     count = torch.zeros(3, dtype=torch.int64)
     records = KdaRecords(*(y.bfloat16() for y in empty_records(x, 2)[:2]), empty_records(x, 2).u)
-    _, state, kept = kda_decode_reference(
+    _, state, kept, _ = kda_decode_reference(
         **x,
         state=pool.bfloat16(),
         num_accepted_tokens=count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ... import launch
@@ -21,3 +22,9 @@ def has_kernels(q: Tensor, v: Tensor) -> bool:
         return False
     dims = q.shape[-1], v.shape[-1]
     return table.has("forward", arch, *dims) and table.has("backward_dq", arch, *dims)
+
+
+def forward_head_dims(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """The pairs (head_dim, head_dim_v) of which the device has a forward."""
+    arch = launch.arch_for(device)
+    return tuple(dims for dims in table.shapes("forward") if table.has("forward", arch, *dims))

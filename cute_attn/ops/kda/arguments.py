@@ -23,7 +23,15 @@ from ...kernels.delta.chunk.spec import (
 )
 from ...kernels.delta.step.spec import DTYPES as STEP_DTYPES
 from ...kernels.delta.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
-from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor, exceeds
+from ..checks import (
+    DTYPE_NAMES,
+    check_dtype,
+    check_dtypes_are,
+    check_int32,
+    check_tensor,
+    exceeds,
+    is_int,
+)
 from ..operator import is_compiling, plain
 
 STATE_DTYPES = ("float32", "bfloat16")  # dtypes of an initial state, which is converted to float32
@@ -252,6 +260,33 @@ def check_beta_options(use_beta_sigmoid_in_kernel: Any, allow_neg_eigval: Any) -
         )
 
 
+# Checks of the operators on a server's pool.
+
+
+def check_slots(given: dict[str, Tensor], pad_slot_id: Any) -> None:
+    """Check state_indices, has_initial_state and pad_slot_id, except for shapes."""
+    if not is_int(pad_slot_id):
+        raise TypeError(f"pad_slot_id must be an int, got {type(pad_slot_id).__name__}")
+    if pad_slot_id > 0:
+        raise ValueError(
+            f"pad_slot_id is {pad_slot_id}, must be 0, or negative: negative indices are padding "
+            "in any case"
+        )
+    if "state_indices" in given:
+        indices = given["state_indices"]
+        if indices.dtype != torch.int64:
+            check_int32(given, ("state_indices",), "int32 or int64")
+        if indices.dim() == 2 and indices.shape[1] > 1 and indices.stride(1) != 1:
+            raise ValueError(
+                f"state_indices has strides {indices.stride()}, the last dimension must be "
+                "contiguous"
+            )
+    if "has_initial_state" in given and given["has_initial_state"].dtype != torch.bool:
+        raise TypeError(
+            f"has_initial_state has dtype {given['has_initial_state'].dtype}, must be torch.bool"
+        )
+
+
 # Checks of the operators that work token by token.
 
 
@@ -370,6 +405,17 @@ def sequence_plan(a: Any) -> dict[str, Any]:
         "index_dtype": index_dtype(a.cu_seqlens),
         "A_log": a.A_log is not None,
         "dt_bias": a.dt_bias is not None,
+    }
+
+
+def slots_plan(a: Any) -> dict[str, Any]:
+    """The parameters of plans that describe how a call reads state_indices."""
+    if a.state_indices is None:
+        return {}
+    return {
+        "slot_dtype": "int64" if a.state_indices.dtype == torch.int64 else "int32",
+        "strided_slots": not a.state_indices.is_contiguous(),
+        "null_slot": a.pad_slot_id == 0,
     }
 
 

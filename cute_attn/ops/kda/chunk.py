@@ -91,6 +91,9 @@ def chunk_kda(
     state_indices: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_interval: int = CHUNK,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
@@ -146,17 +149,24 @@ def chunk_kda(
         dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
             are ignored without use_gate_in_kernel.
         chunk_size: must be 64.
-        state_indices: `[N]` int32, contiguous: the slot of the pool that each sequence uses, see
-            below.
+        state_indices: `[N]` int32 or int64, with any stride: the slot of the pool that each
+            sequence uses, see below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
             needs state_indices.
         checkpoint_interval: tokens from one checkpoint to the next, a multiple of 64; ignored
             without checkpoint_indices.
+        has_initial_state: `[N]` bool, contiguous: where False, the sequence starts from a state of
+            0, whatever its slot holds; needs state_indices. None is True for all.
+        pad_slot_id: with 0, slot 0 marks padding, as negative indices do. Any negative number is
+            the default: only negative indices are padding.
+        out: `[B, T, HV, V]`, dtype of q, contiguous and 16-byte aligned: memory for o; needs
+            state_indices. `out` must not overlap another argument.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
     sequence starts from the state in its slot, and its final state is written to the same slot, in
-    place. A new sequence's slot must hold 0. A negative index marks padding: the sequence starts
+    place. A new sequence's slot must hold 0, unless has_initial_state is False for the sequence. A
+    negative index marks padding: the sequence starts
     from a state of 0, and its final state is written nowhere. An index >= slots is an error of the
     caller; the index is treated as padding, since a check would synchronise. Slots that no index
     names are neither read nor written. Two indices must not name one slot: the results and the slot
@@ -186,13 +196,18 @@ def chunk_kda(
     """
     if chunk_size != CHUNK or cp_context is not None:
         _refuse_chunks_and_contexts(chunk_size)
-    if state_indices is not None or checkpoint_indices is not None:
+    if (
+        state_indices is not None
+        or checkpoint_indices is not None
+        or has_initial_state is not None
+        or out is not None
+    ):
         return chunk_kda_in_pool(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
             lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
             cu_seqlens_cpu, A_log, dt_bias, state_indices, checkpoint_indices,
-            checkpoint_interval,
+            checkpoint_interval, has_initial_state, pad_slot_id, out,
         )  # fmt: skip
     num_chunks = None
     if cu_seqlens_cpu is not None:

@@ -56,6 +56,10 @@ def plan_chunk_kda(
     state_indices: bool = False,
     state_dtype: str = "float32",
     checkpoint_indices: bool = False,
+    has_initial_state: bool = False,
+    slot_dtype: str = "int32",
+    strided_slots: bool = False,
+    null_slot: bool = False,
     index_dtype: str = "none",
     A_log: bool = True,
     dt_bias: bool = True,
@@ -84,6 +88,10 @@ def plan_chunk_kda(
             initial_state and output_final_state are ignored then.
         state_dtype: dtype of the pool; ignored without state_indices.
         checkpoint_indices: whether checkpoint_indices is given.
+        has_initial_state: whether has_initial_state is given.
+        slot_dtype: dtype of state_indices.
+        strided_slots: whether state_indices is not contiguous.
+        null_slot: whether pad_slot_id is 0.
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
@@ -104,8 +112,12 @@ def plan_chunk_kda(
     ):
         if state_indices and value:
             raise ValueError(f"{name} is True, must be False with state_indices")
-    if checkpoint_indices and not state_indices:
-        raise ValueError("checkpoint_indices is True, must be False without state_indices")
+    for name, value in (
+        ("checkpoint_indices", checkpoint_indices),
+        ("has_initial_state", has_initial_state),
+    ):
+        if value and not state_indices:
+            raise ValueError(f"{name} is True, must be False without state_indices")
     call = _Call(
         arch,
         dtype=dtype,
@@ -128,7 +140,14 @@ def plan_chunk_kda(
     if return_intermediate_states:
         return call.stages()
     if state_indices:
-        passes = call.pool_pass(state_dtype=state_dtype, checkpoints=checkpoint_indices)
+        passes = call.pool_pass(
+            state_dtype=state_dtype,
+            checkpoints=checkpoint_indices,
+            fresh=bool(has_initial_state),
+            slot_dtype=slot_dtype,
+            strided_slots=bool(strided_slots),
+            null_slot=bool(null_slot),
+        )
         return [call.prepare(for_backward=False), *passes]
     keeps = bool(gradient)
     return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
@@ -338,13 +357,13 @@ class _Call:
         )
         return self._with_segments(table.STATE_PASS, spec)
 
-    def pool_pass(self, *, state_dtype: str, checkpoints: bool) -> list[launch.Request]:
+    def pool_pass(self, **of_pool: Any) -> list[launch.Request]:
+        """The requests of a pass in a pool; `of_pool` are the fields that only its spec has."""
         spec = PoolPassSpec(
             **self.base,
             **self.state_fields,
             **state_pass_config(**self.dims),
-            state_dtype=state_dtype,
-            checkpoints=checkpoints,
+            **of_pool,
         )
         return self._with_segments(table.POOL_PASS, spec)
 

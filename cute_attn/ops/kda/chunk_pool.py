@@ -41,12 +41,14 @@ from ..operator import (
 from .arguments import (
     MAX_TOKENS,
     STATE_DTYPES,
+    check_slots,
     contiguous,
     count_chunks,
     launch_scalars,
     readable,
     readable_parameters,
     sequence_plan,
+    slots_plan,
 )
 from .chunk_arguments import ChunkArguments, check
 from .chunk_passes import run_in_segments
@@ -85,10 +87,19 @@ def chunk_kda_in_pool(
     state_indices: Tensor | None,
     checkpoint_indices: Tensor | None,
     checkpoint_interval: int,
+    has_initial_state: Tensor | None,
+    pad_slot_id: int,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_kda` with state_indices; see `chunk_kda`."""
     if state_indices is None:
-        raise ValueError("checkpoint_indices is given without state_indices, which it needs")
+        named = {
+            "checkpoint_indices": checkpoint_indices,
+            "has_initial_state": has_initial_state,
+            "out": out,
+        }
+        first = next(name for name, x in named.items() if x is not None)
+        raise ValueError(f"{first} is given without state_indices, which it needs")
     if initial_state is None:
         raise ValueError("initial_state is None, must be the pool of states with state_indices")
     check_flags(
@@ -112,14 +123,17 @@ def chunk_kda_in_pool(
         and (dt_bias is None or type(dt_bias) in PLAIN)
         and (cu_seqlens is None or type(cu_seqlens) is Tensor)
         and (checkpoint_indices is None or type(checkpoint_indices) is Tensor)
+        and (has_initial_state is None or type(has_initial_state) is Tensor)
+        and (out is None or type(out) is Tensor)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else _pool.routed
     )
     o: Tensor = call(
-        q, k, v, g, beta, initial_state, state_indices, None, scale, use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, initial_state, state_indices, out, scale, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
         state_v_first, cu_seqlens, A_log, dt_bias, checkpoint_indices, checkpoint_interval,
+        has_initial_state, pad_slot_id,
     )  # fmt: skip
     return o, initial_state if output_final_state else None
 
@@ -149,6 +163,8 @@ class _Arguments(NamedTuple):
     dt_bias: Tensor | None = None
     checkpoint_indices: Tensor | None = None
     checkpoint_interval: int = CHUNK
+    has_initial_state: Tensor | None = None
+    pad_slot_id: int = -1
 
     @property
     def output_final_state(self) -> bool:
@@ -185,9 +201,14 @@ class _Pool(Operator[_Arguments]):
         check_dtype("initial_state", a.initial_state, STATE_DTYPES)
         matrix = "V K" if a.state_v_first else "K V"
         sizes.take("initial_state", a.initial_state, f"slots HV {matrix}")
-        for name, shape in (("state_indices", "N"), ("checkpoint_indices", "N C")):
+        check_slots(given, a.pad_slot_id)
+        check_int32(given, ("checkpoint_indices",))
+        for name, shape in (
+            ("state_indices", "N"),
+            ("checkpoint_indices", "N C"),
+            ("has_initial_state", "N"),
+        ):
             if name in given:
-                check_int32(given, (name,))
                 sizes.take(name, given[name], shape)
         interval = a.checkpoint_interval
         if not is_int(interval):
@@ -199,7 +220,7 @@ class _Pool(Operator[_Arguments]):
                 f"checkpoint_interval is {interval}, must be a multiple of {CHUNK} from {CHUNK} to "
                 f"{MAX_TOKENS}"
             )
-        check_contiguous(given, ("state_indices", "checkpoint_indices", "out"))
+        check_contiguous(given, ("checkpoint_indices", "has_initial_state", "out"))
         check_state_strides(a.initial_state, VECTOR_BYTES, "initial_state")
         check_not_expanded(given, _WRITTEN)
         if "out" in given:
@@ -218,13 +239,13 @@ class _Pool(Operator[_Arguments]):
         written = {name: tensors.pop(name) for name in _WRITTEN}
         check_memory(written, tensors)
 
-    def _check_inputs(self, initial_state: Tensor, **inputs: Tensor | None) -> None:
-        """Refuse inputs of `prepare` that overlap the pool: the host code of `prepare` does not see
-        the pool."""
-        memory = initial_state.untyped_storage().data_ptr()
+    def _check_inputs(self, name: str, written: Tensor, inputs: dict[str, Tensor | None]) -> None:
+        """Refuse inputs of `prepare` that overlap a written tensor: the host code of `prepare` does
+        not see this tensor."""
+        memory = written.untyped_storage().data_ptr()
         for x in inputs.values():
             if x is not None and x.untyped_storage().data_ptr() == memory:
-                check_memory({"initial_state": initial_state}, inputs)
+                check_memory({name: written}, inputs)
                 return
 
     def nothing(self, a: _Arguments) -> Tensor | None:
@@ -249,6 +270,8 @@ class _Pool(Operator[_Arguments]):
             state_indices=True,
             state_dtype=DTYPE_NAMES[a.initial_state.dtype],
             checkpoint_indices=a.checkpoint_indices is not None,
+            has_initial_state=a.has_initial_state is not None,
+            **slots_plan(a),
         )
         return _Ready(
             launch.get_for(device, *prepare),
@@ -276,14 +299,16 @@ class _Pool(Operator[_Arguments]):
             a.allow_neg_eigval, a.safe_gate, a.lower_bound, type(a.lower_bound), a.state_v_first,
             None if a.cu_seqlens is None else a.cu_seqlens.dtype, a.A_log is None,
             a.dt_bias is None, a.checkpoint_indices is None, a.checkpoint_interval,
-            type(a.checkpoint_interval),
+            type(a.checkpoint_interval), a.state_indices.dtype, a.state_indices.is_contiguous(),
+            a.has_initial_state is None, a.pad_slot_id, type(a.pad_slot_id),
             # No kernel's host code compares v with q, or the indices with cu_seqlens.
             batch == batch_v
             and tokens == tokens_v
             and batch > 0 < tokens
             and sequences > 0
             and (a.cu_seqlens is None or (batch == 1 and a.cu_seqlens.dim() == 1))
-            and a.state_indices.shape[0] == sequences,
+            and a.state_indices.shape[0] == sequences
+            and (a.has_initial_state is None or a.has_initial_state.shape[0] == sequences),
         )  # fmt: skip
 
     def launch(self, ready: _Ready, a: _Arguments) -> Tensor:
@@ -300,11 +325,16 @@ class _Pool(Operator[_Arguments]):
             bias = bias.view(-1, dim_k)
         if A is not None and A.dim() != 1:
             A = A.view(-1)
-        self._check_inputs(a.initial_state, q=a.q, k=a.k, g=a.g, beta=a.beta, A_log=A, dt_bias=bias)
+        inputs = {"q": a.q, "k": a.k, "g": a.g, "beta": a.beta, "A_log": A, "dt_bias": bias}
+        self._check_inputs("initial_state", a.initial_state, inputs)
         tiles = _new_empty(a.q, (slots, heads, record_elements(dim_k)))
         decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
         given = cast("Tensor | None", a.out)
-        o = _empty_like(a.v, memory_format=_contiguous) if given is None else given
+        if given is None:
+            o = _empty_like(a.v, memory_format=_contiguous)
+        else:
+            o = given
+            self._check_inputs("out", o, inputs)
         ready.prepare(
             a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens, tiles, decay, None, ready.scale,
             ready.lower_bound, ready.beta_scale,
@@ -320,7 +350,11 @@ class _Pool(Operator[_Arguments]):
                 num_sms=ready.num_sms,
             )
         chunks = 0 if a.checkpoint_indices is None else a.checkpoint_interval // CHUNK
-        states = a.initial_state, a.state_indices, a.checkpoint_indices, chunks
+        flags = a.has_initial_state
+        states = (
+            a.initial_state, a.state_indices, a.checkpoint_indices, chunks,
+            None if flags is None else flags.view(torch.uint8),
+        )  # fmt: skip
         if length:
             run_in_segments(ready.split, length, a.v, tiles, decay, (o,), states, a.cu_seqlens)
         else:

@@ -54,10 +54,13 @@ from .arguments import (
     check_beta_options,
     check_has_A_log,
     check_lower_bound,
+    check_slots,
     check_step_dtypes,
     check_step_shapes,
     gate_kind,
+    index_dtype,
     launch_scalars,
+    slots_plan,
 )
 
 __all__ = ["kda_decode", "plan_kda_decode"]
@@ -86,6 +89,11 @@ def kda_decode(
     record_g: Tensor | None = None,
     record_u: Tensor | None = None,
     out: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    draft_states: Tensor | None = None,
+    draft_indices: Tensor | None = None,
 ) -> Tensor:
     """One decode step of Kimi Delta Attention; the state is updated in place.
 
@@ -122,11 +130,13 @@ def kda_decode(
         use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
         allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
         state_v_first: whether the state is `[N, HV, V, K]`, the faster layout.
-        state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
-            continuous batching; or `[B, 1 + S]`, see below. None: sequence b uses slot b, and N
-            must be B. A negative index marks padding: the sequence's output is 0, and no slot is
-            read or written. An index >= N is an error of the caller; the index is treated as
-            padding, since a check would synchronise. No two sequences may have the same slot.
+        state_indices: `[B]` int32 or int64: the slot of `state` that each sequence uses, for
+            continuous batching; or `[B, 1 + S]`, see below. The dimension of sequences may have any
+            stride, so that a column of a server's block table is read in place. None: sequence b
+            uses slot b, and N must be B. A negative index marks padding: the sequence's output is
+            0, and no slot is read or written. An index >= N is an error of the caller; the index is
+            treated as padding, since a check would synchronise. No two sequences may have the same
+            slot.
         num_accepted_tokens: `[B]` int32, contiguous: for speculative decoding, see below.
         record_k: `[N, S, HQK, K]`, dtype of k: records of drafted tokens, see below.
         record_g: `[N, S, HV, K]`, dtype of g, as record_k.
@@ -134,11 +144,21 @@ def kda_decode(
             contiguous.
         out: tensor to write the output to, with the shape and dtype of the result. `out` must not
             overlap another argument.
+        cu_seqlens: `[N + 1]` int32 or int64, for q `[1, T, HQK, K]`: sequences of different lengths
+            in one call. Tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 are sequence n. B is N in all
+            shapes but those of tokens. A sequence may be empty, and then changes nothing. The
+            output is undefined for tokens of no sequence. Not with records.
+        has_initial_state: `[B]` bool, contiguous: where False, the sequence starts from a state of
+            0, whatever its slot holds. None is True for all.
+        pad_slot_id: with 0, slot 0 marks padding, as negative indices do. Any negative number is
+            the default: only negative indices are padding.
+        draft_states: `[M, S, HV, V, K]`, dtype of state, matrices as in state: see below.
+        draft_indices: `[B]` int32, contiguous; goes with draft_states.
 
     Returns:
         o, `[B, HV, V]` or `[B, T, HV, V]`, dtype of q; `out` itself when given.
 
-    Speculative decoding, with T drafted tokens in a call, works in either of two ways:
+    Speculative decoding, with T drafted tokens in a call, works in one of three ways:
         A slot for each position: state_indices is `[B, 1 + S]`, and T at most 1 + S. The call
         stores the state after token t in slot state_indices[b, t], or nowhere if the pool has no
         such slot. num_accepted_tokens[b] is the number of the previous call's tokens that were
@@ -151,6 +171,11 @@ def kda_decode(
         call computes its own tokens, at most S, and stores them in the records, not in the state.
         Counts outside 0..S are clamped. A replay repeats the draft's arithmetic exactly. A call
         reads and writes the state once; a sequence needs memory for one state and S small records.
+
+        A tensor for drafts: draft_states and draft_indices are given, and T is at most S. The call
+        starts from the state in the sequence's slot, and leaves the slot as it is. The state after
+        token t goes to draft_states[draft_indices[b], t], or nowhere if there is no such row. The
+        caller copies the state after the last accepted token to the slot.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -169,6 +194,9 @@ def kda_decode(
         and (out is None or type(out) is Tensor)
         and (num_accepted_tokens is None or type(num_accepted_tokens) is Tensor)
         and (record_k is None or type(record_k) is type(record_g) is type(record_u) is Tensor)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and (has_initial_state is None or type(has_initial_state) is Tensor)
+        and (draft_states is None or type(draft_states) is type(draft_indices) is Tensor)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else _decode.routed
@@ -177,6 +205,7 @@ def kda_decode(
         q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, state_indices, num_accepted_tokens, record_k, record_g, record_u,
+        cu_seqlens, has_initial_state, pad_slot_id, draft_states, draft_indices,
     )  # fmt: skip
     return o
 
@@ -203,6 +232,11 @@ def plan_kda_decode(
     slots: str = "indexed",
     indexed: bool = True,
     accepted: bool = True,
+    slot_dtype: str = "int32",
+    strided_slots: bool = False,
+    null_slot: bool = False,
+    has_initial_state: bool = False,
+    index_dtype: str = "none",
 ) -> list[launch.Request]:
     """The kernels that `kda_decode` uses for these tensors, for `cute_attn.warmup` and spec files.
     The choice does not depend on the numbers of sequences, heads and tokens.
@@ -226,9 +260,15 @@ def plan_kda_decode(
         use_beta_sigmoid_in_kernel: as in the operator.
         multi_token: whether q is `[B, T, HQK, K]`, not `[B, HQK, K]`.
         slots: "indexed" (state_indices is `[B]`), "batch" (no state_indices), "positions"
-            (state_indices is `[B, 1 + S]`) or "records" (record_k, record_g and record_u).
-        indexed: with "records": whether state_indices is given; ignored otherwise.
+            (state_indices is `[B, 1 + S]`), "records" (record_k, record_g and record_u) or "drafts"
+            (draft_states).
+        indexed: with "records" or "drafts": whether state_indices is given; ignored otherwise.
         accepted: with "positions": whether num_accepted_tokens is given; ignored otherwise.
+        slot_dtype: dtype of state_indices.
+        strided_slots: whether state_indices is not contiguous.
+        null_slot: whether pad_slot_id is 0.
+        has_initial_state: whether has_initial_state is given.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -249,6 +289,14 @@ def plan_kda_decode(
     if head_dim_k not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         raise ValueError(f"head_dim_k and head_dim_v must be of {HEAD_DIMS}")
     gated = use_gate_in_kernel
+    indexed = indexed if slots in ("records", "drafts") else slots != "batch"
+    of_slots: dict[str, Any] = {"fresh": bool(has_initial_state)}
+    if indexed:
+        of_slots |= {
+            "slot_dtype": slot_dtype,
+            "strided_slots": bool(strided_slots),
+            "null_slot": bool(null_slot),
+        }
     spec = DecodeSpec(
         dtype=dtype,
         gate_dtype=gate_dtype or dtype,
@@ -260,15 +308,25 @@ def plan_kda_decode(
         l2norm=use_qk_l2norm_in_kernel,
         beta_sigmoid=use_beta_sigmoid_in_kernel,
         slots=slots,
-        indexed=indexed if slots == "records" else slots != "batch",
+        indexed=indexed,
         accepted=accepted if slots == "positions" else slots == "records",
+        index_dtype=index_dtype,
+        **of_slots,
         **tuned,
-        **step_config(**tuned, in_place=slots != "positions", records=slots == "records"),
+        **step_config(
+            **tuned,
+            in_place=slots not in ("positions", "drafts"),
+            records=slots == "records",
+        ),
     )
     requests: list[launch.Request] = [(table.DECODE, spec)]
     if slots == "records":
         records = RecordsSpec(
-            dtype=dtype, gate_dtype=spec.gate_dtype, head_dim_k=head_dim_k, indexed=spec.indexed
+            dtype=dtype,
+            gate_dtype=spec.gate_dtype,
+            head_dim_k=head_dim_k,
+            indexed=spec.indexed,
+            **of_slots | {"fresh": False},
         )
         requests.append((table.DECODE_RECORDS, records))
     return requests
@@ -277,6 +335,7 @@ def plan_kda_decode(
 # -- the operator -------------------------------------------------------------------------------
 
 _empty_like = torch.empty_like
+uint8 = torch.uint8
 
 
 class _Arguments(NamedTuple):
@@ -301,6 +360,11 @@ class _Arguments(NamedTuple):
     record_k: Tensor | None = None
     record_g: Tensor | None = None
     record_u: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    has_initial_state: Tensor | None = None
+    pad_slot_id: int = -1
+    draft_states: Tensor | None = None
+    draft_indices: Tensor | None = None
 
 
 _RECORDS = ("record_k", "record_g", "record_u")
@@ -313,7 +377,7 @@ _Ready = tuple[Callable[..., None], Callable[..., None] | None, float, float, fl
 class _Decode(Operator[_Arguments]):
     name = "kda_decode"
     arguments = _Arguments
-    written = ("state", "out", *_RECORDS)
+    written = ("state", "out", *_RECORDS, "draft_states")
 
     def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
@@ -328,31 +392,43 @@ class _Decode(Operator[_Arguments]):
         check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
         check_step_dtypes(given)
         check_dtype("state", a.state, STATE_DTYPES)
-        check_int32(given, ("state_indices", "num_accepted_tokens"))
+        check_int32(given, ("num_accepted_tokens", "draft_indices"))
+        check_slots(given, a.pad_slot_id)
         _check_shapes(a, given)
         check_rows(given, ("q", "k", "v", "g", "out", *_RECORDS))
-        check_contiguous(given, ("state_indices", "num_accepted_tokens"))
+        check_contiguous(
+            given, ("num_accepted_tokens", "cu_seqlens", "has_initial_state", "draft_indices")
+        )
         check_state_strides(a.state, VECTOR_BYTES)
-        check_not_expanded(given, ("state", "out", *_RECORDS))
+        if a.draft_states is not None:
+            check_state_strides(a.draft_states, VECTOR_BYTES, "draft_states")
+        check_not_expanded(given, self.written)
 
     def check_memory(self, a: _Arguments) -> None:
         check_state_address(a.state, VECTOR_BYTES)
+        if a.draft_states is not None:
+            check_state_address(a.draft_states, VECTOR_BYTES, "draft_states")
         tensors = self.tensors(a)
-        written = {name: tensors.pop(name) for name in ("out", "state", *_RECORDS)}
-        check_memory(written, tensors, pools=("state", *_RECORDS))
+        pools = ("state", *_RECORDS, "draft_states")
+        written = {name: tensors.pop(name) for name in ("out", *pools)}
+        check_memory(written, tensors, pools=pools)
 
     def nothing(self, a: _Arguments) -> Tensor | None:
-        return None if a.v.numel() else a.out
+        if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
+            return None
+        return a.out
 
     def readable(self, a: _Arguments) -> _Arguments:
         """Make state_indices `[B, 1]` into `[B]`, and insert the dimension of tokens that kernels
-        with positions or records need."""
+        with positions, records or drafts need."""
         indices = a.state_indices
         if indices is not None and indices.dim() == 2 and indices.shape[1] == 1:
-            a = a._replace(state_indices=indices.view(-1))
+            a = a._replace(state_indices=indices[:, 0])
             if a.record_k is None:
                 a = a._replace(num_accepted_tokens=None)
-        if a.q.dim() == 3 and (_has_positions(a.state_indices) or a.record_k is not None):
+        if a.q.dim() == 3 and (
+            _has_positions(a.state_indices) or a.record_k is not None or a.draft_states is not None
+        ):
             steps = {name: getattr(a, name).unsqueeze(1) for name in _OF_A_STEP}
             a = a._replace(**steps)
         return a
@@ -360,6 +436,8 @@ class _Decode(Operator[_Arguments]):
     def prepare(self, a: _Arguments) -> _Ready:
         if a.record_k is not None:
             slots = "records"
+        elif a.draft_states is not None:
+            slots = "drafts"
         elif a.state_indices is None:
             slots = "batch"
         else:
@@ -385,6 +463,9 @@ class _Decode(Operator[_Arguments]):
             slots=slots,
             indexed=a.state_indices is not None,
             accepted=a.num_accepted_tokens is not None,
+            has_initial_state=a.has_initial_state is not None,
+            index_dtype=index_dtype(a.cu_seqlens),
+            **slots_plan(a),
         )
         function, *rest = (launch.get_for(a.q.device, *request) for request in requests)
         return (
@@ -420,6 +501,11 @@ class _Decode(Operator[_Arguments]):
         record_k: Tensor | None,
         record_g: Tensor | None,
         record_u: Tensor | None,
+        cu_seqlens: Tensor | None,
+        has_initial_state: Tensor | None,
+        pad_slot_id: int,
+        draft_states: Tensor | None,
+        draft_indices: Tensor | None,
         ready: Any = None,
     ) -> Tensor:
         key = None
@@ -443,7 +529,10 @@ class _Decode(Operator[_Arguments]):
                     q.get_device(), scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-                    state_indices is None, num_accepted_tokens is None, record_k is None,
+                    None if state_indices is None else state_indices.dtype,
+                    num_accepted_tokens is None, record_k is None,
+                    None if cu_seqlens is None else cu_seqlens.dtype, has_initial_state is None,
+                    pad_slot_id, type(pad_slot_id), draft_states is None,
                 )  # fmt: skip
                 ready = self.ready[key]
             function, write_records, q_scale, bound, beta_scale, flat_A_log = ready
@@ -458,6 +547,7 @@ class _Decode(Operator[_Arguments]):
                 or (dt_bias is not None and dt_bias.requires_grad)
                 or (out is not None and out.requires_grad)
                 or (record_k is not None and _any_requires_grad(record_k, record_g, record_u))
+                or (draft_states is not None and draft_states.requires_grad)
             ):
                 self.refuse_gradient()
             o = _empty_like(v) if out is None else out
@@ -466,7 +556,9 @@ class _Decode(Operator[_Arguments]):
                 (A_log.view(-1) if flat_A_log else A_log) if use_gate_in_kernel else None,  # type: ignore[union-attr]
                 dt_bias if use_gate_in_kernel else None,
                 o, state, state_indices, num_accepted_tokens, record_k, record_g, record_u,
-                q_scale, bound, beta_scale,
+                cu_seqlens,
+                None if has_initial_state is None else has_initial_state.view(uint8),
+                draft_states, draft_indices, q_scale, bound, beta_scale,
             )  # fmt: skip
             if write_records is not None:
                 write_records(k, g, state_indices, record_k, record_g)
@@ -475,9 +567,12 @@ class _Decode(Operator[_Arguments]):
                 error, key, ready, q, k, v, g, beta, state, out, scale, A_log, dt_bias,
                 lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
-                num_accepted_tokens, record_k, record_g, record_u,
+                num_accepted_tokens, record_k, record_g, record_u, cu_seqlens, has_initial_state,
+                pad_slot_id, draft_states, draft_indices,
             )  # fmt: skip
-        if record_k is None:
+        if draft_states is not None:
+            increment_version((o, draft_states))
+        elif record_k is None:
             increment_version((o, state))
         else:
             increment_version((o, state, record_k, record_g, record_u))  # type: ignore[arg-type]
@@ -510,14 +605,58 @@ def _check_shapes(a: _Arguments, given: dict[str, Tensor]) -> None:
         raise ValueError("q has no tokens: T is 0, must be at least 1")
     if "out" in given:
         sizes.take("out", a.out, f"{step} HV V")
+    if a.cu_seqlens is not None:
+        _check_packed(a, sizes)
     if a.state_indices is None:
         sizes["N"] = sizes["B"]
-    sizes.take("state", a.state, "N HV V K" if a.state_v_first else "N HV K V")
+    matrix = "V K" if a.state_v_first else "K V"
+    sizes.take("state", a.state, f"N HV {matrix}")
     if exceeds(sizes["B"], MAX_GRID_YZ):
-        raise ValueError(f"q has {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
+        raise ValueError(f"there are {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
     if a.use_gate_in_kernel:
         _check_gate(given, sizes, a.lower_bound)
     _check_slots(given, sizes)
+    if "has_initial_state" in given:
+        sizes.take("has_initial_state", given["has_initial_state"], "B")
+    _check_drafts(given, sizes, matrix)
+
+
+def _check_packed(a: _Arguments, sizes: Sizes) -> None:
+    """Check cu_seqlens. From here on, the size B is the number of sequences."""
+    if a.q.dim() != 4:
+        raise ValueError(
+            f"q has shape {list(a.q.shape)}, must be [1, T, HQK, K] where cu_seqlens is given"
+        )
+    if a.record_k is not None:
+        raise ValueError("cu_seqlens is given, must be None with record_k, record_g and record_u")
+    sizes.check_sequences(a.cu_seqlens)
+    sizes["B"], sizes["packed"] = sizes.pop("N"), True
+
+
+def _check_drafts(given: dict[str, Tensor], sizes: Sizes, matrix: str) -> None:
+    """Check draft_states and draft_indices."""
+    names = [name for name in ("draft_states", "draft_indices") if name in given]
+    if not names:
+        return
+    if len(names) == 1:
+        raise ValueError(f"{names[0]} is given without both of draft_states and draft_indices")
+    if "record_k" in given or _has_positions(given.get("state_indices")):
+        raise ValueError(
+            "draft_states is given, must be None with records or with state_indices [B, 1 + S]"
+        )
+    if given["draft_states"].dtype != given["state"].dtype:
+        raise TypeError(
+            f"draft_states has dtype {given['draft_states'].dtype}, must be that of state, "
+            f"{given['state'].dtype}"
+        )
+    sizes.take("draft_states", given["draft_states"], f"M S HV {matrix}")
+    sizes.take("draft_indices", given["draft_indices"], "B")
+    tokens = sizes.get("T", 1)
+    if "packed" not in sizes and tokens > sizes["S"]:
+        raise ValueError(
+            f"q has {tokens} tokens (T), must be at most the {sizes['S']} states (S) of "
+            "draft_states"
+        )
 
 
 def _check_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | None) -> None:
@@ -561,7 +700,7 @@ def _check_slots(given: dict[str, Tensor], sizes: Sizes) -> None:
                 "record_u"
             )
     if not records:
-        if 1 < positions < tokens:
+        if 1 < positions < tokens and "packed" not in sizes:
             raise ValueError(
                 f"q has {tokens} tokens (T), must be at most the {positions} positions (1 + S) of "
                 "state_indices"

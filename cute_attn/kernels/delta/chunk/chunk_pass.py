@@ -71,6 +71,7 @@ class Slots(NamedTuple):
     state_indices: Any
     checkpoint_indices: Any
     checkpoint_chunks: Any
+    has_initial_state: Any
 
 
 class Arguments(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.spec import Spec
-from ..spec import GATES, INDEX_DTYPES
+from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 CHUNK = 64  # tokens
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
@@ -161,7 +161,7 @@ class StatePassSpec(PassSpec):
 
 
 @dataclass(frozen=True)
-class PoolPassSpec(StatePassSpec):
+class PoolPassSpec(StatePassSpec, SlotsSpec):
     """The pass of states that are in a pool (`pool_pass`).
 
     Attributes:
@@ -172,7 +172,7 @@ class PoolPassSpec(StatePassSpec):
     state_dtype: str = "float32"
     checkpoints: bool = False
 
-    ALLOWED = ALLOWED | {"state_dtype": ("float32", "bfloat16")}
+    ALLOWED = ALLOWED | {"state_dtype": ("float32", "bfloat16"), "slot_dtype": SLOT_DTYPES}
 
     def __post_init__(self) -> None:
         super().__post_init__()

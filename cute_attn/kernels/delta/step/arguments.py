@@ -46,12 +46,13 @@ def inputs(
     }
 
 
-def states(spec: StepSpec, sizes: Sizes, slots: cute.SymInt) -> cute.Tensor:
-    """States of `slots` slots, where each head's matrix is contiguous, on a 16-byte boundary."""
+def states(spec: StepSpec, sizes: Sizes, *slots: cute.SymInt) -> cute.Tensor:
+    """States, whose first dimensions are `slots`: each head's matrix is contiguous, on a 16-byte
+    boundary."""
     matrix = (spec.head_dim_k, spec.head_dim_v)
     if spec.state_v_first:
         matrix = matrix[::-1]
-    return fake_matrices((slots, sizes.heads_v), matrix, DTYPE[spec.state_dtype])
+    return fake_matrices((*slots, sizes.heads_v), matrix, DTYPE[spec.state_dtype])
 
 
 def indices(*shape: cute.SymInt) -> cute.Tensor:

@@ -17,7 +17,8 @@ bytes, so the kernel is bound by memory bandwidth, as Lightning decode is
 
 With several tokens, the next token is fetched and prepared while the current token is computed,
 with one barrier for each token. With records, the accepted drafted tokens come first, and the state
-is stored after them. With a slot for each position, the state is stored after every token.
+is stored after them. With a slot for each position, and with a tensor for drafts, the state is
+stored after every token. Sequences of different lengths are packed, with cu_seqlens.
 
 Runs on sm_80 and newer. Shared memory: two stages of a token, 8 KiB at most.
 """
@@ -31,9 +32,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ...common.arguments import fake_offsets
 from ...common.carried import Carried
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
+from ..chunk.chunks import SequencePlace, num_sequences, sequence_place
+from ..slots import fake_flags, fake_slots, is_slot
 from . import arguments
 from .spec import DecodeSpec
 from .tile import StateTile
@@ -53,7 +57,8 @@ class Arguments(NamedTuple):
     """The kernel's arguments.
 
     The kernel only reads record_k and record_g, because several CTAs share them: CTAs of one head,
-    and of a group's value heads. `records` writes them afterwards.
+    and of a group's value heads. `records` writes them afterwards. With cu_seqlens, B is 1 in the
+    shapes of tokens, and the number of sequences otherwise.
 
     Attributes:
         q, k: `[B, HQK, K]` or `[B, T, HQK, K]`, with a contiguous last dimension.
@@ -63,11 +68,15 @@ class Arguments(NamedTuple):
         A_log: `[HV]`.
         dt_bias: `[HV * K]` or `[HV, K]`.
         state: `[N, HV, V, K]` or `[N, HV, K, V]`, with a contiguous matrix of each head.
-        state_indices: `[B]` or `[B, 1 + S]`, int32.
+        state_indices: `[B]` or `[B, 1 + S]`.
         num_accepted: `[B]`, int32.
         record_k: `[N, S, HQK, K]`, with a contiguous last dimension.
         record_g: `[N, S, HV, K]`.
         record_u: `[N, S, HV, V]`, float32.
+        cu_seqlens: `[B + 1]`.
+        has_initial_state: `[B]`, bytes.
+        draft_states: `[M, S, ...]`, matrices as in state: the state after token t of a sequence.
+        draft_indices: `[B]`, int32: the sequence's row of draft_states.
     """
 
     q: cute.Tensor
@@ -84,6 +93,10 @@ class Arguments(NamedTuple):
     record_k: cute.Tensor | None
     record_g: cute.Tensor | None
     record_u: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    has_initial_state: cute.Tensor | None
+    draft_states: cute.Tensor | None
+    draft_indices: cute.Tensor | None
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
@@ -119,12 +132,15 @@ class KdaDecode:
         self.stages = STAGES if spec.multi_token else 1
         self.replays = spec.slots == "records"
         self.positions = spec.slots == "positions"
+        self.drafts = spec.slots == "drafts"
+        self.packed = spec.index_dtype != "none"
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
         sizes = arguments.Sizes()
         step = (sizes.batch, sizes.tokens) if spec.multi_token else (sizes.batch,)
-        slots = cute.sym_int() if spec.indexed else sizes.batch
+        sequences = cute.sym_int() if self.packed else sizes.batch
+        slots = cute.sym_int() if spec.indexed else sequences
         positions = (cute.sym_int(),) if self.positions else ()
         records = cute.sym_int()
         record_k = record_g = record_u = None
@@ -137,11 +153,19 @@ class KdaDecode:
             Arguments(
                 **arguments.inputs(spec, sizes, step),
                 state=arguments.states(spec, sizes, slots),
-                state_indices=arguments.indices(sizes.batch, *positions) if spec.indexed else None,
-                num_accepted=arguments.indices(sizes.batch) if spec.accepted else None,
+                state_indices=fake_slots(spec, sequences, *positions) if spec.indexed else None,
+                num_accepted=arguments.indices(sequences) if spec.accepted else None,
                 record_k=record_k,
                 record_g=record_g,
                 record_u=record_u,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                has_initial_state=fake_flags(spec, sequences),
+                draft_states=(
+                    arguments.states(spec, sizes, cute.sym_int(), cute.sym_int())
+                    if self.drafts
+                    else None
+                ),
+                draft_indices=arguments.indices(sequences) if self.drafts else None,
             )
         )
 
@@ -151,13 +175,17 @@ class KdaDecode:
         """Launch the kernel."""
         a, stream = gathered(Arguments, args)
         spec = self.spec
-        batch, heads = a.q.shape[0], cute.size(a.q, mode=[cute.rank(a.q) - 2])
+        batch = num_sequences(a.q.shape[0], a.cu_seqlens)
+        heads = cute.size(a.q, mode=[cute.rank(a.q) - 2])
         heads_v = a.state.shape[1]
         # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator raises
         # the reason.
         ctas = heads_v
-        pools = (a.state, a.record_k, a.record_g, a.record_u)
-        inputs = (a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, a.state_indices, a.num_accepted)
+        pools = (a.state, a.record_k, a.record_g, a.record_u, a.draft_states)
+        inputs = (
+            a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, a.state_indices, a.num_accepted,
+            a.cu_seqlens, a.has_initial_state, a.draft_indices,
+        )  # fmt: skip
         if overlaps((a.o, *pools), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
         if cutlass.const_expr(spec.multi_token):
@@ -166,8 +194,22 @@ class KdaDecode:
         if cutlass.const_expr(spec.dt_bias_dims == 1):
             if a.dt_bias.shape[0] != heads_v * spec.head_dim_k:
                 ctas = 0
-        if cutlass.const_expr(self.positions):
+        if cutlass.const_expr(self.packed):
+            # The sequences' lengths are known on the device only.
+            if a.q.shape[0] != 1:
+                ctas = 0
+            for x in (a.state_indices, a.num_accepted, a.has_initial_state, a.draft_indices):
+                if cutlass.const_expr(x is not None):
+                    if x.shape[0] != batch:
+                        ctas = 0
+            if cutlass.const_expr(not spec.indexed):
+                if a.state.shape[0] != batch:
+                    ctas = 0
+        if cutlass.const_expr(self.positions and not self.packed):
             if a.q.shape[1] > a.state_indices.shape[1]:
+                ctas = 0
+        if cutlass.const_expr(self.drafts and not self.packed):
+            if a.q.shape[1] > a.draft_states.shape[1]:
                 ctas = 0
         if cutlass.const_expr(self.replays):
             if a.q.shape[1] > a.record_u.shape[1]:
@@ -191,14 +233,13 @@ class KdaDecode:
         )
         slot = sequence
         valid = Boolean(True)
-        if cutlass.const_expr(self.positions):
-            slot = x.state_indices[sequence, self.accepted_position(x, sequence)]
-        elif cutlass.const_expr(spec.indexed):
-            slot = x.state_indices[sequence]
         if cutlass.const_expr(spec.indexed):
-            # A negative index is padding. An index past the pool is a caller's bug; treating it as
-            # padding keeps every access in bounds.
-            valid = slot >= 0 and slot < x.state.shape[0]
+            if cutlass.const_expr(self.positions):
+                index = x.state_indices[sequence, self.accepted_position(x, sequence)]
+            else:
+                index = x.state_indices[sequence]
+            valid = is_slot(index, x.state, spec.null_slot)
+            slot = Int32(index)
 
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         if cutlass.const_expr(not spec.multi_token):
@@ -216,35 +257,74 @@ class KdaDecode:
                 loaded = self.tile.load(x.state[slot, head, None, None], tile_index)
                 self.reader.prepare(stage, fetched, gate, x.beta_scale)
                 cute.arch.sync_threads()
-                s = cute.make_rmem_tensor(loaded.shape, Float32)
-                s.store(loaded.load().to(Float32))
+                s = self.started(loaded, x, sequence)
                 self.tile.advance(s, stage, x.scale)
                 self.tile.store(s, x.state[slot, head, None, None], tile_index)
                 cute.arch.sync_threads()
                 self.reader.write(stage.o, x.o[sequence, head, None], tile_index)
             else:
                 self.reader.write_zeros(x.o[sequence, head, None], tile_index)
-        elif valid:
+        else:
+            place = sequence_place(sequence, x.q.shape[1], x.cu_seqlens)
+            self.sequence(x, place, sequence, slot, valid, head, head_qk, gate, memory, tile_index)
+
+    @cute.jit
+    def sequence(
+        self,
+        x: Arguments,
+        place: SequencePlace,
+        sequence: Int32,
+        slot: Int32,
+        valid: Boolean,
+        head: Int32,
+        head_qk: Int32,
+        gate: Gate,
+        memory: cute.Tensor,
+        tile_index: Int32,
+    ) -> None:
+        """Process a sequence of several tokens."""
+        if valid:
             count = Int32(0)
             if cutlass.const_expr(self.replays):
                 # The count is untrusted data: never read past the records.
                 count = cutlass.max(x.num_accepted[sequence], 0)
                 count = cutlass.min(count, x.record_u.shape[1])
             source = Source(
-                Tokens(x.q, x.k, x.v, x.g, x.beta, sequence, Int32(0), head, head_qk),
+                Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk),
                 Records(x.record_k, x.record_g, x.record_u, slot, count),
             )
             positions = x.state_indices[sequence, None] if self.positions else None
-            self.many_tokens(x, source, gate, memory, positions, tile_index)
+            if cutlass.const_expr(self.packed):
+                if place.length > 0:
+                    self.many_tokens(
+                        x, source, sequence, place.length, gate, memory, positions, tile_index
+                    )
+            else:
+                self.many_tokens(
+                    x, source, sequence, place.length, gate, memory, positions, tile_index
+                )
         else:
-            for t in cutlass.range(x.q.shape[1], unroll=1):
-                self.reader.write_zeros(x.o[sequence, t, head, None], tile_index)
+            for t in cutlass.range(place.length, unroll=1):
+                row = x.o[place.batch, place.start + t, head, None]
+                self.reader.write_zeros(row, tile_index)
+
+    @cute.jit
+    def started(self, loaded: cute.Tensor, x: Arguments, sequence: Int32) -> cute.Tensor:
+        """The state that a sequence starts from, in float32: what is loaded from its slot, or 0."""
+        s = cute.make_rmem_tensor(loaded.shape, Float32)
+        s.store(loaded.load().to(Float32))
+        if cutlass.const_expr(self.spec.fresh):
+            if x.has_initial_state[sequence] == 0:
+                s.fill(0.0)
+        return s
 
     @cute.jit
     def many_tokens(
         self,
         x: Arguments,
         source: Source,
+        sequence: Int32,
+        length: Int32,
         gate: Gate,
         memory: cute.Tensor,
         positions: cute.Tensor | None,
@@ -252,17 +332,17 @@ class KdaDecode:
     ) -> None:
         """Advance the state by the records' accepted tokens, then by this call's tokens."""
         spec = self.spec
-        records, head, sequence = source.records, source.tokens.head, source.tokens.batch
+        records, tokens = source.records, source.tokens
+        head = tokens.head
         in_place = x.state[records.slot, head, None, None]
         loaded = self.tile.load(in_place, tile_index)
         fetched = Fetched(spec)
-        total = records.count + x.q.shape[1]
+        total = records.count + length
         self.fetch(fetched, source, Int32(0), tile_index)
         self.prepare(memory, source, Int32(0), fetched, gate, x.beta_scale)
         if total > 1:
             self.fetch(fetched, source, Int32(1), tile_index)
-        s = cute.make_rmem_tensor(loaded.shape, Float32)
-        s.store(loaded.load().to(Float32))
+        s = self.started(loaded, x, sequence)
         cute.arch.sync_threads()
         for i in cutlass.range(total, unroll=1):
             # Prepare the next token, and fetch the token after it.
@@ -282,16 +362,23 @@ class KdaDecode:
             else:
                 self.tile.advance(s, stage, x.scale)
             if cutlass.const_expr(self.positions):
-                place = positions[i]
-                if place >= 0 and place < x.state.shape[0]:
-                    self.tile.store(s, x.state[place, head, None, None], tile_index)
+                if cutlass.const_expr(not self.packed) or i < x.state_indices.shape[1]:
+                    place = positions[i]
+                    if is_slot(place, x.state, spec.null_slot):
+                        target = x.state[Int32(place), head, None, None]
+                        self.tile.store(s, target, tile_index)
+            if cutlass.const_expr(self.drafts):
+                draft = x.draft_indices[sequence]
+                if is_slot(draft, x.draft_states, False) and i < x.draft_states.shape[1]:
+                    self.tile.store(s, x.draft_states[draft, i, head, None, None], tile_index)
             cute.arch.sync_threads()
             if i >= records.count:
                 t = i - records.count
-                self.reader.write(stage.o, x.o[sequence, t, head, None], tile_index)
+                o = x.o[tokens.batch, tokens.start + t, head, None]
+                self.reader.write(stage.o, o, tile_index)
                 if cutlass.const_expr(self.replays):
                     self.reader.write(stage.u, records.u[records.slot, t, head, None], tile_index)
-        if cutlass.const_expr(not self.replays and not self.positions):
+        if cutlass.const_expr(not self.replays and not self.positions and not self.drafts):
             self.tile.store(s, in_place, tile_index)
 
     @cute.jit

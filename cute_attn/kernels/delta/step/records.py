@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, Int32
 
 from ...common.entry import entry, gathered, placeholders
+from ..slots import fake_slots, is_slot
 from . import arguments
 from .spec import RecordsSpec
 
@@ -25,7 +26,7 @@ class Arguments(NamedTuple):
     Attributes:
         k: `[B, T, HQK, K]`, with a contiguous last dimension.
         g: `[B, T, HV, K]`.
-        state_indices: `[B]`, int32.
+        state_indices: `[B]`.
         record_k: `[N, S, HQK, K]`, with a contiguous last dimension.
         record_g: `[N, S, HV, K]`.
     """
@@ -52,7 +53,7 @@ class KdaDecodeRecords:
             Arguments(
                 k=arguments.rows(spec.dtype, *step, sizes.heads, dim),
                 g=arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
-                state_indices=arguments.indices(sizes.batch) if spec.indexed else None,
+                state_indices=fake_slots(spec, sizes.batch) if spec.indexed else None,
                 record_k=arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
                 record_g=arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
             )
@@ -77,8 +78,9 @@ class KdaDecodeRecords:
         slot = sequence
         valid = Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            slot = x.state_indices[sequence]
-            valid = slot >= 0 and slot < x.record_k.shape[0]
+            index = x.state_indices[sequence]
+            valid = is_slot(index, x.record_k, self.spec.null_slot)
+            slot = Int32(index)
         heads = x.k.shape[2]
         if valid:
             if row < heads:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE, Spec
-from ..spec import GATES, INDEX_DTYPES
+from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
 PARAMETER_DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128, 256)
-SLOTS = ("batch", "indexed", "positions", "records")
+SLOTS = ("batch", "indexed", "positions", "records", "drafts")
 HINTS = ("none", "hold")
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "slots": SLOTS,
     "hints": HINTS,
     "index_dtype": INDEX_DTYPES,
+    "slot_dtype": SLOT_DTYPES,
 }
 
 MAX_REGISTERS = 160  # of a thread's 255 registers, the most for its part of the state
@@ -158,35 +159,43 @@ class StepSpec(Spec):
 
 
 @dataclass(frozen=True)
-class DecodeSpec(StepSpec):
+class DecodeSpec(StepSpec, SlotsSpec):
     """The compile-time parameters of `decode`.
 
     Attributes:
         multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
         slots: how states are found: "batch" (sequence b has slot b), "indexed" (an index per
-            sequence), "positions" (an index per position of each sequence), or "records" (records
-            of drafted tokens; "batch" or "indexed", as `indexed` says).
-        indexed: whether state_indices is given; only "records" leaves the choice.
+            sequence), "positions" (an index per position of each sequence), "records" (records of
+            drafted tokens), or "drafts" (the state after each token goes to another tensor). The
+            last two are "batch" or "indexed", as `indexed` says.
+        indexed: whether state_indices is given; only "records" and "drafts" leave the choice.
         accepted: whether num_accepted is given; only "positions" leaves the choice.
+        index_dtype: dtype of cu_seqlens; "none" where sequences are not packed.
     """
 
     multi_token: bool
     slots: str
     indexed: bool
     accepted: bool
+    index_dtype: str = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slots in ("positions", "records") and not self.multi_token:
+        if self.slots in ("positions", "records", "drafts") and not self.multi_token:
             raise ValueError(f"slots={self.slots!r} needs multi_token: tokens as [B, T, H, D]")
-        if self.slots != "records" and self.indexed != (self.slots != "batch"):
+        if self.index_dtype != "none" and (self.slots == "records" or not self.multi_token):
+            raise ValueError(
+                f"index_dtype is {self.index_dtype!r}, must be 'none' with slots='records' or "
+                "without multi_token"
+            )
+        if self.slots not in ("records", "drafts") and self.indexed != (self.slots != "batch"):
             raise ValueError(f"indexed is {self.indexed} with slots={self.slots!r}")
         if self.accepted != (self.slots == "records") and self.slots != "positions":
             raise ValueError(f"accepted is {self.accepted} with slots={self.slots!r}")
 
 
 @dataclass(frozen=True)
-class RecordsSpec(Spec):
+class RecordsSpec(SlotsSpec):
     """The copy of drafted k and g into the records (`records`)."""
 
     ALLOWED = ALLOWED

@@ -3,8 +3,10 @@ written, in place.
 
     state_indices       [N]      a sequence's slot: it has the initial state, then the final state
     checkpoint_indices  [N, C]   slots for the states after every checkpoint_chunks chunks
+    has_initial_state   [N]      whether the slot has an initial state
 
-A sequence without a slot starts from 0, and its final state is stored nowhere. A warp reads and
+A sequence without an initial state starts from 0. A sequence without a slot does so too, and its
+final state is stored nowhere. A warp reads and
 writes the same part of a slot, so one kernel can do both in place. In a split sequence, however,
 CTAs of the first segment read the slot, and CTAs of the last segment write it. So `transitions`
 copies the initial state to segment_states, to the place of the call's last segment, which has no B.
@@ -23,6 +25,7 @@ from ....common.arguments import fake_contiguous, fake_matrices, fake_offsets, f
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.overlap import overlaps
+from ...slots import fake_flags, fake_slots, is_slot
 from ..chunk_pass import Operands, Place, Results, Slots
 from ..spec import CHUNK, PoolPassSpec, record_elements
 from .state_pass import KdaStatePass
@@ -33,7 +36,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.
-        state_indices, checkpoint_indices, checkpoint_chunks: see the module's docstring.
+        state_indices, checkpoint_indices, checkpoint_chunks, has_initial_state: see the module's
+            docstring.
     """
 
     rows: cute.Tensor
@@ -44,6 +48,7 @@ class Arguments(NamedTuple):
     state_indices: cute.Tensor
     checkpoint_indices: cute.Tensor | None
     checkpoint_chunks: Int32
+    has_initial_state: cute.Tensor | None
     cu_seqlens: cute.Tensor | None
     segment_states: cute.Tensor | None
     segment_transitions: cute.Tensor | None
@@ -73,13 +78,14 @@ class KdaPoolPass(KdaStatePass):
                 decay=fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
                 o=rows(),
                 pool=fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
-                state_indices=fake_contiguous(Int32, (sequences,)),
+                state_indices=fake_slots(spec, sequences),
                 checkpoint_indices=(
                     fake_contiguous(Int32, (sequences, cute.sym_int()))
                     if spec.checkpoints
                     else None
                 ),
                 checkpoint_chunks=Int32(1),
+                has_initial_state=fake_flags(spec, sequences),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
                 chunks_per_segment=Int32(1),
@@ -97,11 +103,15 @@ class KdaPoolPass(KdaStatePass):
             # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator
             # raises the reason.
             columns, heads, sequences = config["grid"]
-            read = (a.rows, a.state_indices, a.checkpoint_indices, a.cu_seqlens)
+            read = (
+                a.rows, a.state_indices, a.checkpoint_indices, a.has_initial_state, a.cu_seqlens,
+            )  # fmt: skip
             if overlaps((a.o, a.pool), read, (a.pool,)):
                 heads = 0
             config["grid"] = [columns, heads, sequences]
-        slots = Slots(a.state_indices, a.checkpoint_indices, a.checkpoint_chunks)
+        slots = Slots(
+            a.state_indices, a.checkpoint_indices, a.checkpoint_chunks, a.has_initial_state
+        )
         x = Operands(
             a.rows, a.tiles, a.decay, Results(a.o, None, None), a.pool, a.pool, slots,
             a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
@@ -120,8 +130,11 @@ class KdaPoolPass(KdaStatePass):
         else:
             state.fill(0.0)
             slot = x.slots.state_indices[sequence]
-            if is_slot(slot, x.start):
-                self.state.load(state, x.start, v_first, slot, head, column)
+            present = is_slot(slot, x.start, self.spec.null_slot)
+            if cutlass.const_expr(self.spec.fresh):
+                present = present and x.slots.has_initial_state[sequence] != 0
+            if present:
+                self.state.load(state, x.start, v_first, Int32(slot), head, column)
             if cutlass.const_expr(self.transitions):
                 copy = x.segment_states[None, x.segment_states.shape[1] - 1, None, None, None]
                 self.state.store(state, copy, True, sequence, head, column)
@@ -131,8 +144,8 @@ class KdaPoolPass(KdaStatePass):
         self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Int32
     ) -> None:
         slot = x.slots.state_indices[sequence]
-        if is_slot(slot, x.result):
-            self.state.store(state, x.result, self.spec.state_v_first, slot, head, column)
+        if is_slot(slot, x.result, self.spec.null_slot):
+            self.state.store(state, x.result, self.spec.state_v_first, Int32(slot), head, column)
 
     @cute.jit
     def checkpoint(
@@ -146,13 +159,6 @@ class KdaPoolPass(KdaStatePass):
             # A checkpoint is a state between chunks, so the last chunk counts only if it is full.
             if due and count * CHUNK <= place.sequence.length:
                 slot = x.slots.checkpoint_indices[sequence, n - 1]
-                if is_slot(slot, x.result):
+                if is_slot(slot, x.result, self.spec.null_slot):
                     v_first = self.spec.state_v_first
                     self.state.store(state, x.result, v_first, slot, place.head, place.column)
-
-
-@cute.jit
-def is_slot(slot: Int32, pool: cute.Tensor) -> Any:
-    """A negative index is padding. An index past the pool is a caller's bug; treating it as padding
-    keeps every access in bounds."""
-    return slot >= 0 and slot < pool.shape[0]

@@ -1,0 +1,58 @@
+"""SGLang: `--attention-backend cute_attn`.
+
+SGLang loads `register` as a plugin (`sglang.srt.plugins`) in each of its processes, if this package
+is installed beside SGLang. The backend itself is in `sglang_backend`, which is imported once a user
+chooses the backend.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+from ..settings import settings
+
+__all__ = ["register", "register_attention"]
+
+NAME = "cute_attn"
+BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
+
+
+def register() -> None:
+    """Register this package with SGLang: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
+    environment also KDA (`sglang_kda.register`)."""
+    register_attention()
+    if settings().server_kda:
+        from . import sglang_kda
+
+        sglang_kda.register()
+
+
+def register_attention() -> None:
+    """Register this package's attention as SGLang's attention backend `cute_attn`.
+
+    SGLang uses the backend only on request:
+    `sglang serve --model-path MODEL --attention-backend cute_attn --page-size 64`. The page size
+    may be any multiple of 16.
+
+    The backend serves decoder layers with head_dim 64, 128 or 256 on Hopper and 256 on Blackwell,
+    in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
+    prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
+    sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
+    tokens (`--speculative-eagle-topk 1`). For anything else, the server stops at its start with an
+    error that names what is missing.
+    """
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(backend)
+
+
+def backend(runner: Any) -> Any:
+    """Make the backend for a model runner of SGLang."""
+    return pkgutil.resolve_name(BACKEND)(runner)

@@ -1,0 +1,419 @@
+"""Our attention backend in SGLang's real scheduler and model runner, emulated for an H100.
+
+A test serves prompts with a tiny model and compares logits with those of transformers' eager
+attention. SGLang's pools hold NaN wherever the model runner has not written.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.attention_cases import assert_no_worse
+
+from . import models, sglang_emulated, unpack
+from .models import prompt
+
+CHAINS = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
+
+class Served:
+    """A server, and transformers with the same weights."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, server: Any) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.server = server
+
+    def check(self, rows: list[Any] | None = None, **change: Any) -> None:
+        """Compare rows of logits, all by default, with transformers'.
+
+        With a `change` of the model, show also that the rows depend on what is changed.
+        """
+        rows = self.server.rows if rows is None else rows
+        ours = torch.stack([row.logits for row in rows]).double()
+        exact, plain = (self.reference(rows, dtype) for dtype in (torch.float64, self.dtype))
+        assert_no_worse(ours, [plain], exact)
+        if change:
+            other = self.reference(rows, torch.float64, **change)
+            assert (other - exact).norm() > 4 * (ours - exact).norm()
+
+    def reference(self, rows: list[Any], dtype: torch.dtype, **change: Any) -> Tensor:
+        """What transformers computes in place of the rows' logits."""
+        texts = [row.tokens for row in rows]
+        longest = [x for x in texts if not any(len(y) > len(x) and y[: len(x)] == x for y in texts)]
+        found = [(x, models.logits(self.path, x, dtype, **change).double()) for x in longest]
+        return torch.stack(
+            [next(y[len(x) - 1] for whole, y in found if whole[: len(x)] == x) for x in texts]
+        )
+
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture(scope="session")
+def sglang() -> Any:
+    sglang_emulated.install()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from . import sglang_server
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield sglang_server
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def start(sglang: Any, tmp_path: Path) -> Iterator[Start]:
+    """Starts a server: `start(model, **options of SGLang)`."""
+    started: list[Any] = []
+
+    def start(model: str, weights: torch.dtype = torch.bfloat16, **options: Any) -> Served:
+        # SGLang reads hidden_act of every model.
+        change = {"hidden_act": "gelu_pytorch_tanh"} if model == "gemma2" else {}
+        path = models.make(model, tmp_path, weights, **change)
+        started.append(sglang.Server(path, **options))
+        return Served(path, weights, started[-1])
+
+    yield start
+    for server in started:
+        server.close()
+    started.clear()
+    gc.collect()
+
+
+# -- the plugin and the selection of a backend
+
+
+@pytest.mark.clients("The plugin registers `cute_attn`, and `--attention-backend` selects it")
+def test_the_plugin_is_loaded(sglang: Any, start: Start):
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.server_args import prepare_server_args
+
+    assert version("sglang") == unpack.version("sglang")
+    assert ATTENTION_BACKEND_CHOICES.count("cute_attn") == 1
+    served = start("llama")
+    command = ["--model-path", str(served.path), "--attention-backend", "cute_attn"]
+    assert prepare_server_args(command).attention_backend == "cute_attn"
+    backend = served.server.backend
+    assert type(backend).__module__ == "cute_attn.integrations.sglang_backend"
+    assert backend.decode_attention_backend_str == "cute_attn"
+
+
+# -- steps
+
+
+@pytest.mark.clients("Prefill and decode, head_dim 64, 128 and 256, GQA, bfloat16 and float16")
+@pytest.mark.parametrize(
+    ("model", "dtype", "page_size"),
+    [
+        ("llama", torch.bfloat16, 16),
+        ("qwen3", torch.float16, 64),
+        ("gemma2", torch.bfloat16, 32),
+    ],
+    ids=["64", "128", "256"],
+)
+def test_prefill_and_decode(start: Start, model: str, dtype: torch.dtype, page_size: int):
+    served = start(model, dtype, page_size=page_size)
+    for seed, length in enumerate((70, 3, 16)):
+        served.server.send(prompt(length, seed), 20)
+    served.server.run()
+    assert served.server.modes == ["EXTEND"] + ["DECODE"] * 19
+    served.check()
+
+
+@pytest.mark.clients("Chunked prefill, with decoding requests in the same batch")
+def test_chunked_prefill(start: Start):
+    served = start("llama", chunked_prefill_size=32, enable_mixed_chunk=True)
+    server = served.server
+    server.send(prompt(7), 12)
+    while server.modes.count("DECODE") < 3:
+        server.step()
+    server.send(prompt(90, 1), 6)
+    server.run()
+    mixed = [row.tokens for row in server.rows if row.mode == "MIXED"]
+    chunks = [tokens for tokens in mixed if tokens == prompt(90, 1)[: len(tokens)]]
+    assert len(chunks) >= 3 and len(chunks) < len(mixed)
+    served.check()
+
+
+@pytest.mark.clients("Prefixes of the radix cache")
+@pytest.mark.parametrize("model", ["llama", "granite"])
+def test_radix_prefixes(start: Start, model: str):
+    served = start(model)
+    server = served.server
+    server.send(prompt(60), 4)
+    server.run()
+    server.rows.clear()
+    shared = server.send(prompt(60)[:50] + prompt(20, 1), 4)
+    again = server.send(prompt(60), 4)
+    server.run()
+    # Whole pages are shared; the last token of a prompt is always computed.
+    assert (shared.cached_tokens, again.cached_tokens) == (48, 48)
+    served.check()
+
+
+@pytest.mark.clients("Retracted requests are computed again")
+def test_retraction(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.managers import scheduler
+
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 5)
+    served = start("llama", disable_radix_cache=True)
+    requests = [served.server.send(prompt(20, seed), 20) for seed in range(2)]
+    served.server.run()
+    assert sum(x.retraction_count for x in requests) > 1
+    served.check()
+
+
+@pytest.mark.clients("Sliding windows in the common pool, softcap")
+@pytest.mark.parametrize("change", [{"sliding_window": 512}, {"attn_logit_softcapping": None}])
+def test_windows_and_softcap(start: Start, change: dict[str, Any]):
+    served = start("gemma2", chunked_prefill_size=48)
+    served.server.send(prompt(100), 4)
+    served.server.send(prompt(20, 1), 10)
+    served.server.run()
+    assert type(served.server.backend.pool).__name__ == "MHATokenToKVPool"
+    served.check(**change)
+
+
+@pytest.mark.clients("Sliding windows in a pool of their own")
+def test_windows_in_their_own_pool(start: Start):
+    served = start("granite", chunked_prefill_size=48)
+    server = served.server
+    server.send(prompt(150), 40)
+    server.send(prompt(20, 1), 60)
+    assert type(server.backend.pool).__name__ == "SWAKVPool"
+    allocator = server.scheduler.token_to_kv_pool_allocator
+    all_slots = allocator.full_available_size(), allocator.swa_available_size()
+    freed = []  # more slots of the windows' pool than of the other pool
+    while server.step():
+        free = allocator.full_available_size(), allocator.swa_available_size()
+        freed.append(all_slots[0] - free[0] - (all_slots[1] - free[1]))
+    assert freed[0] == 0 and max(freed) >= 16
+    served.check(sliding_window=512)
+
+
+@pytest.mark.clients("Sinks")
+def test_sinks(start: Start):
+    served = start("granite")
+    served.server.send(prompt(40), 4)
+    served.server.run()
+    served.check(sinks=None)
+
+
+@pytest.mark.clients("NaN in unused slots of the pool, page 0 included, is not read")
+def test_nan_in_unused_slots(start: Start):
+    served = start("llama", chunked_prefill_size=48)
+    served.server.fill(torch.nan, first_slot=0)
+    served.server.send(prompt(100), 20)
+    served.server.send(prompt(5, 1), 30)
+    served.server.run()
+    served.check()
+
+
+@pytest.mark.clients("Speculative decoding (NGRAM): chains of draft tokens are verified")
+@pytest.mark.parametrize("model", ["llama", "granite"])
+def test_speculative_decoding(start: Start, model: str):
+    served = start(model, **CHAINS)
+    server = served.server
+    requests = [server.send(prompt(33), 60), server.send(prompt(4, 1), 40)]
+    server.run()
+    steps = [b for b in server.batches if b.forward_mode.is_target_verify()]
+    one_each = sum(len(b.seq_lens) for b in steps)
+    assert len([row for row in server.rows if row.mode == "TARGET_VERIFY"]) > one_each
+    # The first tokens are of the prefill; of the others, some are accepted drafts.
+    assert sum(len(x.output_ids) for x in requests) - 2 > one_each
+    served.check()
+
+
+@pytest.mark.clients("Prefill here and decode in another backend, and the reverse")
+@pytest.mark.parametrize("ours", ["prefill", "decode"])
+def test_beside_another_backend(start: Start, ours: str):
+    names = dict.fromkeys(("prefill", "decode"), "torch_native") | {ours: "cute_attn"}
+    served = start("llama", **{f"{phase}_attention_backend": name for phase, name in names.items()})
+    served.server.send(prompt(40), 8)
+    served.server.run()
+    both = served.server.backend
+    found = {"prefill": type(both.prefill_backend), "decode": type(both.decode_backend)}
+    assert found[ours].__name__ == "CuteAttnBackend"
+    assert len(set(found.values())) == 2
+    served.check()
+
+
+@pytest.mark.clients("An idle batch")
+def test_idle_batch(start: Start):
+    served = start("llama")
+    server = served.server
+    server.send(prompt(20), 6)
+    server.step()
+    idle = []
+
+    def stop(batch: Any, *rest: Any, **named: Any) -> None:
+        idle.append(batch)
+        raise InterruptedError  # SGLang's rotary embedding of the CPU takes no empty batch
+
+    server.runner.forward = stop
+    with torch.inference_mode(), pytest.raises(InterruptedError):
+        server.scheduler.run_batch(server.scheduler.dp_attn_adapter.get_idle_batch())
+    server.runner.forward = server.observed
+    assert idle[0].forward_mode.name == "IDLE"
+    server.backend.init_forward_metadata(idle[0])
+    layer = server.runner.model.model.layers[0].self_attn.attn
+    x = torch.empty(0, 256, dtype=torch.bfloat16)
+    k = torch.empty(0, 2, 64, dtype=torch.bfloat16)
+    assert server.backend.forward(x, k, k, layer, idle[0]).shape == (0, 256)
+    server.run()
+    served.check()
+
+
+# -- what has no kernel
+
+
+@pytest.mark.clients("An error at the start for what has no kernel")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"page_size": None}, ValueError, "pages of 1: start SGLang with --page-size 64"),
+        ({"page_size": 8}, ValueError, "a multiple of 16 tokens, got pages of 8"),
+        ({"dtype": "float32"}, NotImplementedError, "a model of torch.float32"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 2},
+            ValueError,  # by SGLang: with trees, pages have one token
+            r"speculative_eagle_topk\(2\) > 1 with page_size\(16\) > 1",
+        ),
+        (
+            {"json_model_override_args": '{"head_dim": 96}', "load_format": "dummy"},
+            NotImplementedError,
+            r"head_dim 96 \(of v: 96\) on this GPU, there are",
+        ),
+    ],
+    ids=str,
+)
+def test_refused_options(
+    start: Start, options: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        start("llama", **options)
+
+
+@pytest.mark.clients("An error at the start for what has no kernel")
+def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    from cute_attn.integrations import sglang_backend
+    from cute_attn.integrations.sglang_backend import refuse
+
+    runner = start("llama").server.runner
+    layer = runner.model.model.layers[0].self_attn.attn
+    refuse(runner)
+    trees = types.SimpleNamespace(speculative_eagle_topk=4)
+    for changed, name, value, message in (
+        (sglang_backend, "get_spec", lambda: trees, "trees of draft tokens"),
+        (runner.model_config, "attention_arch", AttentionArch.MLA, "MLA"),
+        (runner.model_config, "is_encoder_decoder", True, "cross-attention of an encoder-decoder"),
+        (runner.model_config, "is_local_attention_model", True, "local attention in chunks"),
+        (runner, "kv_cache_dtype", torch.float8_e4m3fn, "a KV cache of torch.float8_e4m3fn beside"),
+        (runner, "is_draft_worker", True, "draft models .--speculative-draft-attention-backend"),
+        (layer, "attn_type", AttentionType.ENCODER_ONLY, "attention of type encoder_only"),
+        (layer, "is_cross_attention", True, "cross-attention"),
+        (layer, "v_head_dim", 32, r"head_dim 64 \(of v: 32\)"),
+        (layer, "xai_temperature_len", 8, "temperatures by length"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, name, value)
+            with pytest.raises(NotImplementedError, match=f"cute_attn has no kernel for {message}"):
+                refuse(runner)
+    refuse(runner)
+
+
+# -- CUDA graphs
+
+
+@pytest.mark.clients(
+    "CUDA graphs of decode and verification, with padding, replayed for other lengths"
+)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("llama", {}), ("granite", {}), ("llama", CHAINS)],
+    ids=["decode", "windows in their own pool", "verify"],
+)
+def test_cuda_graphs(sglang: Any, start: Start, model: str, options: dict[str, Any]):
+    """Without a GPU, what SGLang's graph runner captures is recorded, and computed again."""
+    served = start(model, **options)
+    server = served.server
+    first = server.send(prompt(10), 30)
+    while len(first.output_ids) < 4:
+        server.step()
+    graph = sglang.Graph(server, server.batches[-1], requests=4)
+    server.after_step = graph.replay
+    server.send(prompt(130, 1), 12)
+    server.send(prompt(64, 2), 3)
+    server.run()
+    assert len(graph.rows) > 30
+    served.check(graph.rows)
+
+
+@pytest.mark.clients("CUDA graphs of prefill: attention alone")
+def test_prefill_graphs(sglang: Any, start: Start):
+    """A graph of 64 rows and 4 requests, and attention that writes to a graph's own tensor."""
+    served = start("granite")
+    server, backend = served.server, served.server.backend
+    layers = [layer.self_attn.attn for layer in server.runner.model.model.layers]
+    q = torch.randn(64, 256).bfloat16()
+    sizes = {"extend_seq_lens": 4, "out_cache_loc": 64, "positions": 64}
+    sizes |= {"req_pool_indices": 4, "seq_lens": 4}
+    graph, recorder, found = None, sglang.Recorder(), []
+
+    def check(batch: Any, rows: list[Any]) -> None:
+        nonlocal graph
+        if graph is None:
+            graph = copy.copy(batch)
+            graph.batch_size = 4
+            for name, size in sizes.items():
+                setattr(graph, name, torch.zeros(size, dtype=torch.int64))
+            backend.init_forward_metadata_out_graph(graph, in_capture=True)
+            with recorder:
+                backend.init_forward_metadata_in_graph(graph)
+                found.extend(
+                    backend.forward(q, None, None, layer, graph, False) for layer in layers
+                )
+        for name in sizes:
+            given = getattr(batch, name)
+            getattr(graph, name).zero_()[: len(given)] = given
+        backend.init_forward_metadata_out_graph(graph)
+        recorder.repeat()
+        tokens = len(batch.input_ids)
+        backend.init_forward_metadata(batch)
+        for layer, of_graph in zip(layers, found, strict=True):
+            plain = backend.forward(q[:tokens], None, None, layer, batch, False)
+            assert plain.isfinite().all() and torch.equal(of_graph[:tokens], plain)
+            assert not of_graph[tokens:].any()
+            batch._attn_output = torch.empty_like(plain)
+            given = backend.forward(q[:tokens], None, None, layer, batch, False)
+            assert given.data_ptr() == batch._attn_output.data_ptr()
+            assert torch.equal(given, plain)
+            batch._attn_output = None
+
+    server.after_step = check
+    for seed, lengths in enumerate(((20, 30, 5), (64,), (1, 2, 3, 40))):
+        for length in lengths:
+            server.send(prompt(length, seed), 1)
+        server.step()
+    assert server.modes == ["EXTEND"] * 3 and len(found) == 2
