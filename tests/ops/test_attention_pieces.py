@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +38,9 @@ WINDOWED = Kind(
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one K/V tile, so that short sequences have pieces too."""
     monkeypatch.setattr(heuristics, "LEAST_PIECE", 1)
-    yield
 
 
 def launched(emulator: Emulator) -> list[str]:

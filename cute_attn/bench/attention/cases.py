@@ -179,8 +179,8 @@ def _pages(head_dim: int, queries: int, batch: int, keys: int, page_size: int) -
 def _ragged(head_dim: int, lengths: tuple[int, ...]) -> Case:
     heads, heads_k = RAGGED_HEADS[head_dim]
     return Case(
-        "ragged", head_dim, len(lengths), 1, max(lengths), heads, heads // heads_k, False, PAGE_SIZE,
-        lengths=lengths,
+        "ragged", head_dim, len(lengths), 1, max(lengths), heads, heads // heads_k, False,
+        PAGE_SIZE, lengths=lengths,
     )  # fmt: skip
 
 

@@ -251,9 +251,9 @@ def expected(case: Case, given: Inputs) -> list[Expected]:
     for batch in ends:
         at = slice(batch, batch + 1)
         keys = case.lengths[batch] if case.lengths else case.seqlen_k
-        rows = given.q[at], *(x[:, :keys] for x in given.in_one_piece(at))
+        k, v = (x[:, :keys] for x in given.in_one_piece(at))
         of_batch = expected_in(
-            *rows, [(0, head) for head in sorted(heads)], causal=case.causal,
+            given.q[at], k, v, [(0, head) for head in sorted(heads)], causal=case.causal,
             max_blocks=CHECKED_BLOCKS,
         )  # fmt: skip
         found += [replace(head, batch=batch) for head in of_batch]

@@ -101,9 +101,7 @@ class Attention(Operator[_Called]):
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
         )
-        clusters = launch.num_clusters(
-            a.q.device, table.find("forward", arch, *dims_of(a)).cluster
-        )
+        clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
         return (
             launch.get_for(a.q.device, kernel, spec),
             head_dim**-0.5,
@@ -346,7 +344,11 @@ def batch_of(a: Any) -> int:
 def takes_pieces(a: Any) -> bool:
     """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
     sequence is cut into splits."""
-    if a.num_splits or batch_of(a) < 2 or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q):
+    if (
+        a.num_splits
+        or batch_of(a) < 2
+        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q)
+    ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
     return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]

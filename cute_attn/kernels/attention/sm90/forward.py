@@ -855,9 +855,12 @@ class Sm90Forward:
             ]
             parts = [
                 Parts(
-                    o=at + vector * (VECTOR * 4), lse=at + spec.head_dim_v * 4,
-                    o_step=step, lse_step=step, count=work.pieces,
-                )  # fmt: skip
+                    o=at + vector * (VECTOR * 4),
+                    lse=at + spec.head_dim_v * 4,
+                    o_step=step,
+                    lse_step=step,
+                    count=work.pieces,
+                )
                 for at in starts
             ]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
