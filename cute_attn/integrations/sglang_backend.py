@@ -170,7 +170,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             metadata.unused_rows = forward_batch.positions.numel() > each * requests
         elif mode.is_extend() and not mode.is_dllm_extend():
             metadata.unused_rows = tokens is not None
-            metadata.max_seqlen_q = tokens or max(forward_batch.extend_seq_lens_cpu, default=0)
+            metadata.max_seqlen_q = tokens or int(max(forward_batch.extend_seq_lens_cpu, default=0))
             each = 0
         else:
             raise NotImplementedError(f"{NAME} has no attention for SGLang's mode {mode.name}")
@@ -245,7 +245,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
 
 def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBackend) -> None:
-    """Write a step's metadata on the device, without a look at it."""
+    """Write a step's metadata by work on the device alone: the host reads no tensor."""
     requests = forward_batch.batch_size
     mode, page_size = forward_batch.forward_mode, backend.page_size
     if mode.is_extend() and not mode.is_target_verify():

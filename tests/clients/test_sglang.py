@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import os
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -113,6 +117,61 @@ def test_the_plugin_is_loaded(sglang: Any, start: Start):
     backend = served.server.backend
     assert type(backend).__module__ == "cute_attn.integrations.sglang_backend"
     assert backend.decode_attention_backend_str == "cute_attn"
+
+
+ENGINE = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    engine = sglang.Engine(
+        attention_backend="cute_attn", page_size=64, device="cpu", disable_cuda_graph=True,
+        max_total_tokens=2048, skip_tokenizer_init=True, log_level="error", **options["engine"]
+    )
+    replies = engine.generate(**options["call"])
+    print(json.dumps([reply["output_ids"] for reply in replies]))
+    engine.shutdown()
+"""
+
+
+@pytest.mark.clients("`sglang.Engine`, whose parts run in processes that load the plugin")
+def test_the_engine(sglang: Any, tmp_path: Path):
+    path = models.make("llama", tmp_path)
+    prompts = [prompt(70), prompt(5, 1)]
+    options = {
+        "engine": {"model_path": str(path)},
+        "call": {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+        },
+    }
+    (tmp_path / "program.py").write_text(ENGINE)
+    # Python imports sitecustomize at the start of each process.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from tests.clients import sglang_emulated\nsglang_emulated.install()\n"
+    )
+    paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), json.dumps(options)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    replies = json.loads(done.stdout.splitlines()[-1])
+    assert [len(reply) for reply in replies] == [6, 6]
+    rows = [
+        types.SimpleNamespace(tokens=[*tokens, *reply[:i]])
+        for tokens, reply in zip(prompts, replies, strict=True)
+        for i in range(len(reply))
+    ]
+    served = Served(path, torch.bfloat16, None)
+    exact, plain = (served.reference(rows, x) for x in (torch.float64, torch.bfloat16))
+    behind = exact.amax(-1) - exact[torch.arange(12), torch.tensor(replies).flatten()]
+    assert (behind <= (plain - exact).abs().amax(-1)).all()
 
 
 # -- steps
