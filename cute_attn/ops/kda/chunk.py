@@ -43,6 +43,7 @@ from ..operator import (
 )
 from . import stages
 from .arguments import (
+    by_former_name,
     contiguous,
     count_chunks,
     launch_scalars,
@@ -91,6 +92,7 @@ def chunk_kda(
     state_indices: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_interval: int = CHUNK,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
@@ -152,6 +154,7 @@ def chunk_kda(
             needs state_indices.
         checkpoint_interval: tokens from one checkpoint to the next, a multiple of 64; ignored
             without checkpoint_indices.
+        transpose_state_layout: the former name of state_v_first, which warns.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
@@ -186,6 +189,8 @@ def chunk_kda(
     """
     if chunk_size != CHUNK or cp_context is not None:
         _refuse_chunks_and_contexts(chunk_size)
+    if transpose_state_layout is not None:
+        state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if state_indices is not None or checkpoint_indices is not None:
         return chunk_kda_in_pool(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
