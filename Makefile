@@ -5,6 +5,8 @@
 #   TORCH=...     pip requirement for torch, and BASE_PYTHON=... the interpreter to make .venv from,
 #                 in place of what .ci/setup chooses
 #   BENCH=...     which benchmark `make bench` runs, and BENCH_ARGS its options
+#   CLIENTS=      which servers `make test-clients` runs, and CLIENTS_ARGS its options for pytest:
+#                 --record-clients writes the outcomes to tests/clients/results.json
 #   REPOSITORY=   https:// address that the pages of `make docs` link to
 
 SHELL := bash
@@ -16,6 +18,7 @@ export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode
+CLIENTS ?= vllm
 OLDEST := build/oldest
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
@@ -39,7 +42,7 @@ else
   installed = $(VENV)/.installed-$(1)
 endif
 
-.PHONY: help demo test test-full test-oldest test-beside lint typecheck format docs bench gpu-check clean register
+.PHONY: help demo test test-full test-oldest test-beside test-clients lint typecheck format docs bench gpu-check clean register
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -59,6 +62,15 @@ test-oldest: $(call installed,test) $(OLDEST)/.installed ## the tests at the old
 
 test-beside: $(call installed,test) ## does pip find versions for us beside vLLM and SGLang? (needs a network)
 	$(PYTHON) -m pytest -n 2 tests/test_installed.py -k beside
+
+# Each client in an interpreter of its own, since their packages differ. The packages go before those
+# of the environment on Python's path.
+test-clients: $(call installed,test) ## our backends in servers, emulated (needs a network at first)
+	for client in $(CLIENTS); do \
+	  $(PYTHON) -m tests.clients.unpack $$client || exit; \
+	  CUTE_ATTN_CLIENT=$$client PYTHONPATH=build/clients/$$client \
+	    $(PYTHON) -m pytest -m clients $(CLIENTS_ARGS) tests/clients/test_$$client.py || exit; \
+	done
 
 lint: $(call installed,lint) ## ruff, mypy, and the docs with their links
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,112 @@
+"""Puts vLLM's engine on the CPU, with an H100 that our emulator stands for.
+
+vLLM has a CPU platform, with a worker and a model runner that inherit from CUDA's. `install` makes
+this platform vLLM's, with the selection of attention backends that CUDA's platform has on an H100.
+What vLLM's wheel has compiled is left out by `unpack`; STUBS names each function that the engine
+then misses, and stands in for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = {
+    "CUTE_ATTN_EMULATE": "1",
+    "HF_HUB_OFFLINE": "1",  # models are directories
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    # The other model runner is written in Triton, for which this machine has no target.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+
+
+class Stub(NamedTuple):
+    """A function of vLLM's compiled extension.
+
+    Attributes:
+        schema: as `torch.library` writes it.
+        reason: why the engine calls the function.
+        function: computes what the compiled function does, or nothing if `reason` says so.
+    """
+
+    schema: str
+    reason: str
+    function: Callable[..., Any]
+
+
+def slot_mapping(
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+) -> None:
+    """Write each token's slot in the KV cache, and -1 after the last token."""
+    counts = query_start_loc.diff()
+    requests = torch.arange(len(counts)).repeat_interleave(counts)
+    start, end = int(query_start_loc[0]), int(query_start_loc[-1])
+    at = positions[start:end].long()
+    blocks = block_table[requests, at // block_size].long()
+    slot_mapping[start:end] = blocks * block_size + at % block_size
+    slot_mapping[end:] = -1
+
+
+STUBS = (
+    Stub(
+        "init_cpu_memory_env(int[] nodes) -> ()",
+        "binds the process to a memory node; computes nothing",
+        lambda nodes: None,
+    ),
+    Stub(
+        "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, "
+        "Tensor block_table, Tensor(a!) slot_mapping, int block_size) -> ()",
+        "of block_table.py, which is a Triton kernel on a GPU",
+        slot_mapping,
+    ),
+    Stub(
+        "greedy_argmax(Tensor logits) -> Tensor",
+        "of the sampler at temperature 0, which is `argmax` on a GPU",
+        lambda logits: logits.argmax(dim=-1).view(-1),
+    ),
+)
+
+
+def install() -> None:
+    """Make vLLM, which must not be imported yet, run as above."""
+    assert "vllm" not in sys.modules
+    os.environ.update(ENVIRONMENT)
+    # CUDA's platform imports the extension at its top, only in order to load it.
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    library = torch.library.Library("_C", "FRAGMENT")
+    KEPT.append(library)
+    for stub in STUBS:
+        library.define(stub.schema)
+        library.impl(stub.schema.partition("(")[0], stub.function, "CompositeExplicitAutograd")
+
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class EmulatedHopper(CpuPlatform):  # type: ignore[misc]
+        """The CPU, with CUDA's choice of an attention backend for an H100."""
+
+        get_attn_backend_cls = classmethod(CudaPlatformBase.get_attn_backend_cls.__func__)
+        get_valid_backends = classmethod(CudaPlatformBase.get_valid_backends.__func__)
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+    vllm.platforms._current_platform = EmulatedHopper()
+
+
+KEPT: list[Any] = []  # a library's definitions last as long as the object
