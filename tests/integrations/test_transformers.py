@@ -25,9 +25,27 @@ transformers = pytest.importorskip("transformers")
 
 from cute_attn.integrations import transformers as integration  # noqa: E402
 from cute_attn.integrations.transformers import register  # noqa: E402
-
-WINDOW = 6
-HEADS, HEADS_K, HEAD_DIM = 4, 2, 256
+from tests.integrations.transformers_cases import (  # noqa: E402
+    COMMON,
+    HEAD_DIM,
+    HEADS,
+    HEADS_K,
+    PACKED,
+    PADDINGS,
+    WINDOW,
+    Trio,
+    answers,
+    continuous_api,
+    gradients,
+    greedy,
+    initialization,
+    offsets_of,
+    positions_of,
+    relative_error,
+    run,
+    static_cache,
+    tokens_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,21 +57,6 @@ def registered() -> None:
 def emulated() -> Iterator[None]:
     with cute_attn.emulated("sm_100a", Emulator(num_sms=2)), torch.inference_mode():
         yield
-
-
-# Large enough that attention decides what comes out.
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS_K,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-}
 
 
 def gemma3(**changes: Any) -> Any:
@@ -86,69 +89,6 @@ def qwen3_next() -> Any:
 MODELS = {"gemma3": gemma3, "qwen3_next": qwen3_next}
 
 
-class Trio:
-    """One model three times: with our attention, with its own in bfloat16, and in float32."""
-
-    def __init__(self, make: Any, **changes: Any):
-        torch.manual_seed(0)
-        model = make(**changes).to(torch.bfloat16).eval()
-        self.models = []
-        for implementation, dtype in (
-            ("cute_attn", torch.bfloat16),
-            ("eager", torch.bfloat16),
-            ("eager", torch.float32),
-        ):
-            other = make(**changes).to(torch.bfloat16).eval()
-            other.load_state_dict(model.state_dict())
-            other.set_attn_implementation(implementation)
-            self.models.append(other.to(dtype))
-
-    def errors(
-        self,
-        tokens: torch.Tensor,
-        prompt: int,
-        mask: torch.Tensor | None = None,
-        cache: Any = None,
-        positions: torch.Tensor | None = None,
-    ) -> tuple[float, float]:
-        """Relative errors of the logits of ours and of eager: a prefill, then token by token."""
-        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-        ours, eager, exact = (
-            run(model, tokens, prompt, mask, cache, positions)[kept] for model in self.models
-        )
-        return relative_error(ours, exact), relative_error(eager, exact)
-
-
-def run(
-    model: Any,
-    tokens: torch.Tensor,
-    prompt: int,
-    mask: torch.Tensor | None,
-    cache: Any,
-    positions: torch.Tensor | None,
-) -> torch.Tensor:
-    cache = transformers.DynamicCache(config=model.config) if cache is None else cache(model)
-    logits = []
-    for start, end in [(0, prompt), *((i, i + 1) for i in range(prompt, tokens.shape[1]))]:
-        output = model(
-            tokens[:, start:end],
-            attention_mask=None if mask is None else mask[:, :end],
-            position_ids=None if positions is None else positions[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits.append(output.logits)
-    return torch.cat(logits, dim=1)
-
-
-def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((actual.double() - exact).norm() / exact.norm())
-
-
-def tokens_of(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gemma3" else n for n in MODELS]
 )
@@ -167,18 +107,6 @@ def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
     trio.models[0].model.layers[0].self_attn.sliding_window = other_window
     ours, eager = trio.errors(tokens_of(2, 17), 13)
     assert ours > 4 * eager
-
-
-def static_cache(model: Any) -> Any:
-    return transformers.StaticCache(config=model.config, max_cache_len=24)
-
-
-PADDINGS = {
-    "left": [[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0] + [1] * 12],
-    "right": [[1] * 9 + [0] * 4, [1] * 13],
-    "both": [[0, 0] + [1] * 9 + [0, 0], [1] * 12 + [0]],
-    "only one token": [[0] * 12 + [1], [1] * 13],
-}
 
 
 @pytest.mark.in_turn("cache")
@@ -278,26 +206,6 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
 
 # -- packed sequences
 
-# Lengths of the sequences of each row; some are longer than the window, and one has one token.
-PACKED = [[8, 1, 4], [3, 10]]
-
-
-def positions_of(lengths: list[list[int]]) -> torch.Tensor:
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-
-
-def offsets_of(lengths: list[list[int]]) -> dict[str, Any]:
-    """What `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds to a batch."""
-    counts = torch.tensor([n for row in lengths for n in row])
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    longest = int(counts.max())
-    return {
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-
 
 def test_packed_sequences() -> None:
     """Positions that start again start a sequence: in a sliding layer and in a full one."""
@@ -325,21 +233,165 @@ def test_offsets_of_packed_sequences(positions: bool) -> None:
     assert torch.equal(logits[:, :8], expected[:, :8])
 
 
+# -- compiled models
+
+
+@pytest.fixture
+def compiled() -> Iterator[Any]:
+    """A function that compiles a model as one graph."""
+    torch._dynamo.reset()
+    yield lambda model: torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model(compiled: Any) -> None:
+    """Without a mask, the model makes position_ids that a compiler cannot read: the model asserts
+    that they do not start again, unless the offsets of packed sequences are given."""
+    model = ours()
+    function, tokens = compiled(model), tokens_of(1, 13)
+    positions = positions_of(PACKED[:1])
+    given = {"position_ids": positions, **offsets_of(PACKED[:1])}
+    for more in ({}, given):
+        expected = model(tokens, use_cache=False, **more).logits
+        assert torch.equal(function(tokens, use_cache=False, **more).logits, expected)
+    with pytest.raises(RuntimeError, match=r"packed sequences need cu_seq_lens_q"):
+        function(tokens, use_cache=False, position_ids=positions)
+
+
+def llama4() -> Any:
+    """Chunks of 4 tokens."""
+    config = transformers.Llama4TextConfig(
+        **COMMON,
+        attention_chunk_size=4,
+        layer_types=["chunked_attention"] * 2,
+        num_local_experts=1,
+        interleave_moe_layer_step=9,
+        intermediate_size_mlp=64,
+    )
+    model = transformers.Llama4ForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_attn_implementation("cute_attn")
+    return model
+
+
+def test_chunks_are_refused(compiled: Any) -> None:
+    with refused("makes causal, full and causal sliding-window masks"):
+        llama4()(tokens_of(1, 6), use_cache=False)
+    with pytest.raises(RuntimeError, match=r"asks for another \(chunks"):
+        compiled(llama4())(tokens_of(1, 6), use_cache=False)
+
+
+def asserted(mask_function: Any, window: int | None = None, causal: bool = True) -> bool:
+    """What a compiled model asserts of its mask of 2 rows of 9 tokens, with a cache of 3 more."""
+    rows, queries = torch.arange(2)[:, None, None], torch.arange(9)[None, :, None] + 3
+    return bool(integration._follows_pattern(mask_function, rows, queries, 0, 12, window, causal))
+
+
+def test_what_a_compiled_model_asserts() -> None:
+    from transformers import masking_utils as masks
+
+    causal, full = masks.causal_mask_function, masks.bidirectional_mask_function
+    window = masks.sliding_window_causal_mask_function
+    assert asserted(causal) and asserted(full, causal=False)
+    assert not asserted(causal, causal=False) and not asserted(full)
+    for width in (1, 2, 5, 12, 99):
+        assert asserted(window(width), width)
+        assert asserted(window(width)) is (width >= 12)  # no query has more keys
+        assert not asserted(window(width), width + 1) or width >= 12
+        assert not asserted(window(width + 1), width) or width >= 12
+    chunks = masks.chunked_causal_mask_function
+    assert not asserted(chunks(4, torch.zeros(2, dtype=torch.int64)), 4)
+    assert asserted(chunks(12, torch.zeros(2, dtype=torch.int64)))
+    blocks = torch.full((2, 12), -1)
+    assert asserted(masks.or_masks(causal, masks.blockwise_overlay(blocks)))
+    blocks[1, 7:9] = 0
+    assert not asserted(masks.or_masks(causal, masks.blockwise_overlay(blocks)))
+    sequences = torch.zeros(2, 12, dtype=torch.int64)
+    packed = masks.packed_sequence_mask_function(sequences)
+    assert asserted(masks.and_masks(causal, packed))
+    sequences[1, 11] = 1
+    assert not asserted(masks.and_masks(causal, packed))
+
+
+# -- continuous batching
+
+
+needs_batching = pytest.mark.skipif(
+    not hasattr(initialization, "lazy_import_flash_attention"),
+    reason="transformers before 5.24 gives paged attention another interface",
+)
+
+
+@needs_batching
+@pytest.mark.parametrize("pages", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_generate_batch(monkeypatch: pytest.MonkeyPatch, pages: bool) -> None:
+    """Sequences that join and leave a batch get the tokens that each has alone."""
+    trio, calls = Trio(full_layers), []
+    original = integration._decoded_in_pages
+
+    def decoded(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(integration, "_decoded_in_pages", decoded)
+    prompts = [tokens_of(1, n)[0].tolist() for n in (9, 17, 3)]
+    found = answers(trio.models[0], prompts, 4, monkeypatch, pages)
+    assert [len(x) for x in found] == [4, 4, 4]
+    assert greedy(trio, prompts, found)
+    assert bool(calls) is pages
+    assert trio.models[0].config._attn_implementation == "cute_attn"
+
+
+@needs_batching
+@pytest.mark.slow
+def test_generate_batch_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    trio = Trio(gemma3)
+    prompts = [tokens_of(1, n)[0].tolist() for n in (9, 17, 3)]
+    assert greedy(trio, prompts, answers(trio.models[0], prompts, 4, monkeypatch))
+
+
+@needs_batching
+def test_other_implementations_are_asked_for_by_name() -> None:
+    for name, flash in (("cute_attn", True), ("sdpa", False), ("flash_attention_2", True)):
+        asked = continuous_api.is_flash_attention_requested
+        assert asked(requested_attention_implementation=name) is flash
+        assert asked(mock.Mock(_attn_implementation=name), version=2) is flash
+
+
+def test_rows_that_pad_a_batch_write_no_page() -> None:
+    """CUDA graphs pad a decoding step with rows of length 0, whose pages are -1."""
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = torch.randn(2, 3, 16, HEADS_K, HEAD_DIM, generator=generator).bfloat16()
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.randn(1, HEADS, 3, HEAD_DIM, generator=generator).bfloat16()
+    k, v = torch.randn(2, 1, HEADS_K, 3, HEAD_DIM, generator=generator).bfloat16()
+    o, _ = integration._attention(
+        torch.nn.Module(),
+        q,
+        k,
+        v,
+        None,
+        block_table=torch.tensor([[2, 1], [-1, -1], [-1, -1]], dtype=torch.int32),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cu_seq_lens_q=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        cu_seq_lens_k=torch.tensor([0, 20, 20, 20], dtype=torch.int32),
+        max_length_q=1,
+        max_length_k=1,
+    )
+    for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
+        assert torch.equal(cache[1, 3], new[0, :, 0])
+        cache[1, 3] = old[1, 3]
+        assert torch.equal(cache, old)
+        cache[1, 3] = new[0, :, 0]
+    keys, values = (torch.cat([x[2], x[1, :4]])[None] for x in (k_cache, v_cache))
+    first = q[:, :, :1].transpose(1, 2)
+    exact = attention_reference(first, keys, values, causal=True)[0]
+    plain = attention_in_low_precision(first, keys, values, causal=True)[0]
+    assert relative_error(o[:, :1], exact) <= 2 * relative_error(plain, exact)
+    assert not o[:, 1:].any()
+
+
 # -- training
-
-
-def gradients(
-    model: Any, tokens: torch.Tensor, mask: torch.Tensor | None, **given: Any
-) -> torch.Tensor:
-    """The gradients of the attention layers' parameters, for a loss that weighs every logit of a
-    token."""
-    logits = model(tokens, attention_mask=mask, use_cache=False, **given).logits.float()
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    if mask is not None:
-        weights *= mask[:, :, None]
-    (logits * weights).sum().backward()
-    found = [x.grad for name, x in model.named_parameters() if "self_attn" in name]
-    return torch.cat([x.double().flatten() for x in found])
 
 
 @pytest.mark.slow
