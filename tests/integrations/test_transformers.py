@@ -245,17 +245,27 @@ def compiled() -> Iterator[Any]:
 
 
 def test_a_compiled_model(compiled: Any) -> None:
-    """Without a mask, the model makes position_ids that a compiler cannot read: the model asserts
-    that they do not start again, unless the offsets of packed sequences are given."""
+    """A compiler cannot read positions: the model asserts that they do not start again."""
     model = ours()
     function, tokens = compiled(model), tokens_of(1, 13)
-    positions = positions_of(PACKED[:1])
-    given = {"position_ids": positions, **offsets_of(PACKED[:1])}
-    for more in ({}, given):
-        expected = model(tokens, use_cache=False, **more).logits
-        assert torch.equal(function(tokens, use_cache=False, **more).logits, expected)
+    given = {"use_cache": False, "position_ids": torch.arange(13)[None]}
+    expected = model(tokens, **given).logits
+    assert torch.equal(function(tokens, **given).logits, expected)
+    given["position_ids"] = positions_of(PACKED[:1])
     with pytest.raises(RuntimeError, match=r"packed sequences need cu_seq_lens_q"):
-        function(tokens, use_cache=False, position_ids=positions)
+        function(tokens, **given)
+
+
+@pytest.mark.slow
+def test_packed_sequences_of_a_compiled_model(compiled: Any) -> None:
+    """Offsets replace the assertion. Lengths that are tensors are not read."""
+    model, tokens = ours(), tokens_of(1, 13)
+    given = {"use_cache": False, "position_ids": positions_of(PACKED[:1])}
+    given |= offsets_of(PACKED[:1])
+    expected = model(tokens, **given).logits
+    assert torch.equal(compiled(model)(tokens, **given).logits, expected)
+    given["max_length_q"] = given["max_length_k"] = torch.tensor(8)
+    assert torch.equal(compiled(model)(tokens, **given).logits, expected)
 
 
 def llama4() -> Any:
@@ -273,9 +283,13 @@ def llama4() -> Any:
     return model
 
 
-def test_chunks_are_refused(compiled: Any) -> None:
+def test_chunks_are_refused() -> None:
     with refused("makes causal, full and causal sliding-window masks"):
         llama4()(tokens_of(1, 6), use_cache=False)
+
+
+@pytest.mark.slow
+def test_chunks_fail_the_assertion(compiled: Any) -> None:
     with pytest.raises(RuntimeError, match=r"asks for another \(chunks"):
         compiled(llama4())(tokens_of(1, 6), use_cache=False)
 
