@@ -126,16 +126,21 @@ def offsets_of(lengths: list[list[int]]) -> dict[str, Any]:
 
 
 def gradients(
-    model: Any, tokens: torch.Tensor, mask: torch.Tensor | None, **given: Any
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor | None, of: Any = None, **given: Any
 ) -> torch.Tensor:
     """The gradients of the attention layers' parameters, for a loss that weighs every logit of a
-    token."""
+    token.
+
+    Args:
+        of: the module that has the parameters, if model is a compiled module.
+    """
     logits = model(tokens, attention_mask=mask, use_cache=False, **given).logits.float()
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     if mask is not None:
         weights *= mask[:, :, None]
     (logits * weights).sum().backward()
-    found = [x.grad for name, x in model.named_parameters() if "self_attn" in name]
+    parameters = (model if of is None else of).named_parameters()
+    found = [x.grad for name, x in parameters if "self_attn" in name]
     return torch.cat([x.double().flatten() for x in found])
 
 
