@@ -69,7 +69,7 @@ test-clients: $(call installed,test) ## our backends in servers, emulated (needs
 	for client in $(CLIENTS); do \
 	  $(PYTHON) -m tests.clients.unpack $$client || exit; \
 	  CUTE_ATTN_CLIENT=$$client PYTHONPATH=build/clients/$$client \
-	    $(PYTHON) -m pytest -m clients $(CLIENTS_ARGS) tests/clients/test_$$client.py || exit; \
+	    $(PYTHON) -m pytest -m clients --keep-kernels $(CLIENTS_ARGS) tests/clients/test_$$client.py || exit; \
 	done
 
 lint: $(call installed,lint) ## ruff, mypy, and the docs with their links

@@ -1,4 +1,4 @@
-"""vLLM: `--attention-backend CUSTOM`.
+"""vLLM: `--attention-backend CUTE_ATTN`, in older releases `--attention-backend CUSTOM`.
 
 vLLM loads `register` as a plugin (`vllm.general_plugins`) in each of its processes, if this package
 is installed beside vLLM. The backend itself is in `vllm_backend`, which vLLM imports once a user
@@ -8,18 +8,39 @@ chooses the backend.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 __all__ = ["register"]
 
+NAME = "CUTE_ATTN"
 BACKEND = "cute_attn.integrations.vllm_backend.CuteAttnBackend"
 
 logger = logging.getLogger(__name__)
 
 
-def register() -> None:
-    """Register this package's attention as vLLM's `AttentionBackendEnum.CUSTOM`.
+class BackendPath(str):
+    """The value of vLLM's enumeration member CUTE_ATTN.
 
-    vLLM uses the backend only on request: `vllm serve MODEL --attention-backend CUSTOM`. If another
+    vLLM hands its configuration to a process that it spawns before the process loads plugins. So
+    the unpickled value makes the member that the configuration then looks up.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled, (str(self),)
+
+
+def unpickled(path: str) -> BackendPath:
+    register()
+    return BackendPath(path)
+
+
+def register() -> None:
+    """Register this package's attention as vLLM's backends CUTE_ATTN and CUSTOM.
+
+    vLLM uses the backend only on request: `vllm serve MODEL --attention-backend CUTE_ATTN`. Older
+    releases of vLLM have no names but their own, of which CUSTOM is the one for plugins. If another
     plugin has already registered a CUSTOM backend, the other backend stays, with a warning.
 
     The backend serves decoder layers with head_dim 64, 128 or 256 on Hopper and 256 on Blackwell,
@@ -31,10 +52,15 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    takes_names = hasattr(AttentionBackendEnum, "register")
+    if takes_names and NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, BackendPath(BACKEND))
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         logger.warning(
-            "vLLM's CUSTOM attention backend is %s already: cute_attn leaves it", custom.get_path()
+            "vLLM's CUSTOM attention backend is %s already: cute_attn leaves it%s",
+            custom.get_path(),
+            f" and is {NAME} only" if takes_names else "",
         )
         return
     register_backend(custom, BACKEND)

@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ..ops.attention import flash_attn_varlen_func
+from .vllm import NAME
 
 try:
     from vllm._custom_ops import reshape_and_cache_flash
@@ -50,7 +51,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        """A name by which vLLM's registry finds this backend."""
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        return NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[CuteAttnImpl]:
@@ -151,6 +155,7 @@ class CuteAttnMetadata:
 class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -191,6 +196,10 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         found = copy.copy(metadata)
         found.block_table, found.slot_mapping = blk_table, slot_mapping
         return found
+
+    def update_draft_decode_metadata(self, metadata: CuteAttnMetadata) -> None:
+        """Do nothing between a draft's steps: `metadata` refers to vLLM's own tensors, which vLLM
+        updates, and the numbers in `metadata` are bounds of any step."""
 
 
 class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]

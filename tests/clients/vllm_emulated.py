@@ -59,6 +59,37 @@ def slot_mapping(
     slot_mapping[end:] = -1
 
 
+def prepack(weight: Tensor, packed: Tensor, isa: str) -> None:
+    packed.copy_(weight)
+
+
+def swiglu_oai(x: Tensor) -> Tensor:
+    """gpt-oss's activation of interleaved gates and values."""
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def fused_moe(
+    out: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor,
+    w2_bias: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    skip_weighted: bool,
+    activation: str,
+    isa: str,
+) -> None:
+    """Each token's sum over its experts, in float32."""
+    if activation != "swigluoai" or skip_weighted:
+        raise NotImplementedError(f"the stub has gpt-oss's experts only, not {activation}")
+    hidden = torch.einsum("th,teih->tei", x.float(), w13[ids].float()) + w13_bias[ids]
+    found = torch.einsum("tei,tehi->teh", swiglu_oai(hidden), w2[ids].float()) + w2_bias[ids]
+    out.copy_((weights[:, :, None] * found).sum(dim=1))
+
+
 STUBS = (
     Stub(
         "init_cpu_memory_env(int[] nodes) -> ()",
@@ -76,7 +107,21 @@ STUBS = (
         "of the sampler at temperature 0, which is `argmax` on a GPU",
         lambda logits: logits.argmax(dim=-1).view(-1),
     ),
+    Stub(
+        "prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()",
+        "orders experts' weights for cpu_fused_moe; the stub of the latter has the plain order",
+        prepack,
+    ),
+    Stub(
+        "cpu_fused_moe(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, "
+        "Tensor? w2_bias, Tensor weights, Tensor ids, bool skip_weighted, str activation, "
+        "str isa) -> ()",
+        "of gpt-oss's experts, which are a Triton kernel on a GPU",
+        fused_moe,
+    ),
 )
+# Instructions of processors for which vLLM has more kernels: PyTorch's take their place.
+WITHOUT = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
 
 def install() -> None:
@@ -85,6 +130,8 @@ def install() -> None:
     os.environ.update(ENVIRONMENT)
     # CUDA's platform imports the extension at its top, only in order to load it.
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    for name in WITHOUT:
+        setattr(torch.cpu, name, lambda: False)
     library = torch.library.Library("_C", "FRAGMENT")
     KEPT.append(library)
     for stub in STUBS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,24 +64,38 @@ def launched() -> Iterator[StandIns]:
 # -- the plugin
 
 
-def test_the_entry_point_registers_the_backend(registry: Any):
+@pytest.mark.parametrize("names", [True, False], ids=["own name", "CUSTOM only"])
+def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch, names: bool):
+    registry = installed(monkeypatch, takes_names=names)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (path,) = project["entry-points"]["vllm.general_plugins"].values()
     module, _, name = path.partition(":")
     register = getattr(importlib.import_module(module), name)
     for _ in range(2):  # once in each of vLLM's processes, and some load plugins again
         register()
-    cls = registry.AttentionBackendEnum.CUSTOM.get_class()
-    assert cls.get_name() == registry.AttentionBackendEnum.CUSTOM.name
+    members = registry.AttentionBackendEnum
+    classes = {members[name].get_class() for name in ("CUSTOM", *(["CUTE_ATTN"] if names else []))}
+    (cls,) = classes
+    assert members[cls.get_name()].get_class() is cls  # as vLLM's attention layer looks it up
     assert cls.get_impl_cls().__module__ == "cute_attn.integrations.vllm_backend"
 
 
 def test_another_plugins_backend_stays(registry: Any, caplog: pytest.LogCaptureFixture):
-    custom = registry.AttentionBackendEnum.CUSTOM
-    registry.register_backend(custom, "other.Backend")
+    members = registry.AttentionBackendEnum
+    registry.register_backend(members.CUSTOM, "other.Backend")
     integration.register()
-    assert custom.get_path() == "other.Backend"
-    assert "other.Backend already: cute_attn leaves it" in caplog.text
+    assert members.CUSTOM.get_path() == "other.Backend"
+    assert "other.Backend already: cute_attn leaves it and is CUTE_ATTN only" in caplog.text
+    assert members["CUTE_ATTN"].get_class().get_name() == "CUTE_ATTN"
+
+
+def test_a_process_that_unpickles_the_backend_has_registered_it(registry: Any):
+    """As a process that vLLM spawns, which gets the configuration before it loads plugins."""
+    integration.register()
+    value = pickle.dumps(registry.AttentionBackendEnum["CUTE_ATTN"].value)
+    members = registry.AttentionBackendEnum
+    del members._member_map_["CUTE_ATTN"], members._value2member_map_[integration.BACKEND]
+    assert members(pickle.loads(value)) is members["CUTE_ATTN"]
 
 
 def test_methods_take_what_vllm_gives(backend: Any):
@@ -431,6 +446,18 @@ def test_a_block_table_may_be_replaced(backend: Any):
     assert again.block_table is table and again.slot_mapping is slots
     assert metadata.block_table is common.block_table_tensor
     assert again.seq_lens is metadata.seq_lens and runner.builder.supports_update_block_table
+
+
+def test_a_drafts_metadata_refers_to_vllms_tensors(backend: Any):
+    """So that a graph of a draft's steps needs no new metadata between its steps."""
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    common = runner.metadata({0: 1}, *[runner.randn(1, 2, 128)] * 2, 0, 0)
+    assert runner.builder.supports_draft_decode_metadata_update
+    metadata = runner.builder.build_for_drafting(common, draft_index=1)
+    runner.builder.update_draft_decode_metadata(metadata)
+    assert metadata.seq_lens is common.seq_lens and metadata.slot_mapping is common.slot_mapping
+    assert metadata.query_start_loc is common.query_start_loc
+    assert metadata.block_table is common.block_table_tensor
 
 
 @pytest.mark.slow

@@ -180,6 +180,7 @@ class AttentionMetadataBuilder(ABC):
     _cudagraph_support = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
     supports_update_block_table = False
+    supports_draft_decode_metadata_update = False
 
     @abstractmethod
     def __init__(
@@ -212,6 +213,9 @@ class AttentionMetadataBuilder(ABC):
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> Any:
         return self.build(0, common_attn_metadata, fast_build=True)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        raise NotImplementedError
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -279,8 +283,9 @@ def recorded_signatures() -> list[tuple[str, str, list[inspect.Parameter]]]:
 # -- vllm.v1.attention.backends.registry
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts the stand-in where vLLM would be; returns the registry."""
+def installed(monkeypatch: pytest.MonkeyPatch, *, takes_names: bool = True) -> Any:
+    """Puts the stand-in where vLLM would be; returns the registry, which takes names of new
+    backends as in release 0.33, or not as in older releases."""
     overrides: dict[Any, str] = {}
 
     class AttentionBackendEnum(Enum):
@@ -300,10 +305,25 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         def is_overridden(self) -> bool:
             return self in overrides
 
+    def register(cls: Any, name: str, value: str) -> Any:
+        if name in cls._member_map_:
+            raise ValueError(f"Backend {name} already exists in {cls.__name__}.")
+        member = object.__new__(cls)
+        member._name_, member._value_ = name, value
+        setattr(cls, name, member)
+        cls._member_map_[name] = cls._value2member_map_[value] = member
+        cls._member_names_.append(name)
+        return member
+
+    if takes_names:
+        AttentionBackendEnum.register = classmethod(register)  # type: ignore[attr-defined]
+
     def register_backend(
         backend: Any, class_path: str | None = None, is_mamba: bool = False
     ) -> Any:
         assert class_path is not None and not is_mamba
+        if isinstance(backend, str):
+            backend = AttentionBackendEnum.register(backend, class_path)  # type: ignore[attr-defined]
         overrides[backend] = class_path
         return lambda x: x
 

@@ -1,0 +1,113 @@
+"""Tiny models with random weights, and what transformers computes with them.
+
+A server reads a model from its directory, which has a configuration and weights in 16 bits. The
+reference is transformers' eager attention with the same weights, in float64 and in the model's
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 64
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 2048,
+    # Large enough that a token is chosen clearly, so that rounding cannot choose another one.
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def heads(heads: int, heads_k: int, head_dim: int) -> dict[str, int]:
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads_k,
+        "head_dim": head_dim,
+    }
+
+
+# Name -> transformers' model_type and what differs from COMMON.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", heads(4, 2, 64)),
+    "head_dim 96": ("llama", heads(2, 2, 96)),
+    "llama-mha": ("llama", heads(2, 2, 64)),
+    "qwen3": ("qwen3", heads(4, 1, 128)),
+    "mistral": ("mistral", {**heads(4, 2, 128), "sliding_window": 12}),
+    "gemma2": (
+        "gemma2",
+        {
+            **heads(2, 1, 256),
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": True,  # vLLM knows no other Gemma 2
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **heads(8, 1, 64),
+            "sliding_window": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def make(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **change: Any) -> Path:
+    """Write the model to `directory`/`name`, and return the path."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, options = MODELS[name]
+    config = AutoConfig.for_model(model_type, **{**COMMON, **options, **change})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if config.tie_word_embeddings:  # or the last token would be the next one
+        model.get_input_embeddings().weight.data *= 0.1
+    for key, parameter in model.named_parameters():
+        if key.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    model.save_pretrained(directory / name)
+    return directory / name
+
+
+def logits(path: Path, tokens: Sequence[int], dtype: torch.dtype, **change: Any) -> Tensor:
+    """The logits after each of `tokens`, `[tokens, vocabulary]`, computed in `dtype`.
+
+    `change` is of the configuration, and `sinks=None` takes gpt-oss's sinks away.
+    """
+    from transformers import AutoModelForCausalLM
+
+    without_sinks = "sinks" in change and change.pop("sinks") is None
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager", **change
+    )
+    with torch.inference_mode():
+        if without_sinks:
+            for key, parameter in model.named_parameters():
+                if key.endswith("sinks"):
+                    parameter.fill_(-torch.inf)
+        (found,) = model(torch.tensor([tokens])).logits
+    return found
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens that are none of the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
