@@ -54,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     models = commands.add_parser("models", help=summary, description=summary)
     models.add_argument("name", nargs="?", help="print the path of this one alone, such as vllm")
     models.set_defaults(run=_models)
+    summary = "write the package as a kernel of Hugging Face kernels, for get_local_kernel"
+    kernel = commands.add_parser("kernel-package", help=summary, description=summary)
+    kernel.add_argument("directory", type=Path, help="where to write build/torch-cuda")
+    kernel.add_argument("--backend", default="cuda", help="cuda, or cpu for the emulator")
+    kernel.set_defaults(run=_kernel_package)
     options = parser.parse_args(arguments)
     if "run" not in options:
         parser.print_help()
@@ -72,6 +77,15 @@ def _models(options: argparse.Namespace) -> int:
             return 2
         chosen = [paths[name]]
     print(*chosen, sep="\n")
+    return 0
+
+
+def _kernel_package(options: argparse.Namespace) -> int:
+    try:
+        print(_part("kernel_package").write(options.directory, options.backend))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
