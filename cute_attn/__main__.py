@@ -39,6 +39,16 @@ SETTINGS = [name for name, kind in vars(Settings).items() if isinstance(kind, ca
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn",
         description="Say what a bug report needs, or where files of this package lie.",
@@ -59,12 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     kernel.add_argument("directory", type=Path, help="where to write build/torch-cuda")
     kernel.add_argument("--backend", default="cuda", help="cuda, or cpu for the emulator")
     kernel.set_defaults(run=_kernel_package)
-    options = parser.parse_args(arguments)
-    if "run" not in options:
-        parser.print_help()
-        return 0
-    status: int = options.run(options)
-    return status
+    return parser
 
 
 def _models(options: argparse.Namespace) -> int:

@@ -333,13 +333,17 @@ def check_python(words: list[str]) -> None:
     module, *options = words[1:]
     options = options[: options.index(">")] if ">" in options else options
     parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {
+        "cute_attn": lambda: importlib.import_module("cute_attn.__main__")._parser(),
         "cute_attn.cache": lambda: importlib.import_module("cute_attn.cache.__main__")._parser(),
         "cute_attn.bench": lambda: importlib.import_module("cute_attn.bench.__main__").build_parser(
             options[0]
         ),
     }
     if module in parsers:
-        parsers[module]().parse_args(options)
+        try:
+            parsers[module]().parse_args(options)
+        except SystemExit as end:  # of --version
+            assert end.code == 0, options
         return
     found = importlib.util.find_spec(module)
     assert found is not None, module
