@@ -309,7 +309,18 @@ def _same_make(function: Any, other: Any) -> bool:
 # -- the attention --------------------------------------------------------------------------------
 
 
-def _attention(
+def _attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`_attend`, which says in what layer it refuses a call: layers of a model may differ."""
+    try:
+        return _attend(module, *args, **kwargs)
+    except NotImplementedError as error:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise
+        raise NotImplementedError(f"layer {layer}: {error}") from error
+
+
+def _attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
