@@ -57,6 +57,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **heads(2, 1, 256),
+            "global_head_dim": 512,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 12,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM takes Triton for usable, which then finds no GPU
     "CUTE_ATTN_EMULATE": "1",
     "HF_HUB_OFFLINE": "1",  # models are directories
+    "TRITON_INTERPRET": "1",  # the model runner has kernels in Triton
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_TARGET_DEVICE": "cpu",
-    # The other model runner is written in Triton, for which this machine has no target.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
 
@@ -41,22 +41,9 @@ class Stub(NamedTuple):
     reason: str
     function: Callable[..., Any]
 
-
-def slot_mapping(
-    query_start_loc: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-) -> None:
-    """Write each token's slot in the KV cache, and -1 after the last token."""
-    counts = query_start_loc.diff()
-    requests = torch.arange(len(counts)).repeat_interleave(counts)
-    start, end = int(query_start_loc[0]), int(query_start_loc[-1])
-    at = positions[start:end].long()
-    blocks = block_table[requests, at // block_size].long()
-    slot_mapping[start:end] = blocks * block_size + at % block_size
-    slot_mapping[end:] = -1
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
 
 
 def prepack(weight: Tensor, packed: Tensor, isa: str) -> None:
@@ -97,12 +84,6 @@ STUBS = (
         lambda nodes: None,
     ),
     Stub(
-        "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, "
-        "Tensor block_table, Tensor(a!) slot_mapping, int block_size) -> ()",
-        "of block_table.py, which is a Triton kernel on a GPU",
-        slot_mapping,
-    ),
-    Stub(
         "greedy_argmax(Tensor logits) -> Tensor",
         "of the sampler at temperature 0, which is `argmax` on a GPU",
         lambda logits: logits.argmax(dim=-1).view(-1),
@@ -120,8 +101,38 @@ STUBS = (
         fused_moe,
     ),
 )
-# Instructions of processors for which vLLM has more kernels: PyTorch's take their place.
-WITHOUT = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+
+
+class Answer(NamedTuple):
+    """What a function of torch says of the machine in place of the truth."""
+
+    module: ModuleType
+    name: str
+    reason: str
+    value: Any
+
+
+ANSWERS = (
+    Answer(
+        torch.cpu,
+        "_is_amx_tile_supported",
+        "vLLM has compiled kernels for such processors: PyTorch's take their place",
+        False,
+    ),
+    Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise for AVX-512 with bfloat16", False),
+    Answer(
+        torch.cuda,
+        "get_device_capability",
+        "Triton's attention, beside ours in a model, chooses its tiles by it",
+        (9, 0),
+    ),
+)
+
+
+def stand_ins() -> list[tuple[str, str]]:
+    """(what, why) for the table in docs/clients.md."""
+    found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
+    return found + [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
 
 
 def install() -> None:
@@ -130,13 +141,13 @@ def install() -> None:
     os.environ.update(ENVIRONMENT)
     # CUDA's platform imports the extension at its top, only in order to load it.
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
-    for name in WITHOUT:
-        setattr(torch.cpu, name, lambda: False)
+    for answer in ANSWERS:
+        setattr(answer.module, answer.name, lambda *_, value=answer.value: value)
     library = torch.library.Library("_C", "FRAGMENT")
     KEPT.append(library)
     for stub in STUBS:
         library.define(stub.schema)
-        library.impl(stub.schema.partition("(")[0], stub.function, "CompositeExplicitAutograd")
+        library.impl(stub.name, stub.function, "CompositeExplicitAutograd")
 
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform

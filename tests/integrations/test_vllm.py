@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pickle
 import sys
 from collections.abc import Iterator
@@ -24,13 +23,14 @@ from cute_attn.reference.attention import attention_in_low_precision, attention_
 from tests.integrations import vllm_stand_in
 from tests.integrations.vllm_stand_in import (
     AMPERE,
+    BASES,
     BLACKWELL,
     HOPPER,
     AttentionCGSupport,
     AttentionType,
     Runner,
+    assert_takes,
     installed,
-    recorded_signatures,
 )
 from tests.ops.attention_cases import assert_no_worse
 from tests.ops.attention_stand_ins import StandIns, stand_ins
@@ -99,28 +99,7 @@ def test_a_process_that_unpickles_the_backend_has_registered_it(registry: Any):
 
 
 def test_methods_take_what_vllm_gives(backend: Any):
-    """Positionally and by name, as far as vLLM declares them."""
-    classes = {
-        "backend": backend,
-        "builder": backend.get_builder_cls(),
-        "impl": backend.get_impl_cls(),
-    }
-    checked = 0
-    for cls, method, parameters in recorded_signatures():
-        ours = inspect.signature(getattr(classes[cls], method))
-        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        required = [x.name for x in parameters if x.default is x.empty and x.name in names]
-        ours.bind(*names)
-        ours.bind(*required)
-        variable = any(x.kind is x.VAR_POSITIONAL for x in ours.parameters.values())
-        if not variable:
-            ours.bind(**dict.fromkeys(n for n in names if n != "self"), **self_of(names))
-        checked += 1
-    assert checked > 20
-
-
-def self_of(names: list[str]) -> dict[str, None]:
-    return {"self": None} if "self" in names else {}
+    assert assert_takes(backend, BASES) > 20
 
 
 # -- what the backend says of itself

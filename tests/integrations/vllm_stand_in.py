@@ -1,9 +1,10 @@
 """A stand-in of the part of vLLM that an attention backend meets. It is not vLLM.
 
-vLLM is too large to be installed for tests. This is written from the interface that its
-documentation shows: the classes of `vllm.v1.attention.backend` and `.backends.registry` (releases
-0.15 to 0.26, and 0.33 for the KV cache, DCP and R-SWA), with the names, the order of arguments and
-the defaults there. `Runner` makes the calls that a worker makes in a step, in the same order.
+vLLM is too large to be installed for `make test`; `make test-clients` runs the real engine. This is
+written from the interface that its documentation shows: the classes of `vllm.v1.attention.backend`
+and `.backends.registry` (releases 0.15 to 0.26, and 0.33 for the KV cache, DCP, R-SWA and names of
+backends), with the names, the order of arguments and the defaults there. `Runner` makes the calls
+that a worker makes in a step, in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -262,22 +263,42 @@ class AttentionImpl(ABC):
         raise NotImplementedError
 
 
-RECORDED = {
-    "backend": AttentionBackend,
-    "builder": AttentionMetadataBuilder,
-    "impl": AttentionImpl,
-}
-
-
-def recorded_signatures() -> list[tuple[str, str, list[inspect.Parameter]]]:
-    """(class, method, parameters) of all that vLLM calls."""
+def declared(bases: Mapping[str, type]) -> list[tuple[str, str, list[inspect.Parameter]]]:
+    """(name, method, parameters) of all that the base classes declare."""
     return [
         (name, method, list(inspect.signature(function).parameters.values()))
-        for name, cls in RECORDED.items()
+        for name, cls in bases.items()
         for method in vars(cls)
         if (not method.startswith("_") or method == "__init__")
         and callable(function := getattr(cls, method))
     ]
+
+
+def assert_takes(backend: Any, bases: Mapping[str, type]) -> int:
+    """Check that the backend's methods take the arguments that the base classes "backend",
+    "builder" and "impl" declare, positionally and by name. Returns how many methods there are."""
+    classes = {
+        "backend": backend,
+        "builder": backend.get_builder_cls(),
+        "impl": backend.get_impl_cls(),
+    }
+    methods = declared(bases)
+    for cls, method, parameters in methods:
+        ours = inspect.signature(getattr(classes[cls], method))
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        required = [x.name for x in parameters if x.default is x.empty and x.name in names]
+        ours.bind(*names)
+        ours.bind(*required)
+        if not any(x.kind is x.VAR_POSITIONAL for x in ours.parameters.values()):
+            ours.bind(**dict.fromkeys(names))
+    return len(methods)
+
+
+BASES = {
+    "backend": AttentionBackend,
+    "builder": AttentionMetadataBuilder,
+    "impl": AttentionImpl,
+}
 
 
 # -- vllm.v1.attention.backends.registry

@@ -1,0 +1,60 @@
+"""Writes the tables of clients.md.
+
+    python -m docs.clients_page
+
+reads tests/clients/results.json, which `make test-clients CLIENTS_ARGS=--record-clients` writes,
+and what stands in for the compiled parts of each client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from tests.clients import results, unpack
+
+from .kernels.page_tables import filled
+
+PAGE = Path(__file__).with_name("clients.md")
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def outcomes() -> str:
+    """A row for each feature of each client."""
+    lines = ["| Client | Feature | Result |", "| --- | --- | --- |"]
+    for client, found in results.read().items():
+        for feature, row in found["features"].items():
+            count = f", {row['tests']} tests" if row["tests"] > 1 else ""
+            why = f": {row['why']}" if "why" in row else ""
+            name = f"{NAMES[client]} {found['version']}"
+            lines.append(f"| {name} | {feature} | {row['outcome']}{why}{count} |")
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    """When each client's tests ran, and beside which packages."""
+    lines = ["| Client | Date | Python | Beside |", "| --- | --- | --- | --- |"]
+    for client, found in results.read().items():
+        beside = ", ".join(f"{name} {version}" for name, version in found["beside"].items())
+        name = f"{NAMES[client]} {found['version']}"
+        lines.append(f"| {name} | {found['date']} | {found['python']} | {beside} |")
+    return "\n".join(lines)
+
+
+def stand_ins() -> str:
+    """What stands in for compiled code, or says something else of the machine than the truth."""
+    lines = ["| Client | Stands in for | Why |", "| --- | --- | --- |"]
+    for client in unpack.CLIENTS:
+        emulated = import_module(f"tests.clients.{client}_emulated")
+        for what, why in emulated.stand_ins():
+            lines.append(f"| {NAMES[client]} | `{what}` | {why} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    parts = {"outcomes": outcomes(), "versions": versions(), "stand-ins": stand_ins()}
+    return filled(PAGE.read_text(), parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,45 @@
+"""The page of tested servers is in step with the recorded outcomes, and these with the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from docs import clients_page
+from tests.clients import results, unpack
+
+
+def features(client: str) -> Iterator[str]:
+    """The features that a client's tests name."""
+    for test in vars(import_module(f"tests.clients.test_{client}")).values():
+        for mark in getattr(test, "pytestmark", ()):
+            if mark.name == "clients":
+                yield mark.args[0]
+            elif mark.name == "parametrize":
+                for case in mark.args[1]:
+                    yield from (
+                        m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
+                    )
+
+
+def test_the_page_is_current():
+    assert clients_page.page() == clients_page.PAGE.read_text(), "python -m docs.clients_page"
+
+
+@pytest.mark.parametrize("client", unpack.CLIENTS)
+def test_the_outcomes_are_those_of_the_present_tests(client: str):
+    found = results.read()[client]
+    assert found["version"] == unpack.version(client)
+    assert list(found["features"]) == list(dict.fromkeys(features(client))), (
+        f"make test-clients CLIENTS={client} CLIENTS_ARGS=--record-clients"
+    )
+
+
+def test_a_list_names_each_package_once_with_its_version():
+    for client in unpack.CLIENTS:
+        installed, unpacked = unpack.listed(client)
+        names = [requirement.partition("==")[0] for requirement in (*installed, *unpacked)]
+        assert len(names) == len(set(names))
+        assert all("==" in requirement for requirement in (*installed, *unpacked))
