@@ -80,7 +80,7 @@ def register(name: str = NAME) -> None:
     user's fail the assertion. A model also raises NotImplementedError if
     `cute_attn.flash_attn_func` has no kernel for a call.
 
-    The integration needs transformers 5.16.1 or later, and 5.24 for `generate_batch`.
+    The integration needs transformers 5.16.1 or later, and 5.19 for `generate_batch`.
 
     Args:
         name: the value for `attn_implementation`.
@@ -233,7 +233,8 @@ def _follows_pattern(
     expected = keys_seen <= queries if causal else keys_seen >= 0
     if causal and window is not None:
         expected = expected & (keys_seen > queries - window)
-    return (mask_function(rows, rows.new_zeros(()), queries, keys_seen) == expected).all()
+    mask: Tensor = mask_function(rows, rows.new_zeros(()), queries, keys_seen)
+    return (mask == expected).all()
 
 
 def _without_packing(
@@ -343,6 +344,8 @@ def _attend(
         s_aux: the learnable sink.
     """
     _check_request(dropout, others)
+    if (cache := others.pop("cache", None)) is not None:
+        key, value = _from_pages(cache, key, value, module.layer_idx, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if sliding_window is not None and not is_causal:
@@ -382,6 +385,20 @@ def _attend(
     return _take(o, rows.argsort(dim=1)), None
 
 
+def _from_pages(
+    cache: Any, key: Tensor, value: Tensor, layer: Any, others: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """All keys and values of continuous batching's sequences, or the new ones and, in `others`, the
+    pages. From release 5.24 on, the model calls `update` before the attention."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    if not isinstance(cache, PagedAttentionCache):
+        name = type(cache).__name__
+        raise NotImplementedError(f"attn_implementation={NAME!r} does not take a {name} as cache")
+    keys, values = cache.update(key, value, layer, others)
+    return keys, values
+
+
 def _decoded_in_pages(
     q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
@@ -412,7 +429,7 @@ def _decoded_in_pages(
 
 def _is_dense(attention_mask: Tensor | None) -> bool:
     """Whether all keys are used, and sequences are not packed."""
-    if _is_condition(attention_mask):
+    if attention_mask is not None and _is_condition(attention_mask):
         torch._assert_async(attention_mask, _PACKED_OR_OTHER_PATTERN)
         return True
     return attention_mask is None
@@ -520,6 +537,5 @@ def _check_request(dropout: float, others: dict[str, Any]) -> None:
         raise NotImplementedError(
             f'attn_implementation={NAME!r} keeps no attention weights: use "eager" for them'
         )
-    for name in ("position_bias", "cache"):  # releases before 5.24 give a paged cache
-        if others.get(name) is not None:
-            raise NotImplementedError(f"attn_implementation={NAME!r} does not take {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"attn_implementation={NAME!r} does not take position_bias")

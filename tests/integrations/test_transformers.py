@@ -331,7 +331,7 @@ def test_what_a_compiled_model_asserts() -> None:
 
 needs_batching = pytest.mark.skipif(
     not hasattr(initialization, "lazy_import_flash_attention"),
-    reason="transformers before 5.24 gives paged attention another interface",
+    reason="transformers before 5.19 gives paged attention another interface",
 )
 
 
@@ -369,6 +369,33 @@ def test_other_implementations_are_asked_for_by_name() -> None:
         asked = continuous_api.is_flash_attention_requested
         assert asked(requested_attention_implementation=name) is flash
         assert asked(mock.Mock(_attn_implementation=name), version=2) is flash
+
+
+def test_a_paged_cache_as_releases_before_5_24_give_it() -> None:
+    """The attention updates the cache itself, which gives the offsets of this kind of layer."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    class Cache(PagedAttentionCache):
+        def __init__(self) -> None:
+            self.given: list[Any] = []
+
+        def update(self, *given: Any) -> Any:
+            *tensors, layer, others = given
+            self.given.append(layer)
+            others["cu_seq_lens_k"] = others["cu_seq_lens_k"]["full_attention"]
+            return tensors
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, HEADS, 13, HEAD_DIM, generator=generator).bfloat16()
+    k, v = torch.randn(2, 1, HEADS_K, 13, HEAD_DIM, generator=generator).bfloat16()
+    given, cache, module = offsets_of(PACKED[:1]), Cache(), torch.nn.Module()
+    module.layer_idx = 7
+    expected, _ = integration._attention(module, q, k, v, None, **given)
+    given["cu_seq_lens_k"] = {"full_attention": given["cu_seq_lens_k"]}
+    found, _ = integration._attention(module, q, k, v, None, cache=cache, **given)
+    assert torch.equal(found, expected) and cache.given == [7]
+    with refused("layer 7: .* does not take a dict as cache"):
+        integration._attention(module, q, k, v, None, cache={})
 
 
 def test_rows_that_pad_a_batch_write_no_page() -> None:
