@@ -28,20 +28,21 @@ sys.modules[name] = kernel
 spec.loader.exec_module(kernel)
 """
 REAL = """
-import kernels, sys
+import importlib, kernels, sys
 from pathlib import Path
 kernel = kernels.get_local_kernel(Path(sys.argv[1]).parents[1], backend="cpu")
 """
-USE = """
+NAMES = """
 import torch
-o_partial, lse_partial = torch.randn(2, 1, 3, 2, 64), torch.randn(2, 1, 3, 2)
-with kernel.emulated("sm_90a"):
-    o, lse = kernel.flash_attn_combine(o_partial, lse_partial)
-weights = torch.softmax(lse_partial, dim=0)[..., None]
-torch.testing.assert_close(o, (o_partial * weights).sum(dim=0))
+from importlib.util import find_spec
 for public in kernel.__all__:
     getattr(kernel, public)
 kernel.register_operators()
+families = importlib.import_module(f"{kernel.__name__}.families").FAMILIES
+for family in families:
+    for defined in vars(importlib.import_module(family.table)).values():
+        if type(defined).__name__ == "KernelDef":
+            assert find_spec(defined.module).origin.startswith(sys.argv[1]), defined
 assert not [x for x in sys.modules if x.partition(".")[0] == "cute_attn"]
 import cute_attn  # both may be loaded at once
 assert cute_attn.flash_attn_func is not kernel.flash_attn_func
@@ -49,11 +50,18 @@ cute_attn.register_operators()
 operators = torch.ops.cute_attn, getattr(torch.ops, kernel.__name__)
 print(kernel.__name__, *(x.flash_attn for x in operators))
 """
+CALL = """
+o_partial, lse_partial = torch.randn(2, 1, 3, 2, 64), torch.randn(2, 1, 3, 2)
+with kernel.emulated("sm_90a"):
+    o, lse = kernel.flash_attn_combine(o_partial, lse_partial)
+weights = torch.softmax(lse_partial, dim=0)[..., None]
+torch.testing.assert_close(o, (o_partial * weights).sum(dim=0))
+"""
 
 
 def loaded(program: str, folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program + USE, str(folder)],
+        [sys.executable, "-c", program, str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -88,13 +96,18 @@ def test_it_has_the_files_of_a_wheel(tmp_path: Path) -> None:
 
 
 def test_it_works_under_another_name(tmp_path: Path) -> None:
-    loaded(LOAD, kernel_package.write(tmp_path, "cpu"))
+    loaded(LOAD + NAMES, kernel_package.write(tmp_path, "cpu"))
+
+
+@pytest.mark.slow
+def test_a_call_under_another_name(tmp_path: Path) -> None:
+    loaded(LOAD + NAMES + CALL, kernel_package.write(tmp_path, "cpu"))
 
 
 @pytest.mark.slow
 def test_kernels_loads_it(tmp_path: Path) -> None:
     pytest.importorskip("kernels", reason="needs Hugging Face kernels")
-    loaded(REAL, kernel_package.write(tmp_path, "cpu"))
+    loaded(REAL + NAMES + CALL, kernel_package.write(tmp_path, "cpu"))
 
 
 WARM = """

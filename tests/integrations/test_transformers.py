@@ -336,7 +336,8 @@ needs_batching = pytest.mark.skipif(
 
 
 @needs_batching
-@pytest.mark.parametrize("pages", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # the tests of single calls, below, have the kernels
+@pytest.mark.parametrize("pages", [False, True])
 def test_generate_batch(monkeypatch: pytest.MonkeyPatch, pages: bool) -> None:
     """Sequences that join and leave a batch get the tokens that each has alone."""
     trio, calls = Trio(full_layers), []
