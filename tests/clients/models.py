@@ -69,6 +69,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": 256,
+            "block_ff_dim": 64,
+            # vLLM reads these three, which transformers has not.
+            "block_dim": 256,
+            "conv_dim": 256,
+            "conv_use_xavier_init": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {

@@ -6,7 +6,6 @@ of transformers' eager attention. vLLM's KV cache holds NaN wherever the engine 
 
 from __future__ import annotations
 
-import gc
 import pickle
 import subprocess
 import sys
@@ -62,7 +61,11 @@ class Server:
 
     def layers(self) -> dict[str, Any]:
         """The attention layers by name."""
-        return self.runner.compilation_config.static_forward_context
+        layers = self.runner.compilation_config.static_forward_context
+        return {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+
+    def attention_caches(self) -> list[Tensor]:
+        return [layer.kv_cache for layer in self.layers().values()]
 
     def serve(self, *prompts: list[int]) -> list[Reply]:
         """Reply to each prompt, all of which arrive together."""
@@ -136,7 +139,8 @@ Start = Callable[..., Server]
 @pytest.fixture
 def start(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts an engine: `start(model, **options of vllm.LLM)`."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm import envs
+    from vllm.distributed import parallel_state
 
     from cute_attn.integrations import vllm_backend
 
@@ -177,16 +181,17 @@ def start(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         }
         server = Server(path, DTYPES[dtype], vllm.LLM(str(path), dtype=dtype, **given | options))
         started.append(server)
-        for cache in server.runner.kv_caches:
+        for cache in server.attention_caches():
             cache[1:] = torch.nan  # vLLM leaves block 0 to no request
         return server
 
     yield start
     for server in started:
         server.llm.llm_engine.engine_core.shutdown()
-    started.clear()
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    # As vLLM's cleanup_dist_env_and_memory, which also collects garbage: here, for many seconds.
+    envs.disable_envs_cache()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 def fresh_process(program: str) -> str:
@@ -216,24 +221,18 @@ def test_the_plugin_is_loaded(vllm: Any):
 
 
 @pytest.mark.clients("`vllm serve` takes the name `CUTE_ATTN` in every option")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--attention-backend=CUTE_ATTN"],
-        ['--attention-config={"backend_per_kind": {"sliding_window": "CUTE_ATTN"}}'],
-    ],
-    ids=["backend", "backend for each kind"],
-)
-def test_the_command_line(arguments: list[str]):
+def test_the_command_line():
     """In a process that has not loaded the plugin yet."""
+    per_kind = '{"backend_per_kind": {"sliding_window": "CUTE_ATTN"}}'
     found = fresh_process(f"""
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args({arguments})
-per_kind = parsed.attention_config.backend_per_kind
-print(parsed.attention_backend or per_kind["sliding_window"].name)
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+parsed = parser.parse_args(["--attention-backend=CUTE_ATTN", '--attention-config={per_kind}'])
+kinds = parsed.attention_config.backend_per_kind
+print(parsed.attention_backend + "," + kinds["sliding_window"].name)
 """)
-    assert found == "CUTE_ATTN"
+    assert found == "CUTE_ATTN,CUTE_ATTN"
 
 
 @pytest.mark.clients("A spawned process finds `CUTE_ATTN` in the configuration")
@@ -348,7 +347,7 @@ def test_nan_where_nothing_is_written(start: Start):
     server = start("mistral")
     server.check(prompt(40), prompt(9, 1))
     written = 40 + 9 + 2 * (NEW_TOKENS - 1)  # the last token has no key yet
-    for cache in server.runner.kv_caches:
+    for cache in server.attention_caches():
         rows = cache[1:].isnan().all(-1).all(1)
         assert (~rows).sum() == written
         used = ~rows.all(-1)
@@ -369,6 +368,7 @@ def test_a_draft_models_tokens_are_verified(
             "num_speculative_tokens": 3,
         },
     )
+    assert server.runner.speculator.supports_decode_metadata_update
     server.check(prompt(40), prompt(9, 1))
     # Four queries of a request: the last token and its three drafts, in each of the two layers.
     assert sum(max(step.queries) == 4 for step in server.steps) // 2 <= verified
@@ -431,6 +431,15 @@ def test_layers(start: Start, feature: str):
     other = server.reference(prompts, replies, torch.float64, **without)
     ours = torch.cat([reply.logprobs for reply in replies])
     assert (other - exact).norm() > 5 * (ours - exact).norm()
+
+
+@pytest.mark.clients("A hybrid model, LFM2: layers with states beside attention")
+def test_a_hybrid_model(start: Start):
+    """All layers share a pool, whose pages are as large as the larger of a state and a block."""
+    server = start("lfm2", block_size=48, max_num_batched_tokens=64, enable_prefix_caching=True)
+    server.check(prompt(60), prompt(30, 1))
+    server.check(prompt(60))
+    assert {step.page_size for step in server.steps} == {48}
 
 
 @pytest.mark.clients("Gemma 4: sliding layers, beside another backend for head size 512")

@@ -77,6 +77,25 @@ def fused_moe(
     out.copy_((weights[:, :, None] * found).sum(dim=1))
 
 
+def convolution_step(
+    x: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    slots: Tensor,
+    query_start_loc: Tensor | None,
+    padding_slot: int,
+) -> Tensor:
+    """A causal convolution's next value for each sequence, `[sequences, channels]`."""
+    if query_start_loc is not None or activation is not None or (slots == padding_slot).any():
+        raise NotImplementedError("the stub has a token of each sequence, and LFM2's convolution")
+    seen = torch.cat([states[slots], x[:, :, None]], dim=-1)
+    states[slots] = seen[:, :, 1:]
+    found = (seen.float() * weight.float()).sum(dim=-1)
+    return (found if bias is None else found + bias).to(x.dtype)
+
+
 STUBS = (
     Stub(
         "init_cpu_memory_env(int[] nodes) -> ()",
@@ -90,7 +109,7 @@ STUBS = (
     ),
     Stub(
         "prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()",
-        "orders experts' weights for cpu_fused_moe; the stub of the latter has the plain order",
+        "orders experts' weights for the next function, of which the stand-in has the plain order",
         prepack,
     ),
     Stub(
@@ -99,6 +118,12 @@ STUBS = (
         "str isa) -> ()",
         "of gpt-oss's experts, which are a Triton kernel on a GPU",
         fused_moe,
+    ),
+    Stub(
+        "causal_conv1d_update_cpu_vec(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias, "
+        "str? activation, Tensor slots, Tensor? query_start_loc, int padding_slot) -> Tensor",
+        "of LFM2's convolutions, which are a Triton kernel on a GPU",
+        convolution_step,
     ),
 )
 
@@ -121,10 +146,7 @@ ANSWERS = (
     ),
     Answer(torch.cpu, "_is_avx512_bf16_supported", "likewise for AVX-512 with bfloat16", False),
     Answer(
-        torch.cuda,
-        "get_device_capability",
-        "Triton's attention, beside ours in a model, chooses its tiles by it",
-        (9, 0),
+        torch.cuda, "get_device_capability", "kernels in Triton choose their tiles by it", (9, 0)
     ),
 )
 
