@@ -73,12 +73,12 @@ def register(name: str = NAME) -> None:
 
     Models compile as one graph (`torch.compile(fullgraph=True)`) and can be exported. A compiler
     cannot read `position_ids`, so packed sequences need the four arguments there. Without these
-    arguments, a compiled model asserts on the device that sequences are not packed.
+    arguments, a compiled model asserts on the device that sequences are not packed. A failed
+    assertion is a RuntimeError on a CPU, and ends the use of a GPU.
 
     A model raises NotImplementedError if it needs dropout, attention weights as an output, or other
-    masks (chunks, blocks of images, bidirectional windows). In a compiled model, other masks than a
-    user's fail the assertion. A model also raises NotImplementedError if
-    `cute_attn.flash_attn_func` has no kernel for a call.
+    masks (chunks, blocks of images, bidirectional windows), or if `cute_attn.flash_attn_func` has
+    no kernel for a call. A compiled model makes other masks fail the assertion.
 
     The integration needs transformers 5.16.1 or later, and 5.19 for `generate_batch`.
 
@@ -399,6 +399,7 @@ def _from_pages(
     return keys, values
 
 
+@torch.compiler.disable  # as transformers disables compiling all functions that take pages
 def _decoded_in_pages(
     q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:

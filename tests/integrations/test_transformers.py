@@ -98,9 +98,8 @@ def test_prefill_and_decode(name: str) -> None:
     assert ours <= 2 * eager
 
 
-@pytest.mark.parametrize(
-    "other_window", [WINDOW - 1, pytest.param(WINDOW + 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("other_window", [WINDOW - 1, WINDOW + 1])
 def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
     """The bound of the test above is smaller than the effect of one key more or less."""
     trio = Trio(gemma3)
@@ -111,7 +110,13 @@ def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
 
 @pytest.mark.in_turn("cache")
 @pytest.mark.parametrize("cache", [None, static_cache], ids=["dynamic", "static"])
-@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(
+    "padding",
+    [
+        pytest.param(name, marks=[] if i < 2 else pytest.mark.slow)
+        for i, name in enumerate(PADDINGS)
+    ],
+)
 def test_padding(padding: str, cache: Any) -> None:
     """Left padding as generate makes it; else the prompt alone, since eager attention takes its
     windows from columns, and a hole between prompt and answer widens them by its size."""
@@ -143,13 +148,14 @@ def full_layers() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+@pytest.mark.slow  # `test_padding` has static caches too
 def test_static_cache() -> None:
     """The cache's rows beyond the tokens so far hold no keys."""
     ours, eager = Trio(gemma3).errors(tokens_of(2, 17), 13, cache=static_cache)
     assert ours <= 2 * eager
 
 
-@pytest.mark.in_turn("cache")
+@pytest.mark.slow  # `test_padding` has the calls that transformers' loop makes
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "left padding"])
 def test_generate(padded: bool, cache: str) -> None:
@@ -246,7 +252,10 @@ def compiled() -> Iterator[Any]:
 
 def test_a_compiled_model(compiled: Any) -> None:
     """A compiler cannot read positions: the model asserts that they do not start again."""
-    model = ours()
+    one = COMMON | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    config = transformers.Gemma3TextConfig(**one, sliding_window=WINDOW)
+    model = transformers.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_attn_implementation("cute_attn")
     function, tokens = compiled(model), tokens_of(1, 13)
     given = {"use_cache": False, "position_ids": torch.arange(13)[None]}
     expected = model(tokens, **given).logits
@@ -354,6 +363,15 @@ def test_generate_batch(monkeypatch: pytest.MonkeyPatch, pages: bool) -> None:
     assert greedy(trio, prompts, found)
     assert bool(calls) is pages
     assert trio.models[0].config._attn_implementation == "cute_attn"
+
+
+@needs_batching
+@pytest.mark.slow
+def test_generate_batch_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    trio, prompts = Trio(full_layers), [tokens_of(1, n)[0].tolist() for n in (9, 3)]
+    found = answers(trio.models[0], prompts, 3, monkeypatch, pages=True, default_compile_level=1)
+    assert [len(x) for x in found] == [3, 3]
+    assert greedy(trio, prompts, found)
 
 
 @needs_batching

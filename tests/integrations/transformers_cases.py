@@ -150,12 +150,14 @@ def answers(
     length: int,
     monkeypatch: pytest.MonkeyPatch,
     pages: bool = False,
+    **options: Any,
 ) -> list[list[int]]:
     """What `generate_batch` gives, emulated: it generates in a thread of its own.
 
     Args:
         pages: decode from pages in place, which transformers does on GPUs only. Here transformers
             believes that there is an XPU.
+        options: of the ContinuousBatchingConfig.
     """
     context = contextvars.copy_context()
     manager = continuous_api.ContinuousBatchingManager
@@ -165,7 +167,7 @@ def answers(
     )
     monkeypatch.setattr(initialization, "is_torch_xpu_available", lambda *_, **__: pages)
     config = transformers.ContinuousBatchingConfig(
-        max_batch_tokens=64, num_blocks=8, page_size=16, use_async_batching=False
+        max_batch_tokens=64, num_blocks=8, page_size=16, use_async_batching=False, **options
     )
     found = model.generate_batch(
         prompts,
