@@ -399,7 +399,8 @@ def _from_pages(
     return keys, values
 
 
-@torch.compiler.disable  # as transformers disables compiling all functions that take pages
+# transformers disables compiling each function that takes pages.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _decoded_in_pages(
     q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
