@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import cute_attn
+from cute_attn.emulator import Emulator
 from tests.integrations.vllm_stand_in import assert_takes
 from tests.ops.attention_cases import assert_no_worse
 
@@ -45,6 +47,12 @@ class Reply(NamedTuple):
     cached: int  # tokens of the prompt whose keys were in the cache
 
 
+def logprobs(positions: Sequence[dict[int, Any]]) -> Tensor:
+    """vLLM's log-probabilities of all tokens at each position."""
+    rows = [[each[token].logprob for token in range(models.VOCABULARY)] for each in positions]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 @dataclass
 class Server:
     """vLLM's engine with a model, and the calls of our attention that it has made."""
@@ -67,12 +75,12 @@ class Server:
     def attention_caches(self) -> list[Tensor]:
         return [layer.kv_cache for layer in self.layers().values()]
 
-    def serve(self, *prompts: list[int]) -> list[Reply]:
-        """Reply to each prompt, all of which arrive together."""
+    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
+        """vLLM's outputs for prompts that arrive together."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        outputs = self.llm.generate(
+        return self.llm.generate(
             [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts],
             SamplingParams(
                 max_tokens=NEW_TOKENS,
@@ -80,18 +88,15 @@ class Server:
                 ignore_eos=True,
                 logprobs=models.VOCABULARY,
                 detokenize=False,
+                **options,
             ),
             use_tqdm=False,
         )
+
+    def serve(self, *prompts: list[int]) -> list[Reply]:
         return [
-            Reply(
-                list(reply.token_ids),
-                torch.tensor(
-                    [[each[i].logprob for i in range(models.VOCABULARY)] for each in reply.logprobs]
-                ).double(),
-                output.num_cached_tokens,
-            )
-            for output in outputs
+            Reply(list(reply.token_ids), logprobs(reply.logprobs), output.num_cached_tokens)
+            for output in self.generate(prompts)
             for reply in output.outputs
         ]
 
@@ -342,6 +347,31 @@ def test_pages_of_hybrid_models(start: Start, block_size: int):
     assert {step.page_size for step in server.steps} == {block_size}
 
 
+@pytest.mark.clients("Every order of the KV cache in memory (`VLLM_KV_CACHE_LAYOUT`)")
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_layouts(start: Start, monkeypatch: pytest.MonkeyPatch, layout: str):
+    """Layers, blocks, heads, tokens and content."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    server = start("llama")
+    caches = {
+        "L": server.attention_caches()[1].data_ptr() - server.attention_caches()[0].data_ptr(),
+        **{
+            name: stride * server.dtype.itemsize
+            for name, stride in zip("BHNC", server.attention_caches()[0].stride(), strict=True)
+        },
+    }
+    assert "".join(sorted(caches, key=lambda name: -abs(caches[name]))) == layout
+    server.check(prompt(40), prompt(9, 1))
+
+
+@pytest.mark.clients("Keys of a long sequence divided among SMs")
+def test_a_long_sequence_is_split(start: Start):
+    server = start("llama-mha", change={"num_hidden_layers": 1}, max_model_len=1024)
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=132)) as emulator:
+        server.check(prompt(900))
+    assert any("combine" in launch.kernel.lower() for launch in emulator.report.launches)
+
+
 @pytest.mark.clients("NaN in pages and rows that no request has")
 def test_nan_where_nothing_is_written(start: Start):
     server = start("mistral")
@@ -384,6 +414,19 @@ def test_the_older_model_runner(start: Start, monkeypatch: pytest.MonkeyPatch):
 
 
 # -- models
+
+
+@pytest.mark.clients("The probabilities of every token of a prompt")
+def test_prompt_logprobs(start: Start):
+    server = start("mistral", max_num_batched_tokens=32)
+    tokens = prompt(50)
+    (output,) = server.generate([tokens], prompt_logprobs=models.VOCABULARY)
+    ours = logprobs(output.prompt_logprobs[1:])
+    exact, plain = (
+        models.logits(server.path, tokens, x)[:-1].double().log_softmax(-1)
+        for x in (torch.float64, server.dtype)
+    )
+    assert_no_worse(ours, [plain], exact)
 
 
 @pytest.mark.clients("float16")
@@ -442,22 +485,36 @@ def test_a_hybrid_model(start: Start):
     assert {step.page_size for step in server.steps} == {48}
 
 
+GEMMA4 = {
+    "two layers": {},
+    # As E2B and E4B: the last two layers read the keys and values of the first two.
+    "shared keys and values": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
 @pytest.mark.clients("Gemma 4: sliding layers, beside another backend for head size 512")
-def test_a_backend_for_each_kind_of_layer(start: Start):
+@pytest.mark.parametrize("change", GEMMA4)
+def test_a_backend_for_each_kind_of_layer(start: Start, change: str):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if "PLAIN" not in AttentionBackendEnum.__members__:
         register_backend("PLAIN", "tests.clients.vllm_plain_backend.PlainBackend")
     server = start(
         "gemma4",
+        change=GEMMA4[change],
         attention_backend=None,
         attention_config={
             "backend_per_kind": {"sliding_window": "CUSTOM", "full_attention": "PLAIN"}
         },
     )
     server.check(prompt(40), prompt(9, 1))
-    assert [(x.head_size, x.backend.name) for x in server.layers().values()] == [
+    layers = list(server.layers().values())
+    assert [(x.head_size, x.backend.name) for x in layers] == [
         (256, "CUTE_ATTN"),
         (512, "PLAIN"),
-    ]
-    assert len(server.steps) == NEW_TOKENS
+    ] * (len(layers) // 2)
+    assert len(server.steps) == NEW_TOKENS * len(layers) // 2
