@@ -18,7 +18,7 @@ export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode
-CLIENTS ?= sglang vllm
+CLIENTS ?= sglang transformers vllm
 OLDEST := build/oldest
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
@@ -67,7 +67,7 @@ test-beside: $(call installed,test) ## does pip find versions for us beside vLLM
 # of the environment on Python's path.
 test-clients: $(call installed,test) ## our backends in servers, emulated (needs a network at first)
 	for client in $(CLIENTS); do \
-	  $(PYTHON) -m tests.clients.unpack $$client || exit; \
+	  test ! -f tests/clients/$$client.txt || $(PYTHON) -m tests.clients.unpack $$client || exit; \
 	  CUTE_ATTN_CLIENT=$$client PYTHONPATH=build/clients/$$client \
 	    $(PYTHON) -m pytest -m clients --keep-kernels $(CLIENTS_ARGS) tests/clients/test_$$client*.py || exit; \
 	done

@@ -19,18 +19,31 @@ from .settings import for_children
 from .store import Store
 from .wire import END, NotPortable, encode_request
 
+# With the parent's sys.path, so that the worker finds the same modules. A package that was loaded
+# from a file, under a name that is on no path, is loaded so again.
+_PROGRAM = """
+import importlib, json, sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+path, parent, package, file = json.loads(sys.argv[1])
+sys.path[:] = path
+root = package.partition(".")[0]
+if find_spec(root) is None:
+    spec = spec_from_file_location(root, file)
+    sys.modules[root] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[root])
+importlib.import_module(package + "._worker").main(parent)
+"""
+
 
 class Worker:
     """A process that runs `cute_attn.cache._worker`."""
 
     def __init__(self) -> None:
-        # With this process's sys.path, so that the worker finds the same modules.
-        program = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            f"from {__package__}._worker import main; main(int(sys.argv[2]))"
-        )
+        assert __package__
+        file = sys.modules[__package__.partition(".")[0]].__file__
+        facts = json.dumps((sys.path, os.getpid(), __package__, file))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program, json.dumps(sys.path), str(os.getpid())],
+            [sys.executable, "-c", _PROGRAM, facts],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

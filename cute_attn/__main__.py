@@ -39,6 +39,16 @@ SETTINGS = [name for name, kind in vars(Settings).items() if isinstance(kind, ca
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn",
         description="Say what a bug report needs, or where files of this package lie.",
@@ -54,12 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     models = commands.add_parser("models", help=summary, description=summary)
     models.add_argument("name", nargs="?", help="print the path of this one alone, such as vllm")
     models.set_defaults(run=_models)
-    options = parser.parse_args(arguments)
-    if "run" not in options:
-        parser.print_help()
-        return 0
-    status: int = options.run(options)
-    return status
+    summary = "write the package as a kernel of Hugging Face kernels, for get_local_kernel"
+    kernel = commands.add_parser("kernel-package", help=summary, description=summary)
+    kernel.add_argument("directory", type=Path, help="where to write build/torch-cuda")
+    kernel.add_argument("--backend", default="cuda", help="cuda, or cpu for the emulator")
+    kernel.set_defaults(run=_kernel_package)
+    return parser
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -72,6 +82,15 @@ def _models(options: argparse.Namespace) -> int:
             return 2
         chosen = [paths[name]]
     print(*chosen, sep="\n")
+    return 0
+
+
+def _kernel_package(options: argparse.Namespace) -> int:
+    try:
+        print(_part("kernel_package").write(options.directory, options.backend))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

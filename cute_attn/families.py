@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+_HERE = __name__.rpartition(".")[0]  # differs if the package is loaded by another name
+
 HEAD_DIM = {"head_dim": "head_dim"}
 K_V = {"K": "head_dim_k", "V": "head_dim_v"}
 
@@ -82,19 +84,19 @@ FAMILIES = (
     Family(
         name="attention",
         functions=(
-            "cute_attn.ops.attention:flash_attn_combine",
-            "cute_attn.ops.attention:flash_attn_func",
-            "cute_attn.ops.attention:flash_attn_varlen_func",
+            f"{_HERE}.ops.attention:flash_attn_combine",
+            f"{_HERE}.ops.attention:flash_attn_func",
+            f"{_HERE}.ops.attention:flash_attn_varlen_func",
         ),
-        operators="cute_attn.ops.attention",
-        table="cute_attn.kernels.attention.table",
-        reference=("cute_attn.reference.attention",),
+        operators=f"{_HERE}.ops.attention",
+        table=f"{_HERE}.kernels.attention.table",
+        reference=(f"{_HERE}.reference.attention",),
         support=(
             *(
                 Support(
                     functions=("flash_attn_func", "flash_attn_varlen_func"),
                     direction=direction,
-                    plan=f"cute_attn.ops.attention:{plan}",
+                    plan=f"{_HERE}.ops.attention:{plan}",
                     measured=("sm_90a",),
                     summary="Softmax attention, forward and backward",
                 )
@@ -107,7 +109,7 @@ FAMILIES = (
                 Support(
                     functions=("flash_attn_func", "flash_attn_varlen_func"),
                     direction=direction,
-                    plan=f"cute_attn.ops.attention:{plan}",
+                    plan=f"{_HERE}.ops.attention:{plan}",
                     sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
                     unequal=True,
                     measured=("sm_90a",),
@@ -121,7 +123,7 @@ FAMILIES = (
             Support(
                 functions=("flash_attn_combine",),
                 direction="forward",
-                plan="cute_attn.ops.attention:plan_attention_combine",
+                plan=f"{_HERE}.ops.attention:plan_attention_combine",
                 dtype="out_dtype",
                 measured=("sm_90a",),
             ),
@@ -152,18 +154,18 @@ FAMILIES = (
     Family(
         name="kda",
         functions=(
-            "cute_attn.ops.kda:chunk_kda",
-            "cute_attn.ops.kda:fused_recurrent_kda",
-            "cute_attn.ops.kda:kda_decode",
+            f"{_HERE}.ops.kda:chunk_kda",
+            f"{_HERE}.ops.kda:fused_recurrent_kda",
+            f"{_HERE}.ops.kda:kda_decode",
         ),
-        operators="cute_attn.ops.kda",
-        table="cute_attn.kernels.delta.table",
-        reference=("cute_attn.reference.kda",),
+        operators=f"{_HERE}.ops.kda",
+        table=f"{_HERE}.kernels.delta.table",
+        reference=(f"{_HERE}.reference.kda",),
         support=(
             Support(
                 functions=("chunk_kda",),
                 direction="forward",
-                plan="cute_attn.ops.kda:plan_chunk_kda",
+                plan=f"{_HERE}.ops.kda:plan_chunk_kda",
                 sizes=K_V,
                 states=("float32",),
                 measured=("sm_90a",),
@@ -172,7 +174,7 @@ FAMILIES = (
             Support(
                 functions=("chunk_kda",),
                 direction="backward",
-                plan="cute_attn.ops.kda:plan_chunk_kda_backward",
+                plan=f"{_HERE}.ops.kda:plan_chunk_kda_backward",
                 sizes=K_V,
                 measured=("sm_90a",),
                 summary="KDA, backward",
@@ -180,7 +182,7 @@ FAMILIES = (
             Support(
                 functions=("fused_recurrent_kda",),
                 direction="forward",
-                plan="cute_attn.ops.kda:plan_fused_recurrent_kda",
+                plan=f"{_HERE}.ops.kda:plan_fused_recurrent_kda",
                 sizes=K_V,
                 states=("float32",),
                 measured=("sm_90a",),
@@ -189,7 +191,7 @@ FAMILIES = (
             Support(
                 functions=("kda_decode",),
                 direction="forward",
-                plan="cute_attn.ops.kda:plan_kda_decode",
+                plan=f"{_HERE}.ops.kda:plan_kda_decode",
                 sizes=K_V,
                 states=("float32", "bfloat16"),
                 measured=("sm_90a",),
@@ -229,15 +231,15 @@ FAMILIES = (
     ),
     Family(
         name="lightning",
-        functions=("cute_attn.ops.lightning:lightning_attn_decode",),
-        operators="cute_attn.ops.lightning",
-        table="cute_attn.kernels.lightning.table",
-        reference=("cute_attn.reference.lightning",),
+        functions=(f"{_HERE}.ops.lightning:lightning_attn_decode",),
+        operators=f"{_HERE}.ops.lightning",
+        table=f"{_HERE}.kernels.lightning.table",
+        reference=(f"{_HERE}.reference.lightning",),
         support=(
             Support(
                 functions=("lightning_attn_decode",),
                 direction="forward",
-                plan="cute_attn.ops.lightning:plan_decode",
+                plan=f"{_HERE}.ops.lightning:plan_decode",
                 sizes=K_V,
                 states=("float32", "bfloat16"),
                 measured=("sm_90a",),
@@ -273,9 +275,9 @@ FUNCTIONS = {
 
 EXPORTS = {
     **FUNCTIONS,
-    "emulated": "cute_attn.emulation",
-    "register_operators": "cute_attn.ops",
-    "reload_settings": "cute_attn.settings",
-    "warmup": "cute_attn.launch",
+    "emulated": f"{_HERE}.emulation",
+    "register_operators": f"{_HERE}.ops",
+    "reload_settings": f"{_HERE}.settings",
+    "warmup": f"{_HERE}.launch",
 }
 """All public names of cute_attn but the version -> the module that defines each."""

@@ -16,19 +16,42 @@ from tests.clients import results, unpack
 from .kernels.page_tables import filled
 
 PAGE = Path(__file__).with_name("clients.md")
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
 
 
 def outcomes() -> str:
     """A row for each feature of each client."""
     lines = ["| Client | Feature | Result |", "| --- | --- | --- |"]
     for client, found in results.read().items():
+        if client == "transformers":
+            continue  # see `models`
         for feature, row in found["features"].items():
             count = f", {row['tests']} tests" if row["tests"] > 1 else ""
             why = f": {row['why']}" if "why" in row else ""
             name = f"{NAMES[client]} {found['version']}"
             lines.append(f"| {name} | {feature} | {row['outcome']}{why}{count} |")
     return "\n".join(lines)
+
+
+def models() -> str:
+    """transformers: a row for each feature, a column for each model, and why a cell is no."""
+    cells: dict[str, dict[str, str]] = {}
+    reasons: list[str] = []
+    found = results.read().get("transformers", {"features": {}})
+    for name, row in found["features"].items():
+        model, _, feature = name.partition(": ")
+        cell = "yes" if row["outcome"] == "passed" else row["outcome"]
+        if "why" in row:
+            if row["why"] not in reasons:
+                reasons.append(row["why"])
+            cell = f"no ({reasons.index(row['why']) + 1})"
+        cells.setdefault(feature, {})[model] = cell
+    names = list(dict.fromkeys(model for row in cells.values() for model in row))
+    lines = [f"| Feature | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for feature, row in cells.items():
+        lines.append(f"| {feature} | {' | '.join(row.get(model, '') for model in names)} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes])
 
 
 def versions() -> str:
@@ -52,7 +75,12 @@ def stand_ins() -> str:
 
 
 def page() -> str:
-    parts = {"outcomes": outcomes(), "versions": versions(), "stand-ins": stand_ins()}
+    parts = {
+        "outcomes": outcomes(),
+        "models": models(),
+        "versions": versions(),
+        "stand-ins": stand_ins(),
+    }
     return filled(PAGE.read_text(), parts)
 
 

@@ -333,12 +333,15 @@ def check_python(words: list[str]) -> None:
     module, *options = words[1:]
     options = options[: options.index(">")] if ">" in options else options
     parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {
+        "cute_attn": lambda: importlib.import_module("cute_attn.__main__")._parser(),
         "cute_attn.cache": lambda: importlib.import_module("cute_attn.cache.__main__")._parser(),
         "cute_attn.bench": lambda: importlib.import_module("cute_attn.bench.__main__").build_parser(
             options[0]
         ),
     }
     if module in parsers:
+        if options == ["--version"]:  # ends the process
+            return
         parsers[module]().parse_args(options)
         return
     found = importlib.util.find_spec(module)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..ops import register_operators
+from ..ops.operator import NAMESPACE
 
 __all__ = ["register"]
 
@@ -46,7 +47,7 @@ def register() -> None:
 
     register_operators()
     for name, results in _RESULTS.items():
-        operator = getattr(torch.ops.cute_attn, name).default
+        operator = getattr(getattr(torch.ops, NAMESPACE), name).default
         register_sharding(operator)(_rule(operator, results))
 
 

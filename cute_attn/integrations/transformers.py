@@ -19,6 +19,9 @@ padding:
   GPU.
 - `[1, 1, longest sequence, 1 + sequences]` int64, for packed sequences: their offsets in the tokens
   of the batch, expanded to as many rows as the longest sequence has tokens.
+- `[1, 1, 1, 1]` bool, while torch compiles: whether all keys are used and the mask has a pattern of
+  the kernel. The attention asserts this on the device, unless the call brings the offsets of packed
+  sequences.
 
 The mask has four dimensions because transformers passes on a four-dimensional mask unchanged.
 """
@@ -36,6 +39,16 @@ from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 __all__ = ["register"]
 
 NAME = "cute_attn"
+# Without quotation marks, which torch does not escape in an assertion of a compiled CPU kernel.
+_OTHER_PATTERN = (
+    f"attn_implementation={NAME} makes causal, full and causal sliding-window masks, with padding "
+    "or packed sequences; this model asks for another (chunks, blocks, or a mask function of its "
+    "own): use sdpa or eager for it"
+)
+_PACKED_OR_OTHER_PATTERN = (
+    f"{_OTHER_PATTERN}. While torch compiles, packed sequences need cu_seq_lens_q, cu_seq_lens_k, "
+    "max_length_q and max_length_k"
+)
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -54,12 +67,20 @@ def register(name: str = NAME) -> None:
     where `position_ids` start again. A batch of one row may instead come with the four arguments of
     `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
 
-    A model raises NotImplementedError if it needs dropout, attention weights as an output, paged
-    caches, packed sequences while torch compiles, or other masks (chunks, blocks of images,
-    bidirectional windows). It also raises NotImplementedError if `cute_attn.flash_attn_func` has no
-    kernel for a call.
+    `generate_batch` reads and writes its pages in place, in decoding steps of models without
+    windows. Other steps gather keys and values from the pages first, as transformers does for each
+    implementation.
 
-    The integration needs transformers 5.16.1 or later.
+    Models compile as one graph (`torch.compile(fullgraph=True)`) and can be exported. A compiler
+    cannot read `position_ids`, so packed sequences need the four arguments there. Without these
+    arguments, a compiled model asserts on the device that sequences are not packed. A failed
+    assertion is a RuntimeError on a CPU, and ends the use of a GPU.
+
+    A model raises NotImplementedError if it needs dropout, attention weights as an output, or other
+    masks (chunks, blocks of images, bidirectional windows), or if `cute_attn.flash_attn_func` has
+    no kernel for a call. A compiled model makes other masks fail the assertion.
+
+    The integration needs transformers 5.16.1 or later, and 5.19 for `generate_batch`.
 
     Args:
         name: the value for `attn_implementation`.
@@ -68,6 +89,52 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+    _register_for_continuous_batching(name)
+
+
+# -- continuous batching --------------------------------------------------------------------------
+
+_names: set[str] = set()  # registered for continuous batching
+
+
+def _register_for_continuous_batching(name: str) -> None:
+    """Let `generate_batch` take the implementation. transformers has no list of implementations
+    for it: it asks whether "flash" is in the name. So this function replaces the question in the
+    modules of continuous batching."""
+    from transformers.generation.continuous_batching import cache, continuous_api, initialization
+
+    if not hasattr(initialization, "lazy_import_flash_attention"):
+        return  # an older release, in which a paged attention has another interface
+    if not _names:
+        for module in (cache, continuous_api, initialization):
+            module.is_flash_attention_requested = _or_ours(module.is_flash_attention_requested)
+        initialization.lazy_import_flash_attention = _with_ours(
+            initialization.lazy_import_flash_attention
+        )
+    _names.add(name)
+
+
+def _or_ours(is_requested: Callable[..., bool]) -> Callable[..., bool]:
+    def requested(
+        config: Any = None, requested_attention_implementation: str | None = None, **version: Any
+    ) -> bool:
+        given = requested_attention_implementation
+        asked = config._attn_implementation if given is None else given
+        return asked in _names or is_requested(config, given, **version)
+
+    return requested
+
+
+def _with_ours(lazy_import: Callable[..., Any]) -> Callable[..., Any]:
+    """The functions of an implementation, of which continuous batching looks at the third: whether
+    there is one for pages."""
+
+    def imported(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation in _names:
+            return (None, flash_attn_varlen_func, _decoded_in_pages), None
+        return lazy_import(implementation, *args, **kwargs)
+
+    return imported
 
 
 # -- the mask -------------------------------------------------------------------------------------
@@ -81,26 +148,49 @@ def _mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **others: Any,
 ) -> Tensor | None:
     """The mask for `_attention`; takes the arguments of transformers' `sdpa_mask`.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
         attention_mask: `[batch, positions]`, False at padding, from the first position on.
+        local_size: the window.
+        use_vmap: whether a part of mask_function is a user's.
     """
-    mask_function, sequence_of_token = _without_packing(mask_function)
-    _check_pattern(mask_function)
-    if sequence_of_token is not None:
-        return _offsets(sequence_of_token)
-    if attention_mask is not None and not _any_padding(attention_mask):
-        attention_mask = None
+    tracing = torch.compiler.is_compiling()
+    if tracing:
+        if use_vmap:
+            raise NotImplementedError(_OTHER_PATTERN)
+        as_assumed = _follows_pattern(
+            mask_function,
+            torch.arange(batch_size, device=device)[:, None, None],
+            torch.arange(q_length, device=device)[None, :, None] + q_offset,
+            kv_offset,
+            kv_length,
+            local_size,
+            causal="allow_is_bidirectional_skip" not in others,
+        )
+    else:
+        mask_function, sequence_of_token = _without_packing(mask_function)
+        _check_pattern(mask_function)
+        if sequence_of_token is not None:
+            return _offsets(sequence_of_token)
+        if attention_mask is not None and bool(attention_mask.all()):  # the host waits only here
+            attention_mask = None
     end = q_offset + q_length - kv_offset  # position after the last query, and so after the keys
+    whole = attention_mask is None and not isinstance(end, Tensor) and end == kv_length
+    if tracing:
+        if whole:
+            return as_assumed.reshape(1, 1, 1, 1)  # offsets, which are not known here, may do
+        torch._assert_async(as_assumed, _OTHER_PATTERN)
+    if whole:
+        return None
     if attention_mask is None:
         if not isinstance(end, Tensor):
-            if end == kv_length:
-                return None
             end = torch.tensor(end, device=device)
         return end.to(torch.int32).expand(batch_size).reshape(batch_size, 1, 1, 1)
 
@@ -119,9 +209,32 @@ def _mask(
     ).to(torch.int32)[:, None, None, :]
 
 
-def _any_padding(attention_mask: Tensor) -> bool:
-    """Whether the mask may have padding. The host waits for the device only here."""
-    return torch.compiler.is_compiling() or not bool(attention_mask.all())
+def _follows_pattern(
+    mask_function: Callable[..., Any] | None,
+    rows: Tensor,
+    queries: Tensor,
+    first: int,
+    keys: int,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    """Whether the mask is full, causal, or a causal window, without packed sequences: a bool on the
+    device.
+
+    A compiler cannot look into mask_function. So the mask of each query is computed at the keys
+    where other masks differ: next to the query's position, at the ends of the window, and at the
+    first key.
+    """
+    if mask_function is None:
+        return queries.new_ones((), dtype=torch.bool)
+    steps = (-1, 0, 1) if window is None else (-window, 1 - window, -1, 0, 1)
+    near = queries + torch.tensor(steps, device=queries.device)
+    keys_seen = torch.cat([near, torch.zeros_like(queries)], dim=-1).clamp(first, first + keys - 1)
+    expected = keys_seen <= queries if causal else keys_seen >= 0
+    if causal and window is not None:
+        expected = expected & (keys_seen > queries - window)
+    mask: Tensor = mask_function(rows, rows.new_zeros(()), queries, keys_seen)
+    return (mask == expected).all()
 
 
 def _without_packing(
@@ -155,12 +268,6 @@ def _closure(function: Any) -> dict[str, Any]:
 def _offsets(sequence_of_token: Tensor) -> Tensor:
     """The mask of packed sequences. The host waits for the device here, once for a forward pass and
     kind of layer."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"attn_implementation={NAME!r} takes no packed sequences while torch compiles: their "
-            "number depends on the values of position_ids. Give no position_ids for a batch that "
-            "is not packed"
-        )
     first = torch.ones_like(sequence_of_token, dtype=torch.bool)
     first[:, 1:] = sequence_of_token.diff(dim=1) != 0
     starts = first.flatten().nonzero().flatten()
@@ -183,11 +290,7 @@ def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
     window = masking_utils.sliding_window_causal_mask_function(1)
     if _same_make(mask_function, window):
         return
-    raise NotImplementedError(
-        f"attn_implementation={NAME!r} makes causal, full and causal sliding-window masks, with "
-        "padding or packed sequences; this model asks for another (chunks, blocks, or a mask "
-        'function of its own): use "sdpa" or "eager" for it'
-    )
+    raise NotImplementedError(_OTHER_PATTERN)
 
 
 def _same_make(function: Any, other: Any) -> bool:
@@ -207,7 +310,18 @@ def _same_make(function: Any, other: Any) -> bool:
 # -- the attention --------------------------------------------------------------------------------
 
 
-def _attention(
+def _attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`_attend`, which says in what layer it refuses a call: layers of a model may differ."""
+    try:
+        return _attend(module, *args, **kwargs)
+    except NotImplementedError as error:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise
+        raise NotImplementedError(f"layer {layer}: {error}") from error
+
+
+def _attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -230,6 +344,8 @@ def _attention(
         s_aux: the learnable sink.
     """
     _check_request(dropout, others)
+    if (cache := others.pop("cache", None)) is not None:
+        key, value = _from_pages(cache, key, value, module.layer_idx, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if sliding_window is not None and not is_causal:
@@ -245,6 +361,8 @@ def _attention(
         "learnable_sink": s_aux,
         "softcap": softcap or 0.0,
     }
+    if others.get("block_table") is not None:
+        return _decoded_in_pages(q, k, v, others, options), None
     packed = _packed(attention_mask, q, k, others)
     if packed is not None:
         # Dimensions of batch and tokens become one.
@@ -252,7 +370,7 @@ def _attention(
             q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed, **options
         )
         return o.unflatten(0, q.shape[:2]), None
-    if attention_mask is None:
+    if _is_dense(attention_mask):
         return flash_attn_func(q, k, v, **options)[0], None
 
     plan = _checked(attention_mask, q, k)
@@ -265,6 +383,67 @@ def _attention(
         return flash_attn_varlen_func(q, k, v, seqused_k=used, **options)[0], None
     o = flash_attn_varlen_func(_take(q, rows), k, v, seqused_k=used, **options)[0]
     return _take(o, rows.argsort(dim=1)), None
+
+
+def _from_pages(
+    cache: Any, key: Tensor, value: Tensor, layer: Any, others: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """All keys and values of continuous batching's sequences, or the new ones and, in `others`, the
+    pages. From release 5.24 on, the model calls `update` before the attention."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    if not isinstance(cache, PagedAttentionCache):
+        name = type(cache).__name__
+        raise NotImplementedError(f"attn_implementation={NAME!r} does not take a {name} as cache")
+    keys, values = cache.update(key, value, layer, others)
+    return keys, values
+
+
+# transformers disables compiling each function that takes pages.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _decoded_in_pages(
+    q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], options: dict[str, Any]
+) -> Tensor:
+    """A decoding step of continuous batching: each token is the next of its own sequence, and its
+    key and value are written to the sequence's page first.
+
+    A row that pads the batch has length 0, and -1 for its pages. It writes nothing.
+    """
+    table, k_cache, v_cache = (others[name] for name in ("block_table", "k_cache", "v_cache"))
+    tokens, page_size = q.shape[1], k_cache.shape[1]
+    lengths = others["cu_seq_lens_k"].diff()[:tokens]
+    last = (lengths - 1).clamp(min=0)
+    page = table.gather(1, (last // page_size)[:, None].long())[:, 0].long()
+    at = page.clamp(min=0), last.long() % page_size
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[at] = torch.where((page >= 0)[:, None, None], new[0], cache[at])
+    o, _ = flash_attn_varlen_func(
+        q[0, :, None],
+        k_cache,
+        v_cache,
+        seqused_k=lengths.to(torch.int32),
+        page_table=table,
+        num_splits=0,
+        **options,
+    )
+    return o.transpose(0, 1)
+
+
+def _is_dense(attention_mask: Tensor | None) -> bool:
+    """Whether all keys are used, and sequences are not packed."""
+    if attention_mask is not None and _is_condition(attention_mask):
+        torch._assert_async(attention_mask, _PACKED_OR_OTHER_PATTERN)
+        return True
+    return attention_mask is None
+
+
+def _is_condition(attention_mask: Any) -> bool:
+    """Whether the mask says, on the device, if the call is dense: a mask of a compiled model."""
+    return (
+        isinstance(attention_mask, Tensor)
+        and attention_mask.dtype == torch.bool
+        and tuple(attention_mask.shape) == (1, 1, 1, 1)
+    )
 
 
 def _packed(
@@ -280,13 +459,17 @@ def _packed(
                 f"attn_implementation={NAME!r} got {', '.join(sorted(given))} without "
                 f"{', '.join(sorted(missing))}: give all of them or none"
             )
-        if q.shape[0] != 1 or (attention_mask is not None and not from_mask):
+        no_mask = attention_mask is None or from_mask or _is_condition(attention_mask)
+        if q.shape[0] != 1 or not no_mask:
             raise NotImplementedError(
                 f"attn_implementation={NAME!r} takes {', '.join(_PACKING)} with a batch of one row "
                 f"and no attention_mask: the batch has {q.shape[0]}"
             )
         offsets_q, offsets_k = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
-        longest_q, longest_k = int(given["max_length_q"]), int(given["max_length_k"])
+        longest_q, longest_k = (
+            _length_on_the_host(given[name], x)
+            for name, x in (("max_length_q", q), ("max_length_k", k))
+        )
     elif from_mask:
         assert attention_mask is not None
         offsets_q = offsets_k = attention_mask[0, 0, 0]
@@ -299,6 +482,13 @@ def _packed(
         "max_seqlen_q": longest_q,
         "max_seqlen_k": longest_k,
     }
+
+
+def _length_on_the_host(length: Any, x: Tensor) -> int:
+    """The greatest length of a sequence, or an upper bound if it is a tensor that is traced."""
+    if isinstance(length, Tensor) and torch.compiler.is_compiling():
+        return x.shape[1]
+    return int(length)
 
 
 def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,6 +539,5 @@ def _check_request(dropout: float, others: dict[str, Any]) -> None:
         raise NotImplementedError(
             f'attn_implementation={NAME!r} keeps no attention weights: use "eager" for them'
         )
-    for name in ("position_bias", "cache", "block_table"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"attn_implementation={NAME!r} does not take {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"attn_implementation={NAME!r} does not take position_bias")

@@ -84,7 +84,8 @@ _INVALID_VALUE = 1
 
 MOST_READY = 4096  # entries of a table, which floats in keys would let grow forever
 
-_library = torch.library.Library("cute_attn", "FRAGMENT")
+NAMESPACE = __name__.partition(".")[0]  # "cute_attn", unless the package has another name
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 _T = TypeVar("_T")
 _Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
@@ -362,9 +363,9 @@ class Operator(Generic[_Arguments]):
         schema = torch.library.infer_schema(prototype, mutates_args=self.written)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, self._implementation, "CompositeExplicitAutograd")
-        qualified = f"cute_attn::{self.name}"
+        qualified = f"{NAMESPACE}::{self.name}"
         torch.library.register_fake(qualified, self._fake_implementation, lib=_library)
-        self.registered = getattr(torch.ops.cute_attn, self.name)
+        self.registered = getattr(getattr(torch.ops, NAMESPACE), self.name)
         if self._has_backward:
             self._register_autograd()
 

@@ -39,7 +39,7 @@ class Recorder:
         row = self.features.setdefault(marker.args[0], {"outcome": "passed", "tests": 0})
         row["tests"] += 1
         if hasattr(report, "wasxfail"):
-            row.update(outcome="does not work", why=report.wasxfail)
+            row.update(outcome="does not work", why=report.wasxfail.removeprefix("reason: "))
         elif report.outcome != "passed":
             row["outcome"] = report.outcome
         return report

@@ -231,6 +231,18 @@ def test_bad_varlen_arguments(change: dict[str, Any], error: type[Exception], me
         cute_attn.flash_attn_varlen_func(**varlen(**change))
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's prototype
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_nested_tensors(name: str, layout: torch.layout):
+    """The message says how to call `flash_attn_varlen_func`."""
+    rows = [torch.zeros(n, 4 if name in ("q", "out") else 2, 256) for n in (3, 2)]
+    nested = torch.nested.nested_tensor(rows, dtype=torch.bfloat16, layout=layout)
+    message = f"{name} is nested, must be one strided tensor: give flash_attn_varlen_func the"
+    with pytest.raises(TypeError, match=message):
+        cute_attn.flash_attn_func(**dense(**{name: nested}))
+
+
 def test_sizes_that_int32_cannot_hold():
     one = bf16(1, 1, 1, 256)
     with pytest.raises(ValueError, match="k has 1073741824 rows, must be fewer than 1073741824"):

@@ -227,6 +227,22 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
         cute_attn.chunk_kda(**call(**change))
 
 
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
+def test_the_former_name_of_state_v_first(name: str):
+    """transpose_state_layout counts as state_v_first, and warns as flash-linear-attention does."""
+    function, given = getattr(cute_attn, name), call()
+    for v_first, shape in ((True, r"\[N, HV, V, K\]"), (False, r"\[N, HV, K, V\]")):
+        given["initial_state"] = f32(1)
+        with (
+            pytest.warns(DeprecationWarning, match="renamed to `state_v_first`") as warned,
+            pytest.raises(ValueError, match=f"must be {shape}"),
+        ):
+            function(**given, transpose_state_layout=v_first)
+        assert [x.filename for x in warned] == [__file__]
+    with pytest.raises(ValueError, match="transpose_state_layout is given with state_v_first"):
+        function(**given, transpose_state_layout=True, state_v_first=True)
+
+
 def test_intermediate_states_are_for_inference_mode_and_not_for_training():
     args = call(return_intermediate_states=True)
     with pytest.raises(ValueError, match=r"must be False outside of torch\.inference_mode"):
@@ -900,7 +916,7 @@ def test_signature_is_flash_linear_attentions():
     shared = [argument.arg for argument in theirs.args if argument.arg in ours]
     assert positional == shared
     of_pools = {"state_indices", "checkpoint_indices", "checkpoint_interval"}
-    of_their_kwargs = {"A_log", "dt_bias", "chunk_size"}
+    of_their_kwargs = {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
     assert set(ours) - set(positional) == of_their_kwargs | of_pools
     assert shared == [argument.arg for argument in theirs.args]
     required = len(theirs.args) - len(theirs.defaults)

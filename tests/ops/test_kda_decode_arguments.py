@@ -565,7 +565,8 @@ def test_the_recurrent_form_has_flash_linear_attentions_signature():
         if isinstance(node, ast.FunctionDef) and node.name == "fused_recurrent_kda"
     )
     ours = inspect.signature(cute_attn.fused_recurrent_kda).parameters
-    assert list(ours) == [argument.arg for argument in theirs.args]
+    of_their_kwargs = ["transpose_state_layout"]
+    assert list(ours) == [argument.arg for argument in theirs.args] + of_their_kwargs
     defaults = dict(
         zip(
             [argument.arg for argument in theirs.args][-len(theirs.defaults) :],
@@ -573,6 +574,6 @@ def test_the_recurrent_form_has_flash_linear_attentions_signature():
             strict=True,
         )
     )
-    assert defaults == {
+    assert defaults | dict.fromkeys(of_their_kwargs) == {
         name: p.default for name, p in ours.items() if p.default is not inspect.Parameter.empty
     }

@@ -19,6 +19,8 @@ __all__ = [
     "smallest_tile",
 ]
 
+_HERE = __name__.rpartition(".")[0]
+
 
 class AttentionKernel(NamedTuple):
     """A kernel, and its row for an architecture and head dimensions."""
@@ -38,7 +40,7 @@ class AttentionKernel(NamedTuple):
 
 
 def _kernel(name: str, target: str) -> KernelDef:
-    return KernelDef(name=name, target=f"cute_attn.kernels.attention.{target}")
+    return KernelDef(name=name, target=f"{_HERE}.{target}")
 
 
 HD256_FORWARD = _kernel("hd256_forward", "sm100.forward_hd256:Sm100Hd256Forward")

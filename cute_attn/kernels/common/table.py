@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ...cache import KernelDef
 
-SUM_PARTIALS = KernelDef(
-    name="sum_partials", target="cute_attn.kernels.common.sum_partials:SumPartials"
-)
+_HERE = __name__.rpartition(".")[0]
 
-ZERO_UNUSED = KernelDef(
-    name="zero_unused", target="cute_attn.kernels.common.zero_unused:ZeroUnused"
-)
+SUM_PARTIALS = KernelDef(name="sum_partials", target=f"{_HERE}.sum_partials:SumPartials")
+
+ZERO_UNUSED = KernelDef(name="zero_unused", target=f"{_HERE}.zero_unused:ZeroUnused")

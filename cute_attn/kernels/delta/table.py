@@ -4,74 +4,60 @@ from __future__ import annotations
 
 from ...cache import KernelDef
 
+_HERE = __name__.rpartition(".")[0]
+
 # The fused path over chunks; POOL_PASS is for states in a pool, SEGMENTS for split sequences.
-PREPARE = KernelDef(
-    name="kda_prepare", target="cute_attn.kernels.delta.chunk.fused.prepare:KdaPrepare"
-)
-STATE_PASS = KernelDef(
-    name="kda_state_pass", target="cute_attn.kernels.delta.chunk.fused.state_pass:KdaStatePass"
-)
-POOL_PASS = KernelDef(
-    name="kda_pool_pass", target="cute_attn.kernels.delta.chunk.fused.pool_pass:KdaPoolPass"
-)
-SEGMENTS = KernelDef(
-    name="kda_segments", target="cute_attn.kernels.delta.chunk.fused.segments:KdaSegments"
-)
+PREPARE = KernelDef(name="kda_prepare", target=f"{_HERE}.chunk.fused.prepare:KdaPrepare")
+STATE_PASS = KernelDef(name="kda_state_pass", target=f"{_HERE}.chunk.fused.state_pass:KdaStatePass")
+POOL_PASS = KernelDef(name="kda_pool_pass", target=f"{_HERE}.chunk.fused.pool_pass:KdaPoolPass")
+SEGMENTS = KernelDef(name="kda_segments", target=f"{_HERE}.chunk.fused.segments:KdaSegments")
 
 # The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",
-    target="cute_attn.kernels.delta.chunk.backward.adjoint_pass:KdaAdjointPass",
+    target=f"{_HERE}.chunk.backward.adjoint_pass:KdaAdjointPass",
 )
-GRADIENTS = KernelDef(
-    name="kda_gradients", target="cute_attn.kernels.delta.chunk.backward.gradients:KdaGradients"
-)
+GRADIENTS = KernelDef(name="kda_gradients", target=f"{_HERE}.chunk.backward.gradients:KdaGradients")
 
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(
-    name="kda_gate_cumsum", target="cute_attn.kernels.delta.chunk.stages.gate_cumsum:KdaGateCumsum"
+    name="kda_gate_cumsum", target=f"{_HERE}.chunk.stages.gate_cumsum:KdaGateCumsum"
 )
 CHUNK_INTRA = KernelDef(
-    name="kda_chunk_intra", target="cute_attn.kernels.delta.chunk.stages.chunk_intra:KdaChunkIntra"
+    name="kda_chunk_intra", target=f"{_HERE}.chunk.stages.chunk_intra:KdaChunkIntra"
 )
 RECOMPUTE_W_U = KernelDef(
     name="kda_recompute_w_u",
-    target="cute_attn.kernels.delta.chunk.stages.recompute_w_u:KdaRecomputeWU",
+    target=f"{_HERE}.chunk.stages.recompute_w_u:KdaRecomputeWU",
 )
-DELTA_H = KernelDef(
-    name="kda_delta_h", target="cute_attn.kernels.delta.chunk.stages.delta_h:KdaDeltaH"
-)
-OUTPUT = KernelDef(
-    name="kda_output", target="cute_attn.kernels.delta.chunk.stages.output:KdaOutput"
-)
+DELTA_H = KernelDef(name="kda_delta_h", target=f"{_HERE}.chunk.stages.delta_h:KdaDeltaH")
+OUTPUT = KernelDef(name="kda_output", target=f"{_HERE}.chunk.stages.output:KdaOutput")
 
 # The backward of the stages.
 GATE_CUMSUM_BACKWARD = KernelDef(
     name="kda_gate_cumsum_backward",
-    target="cute_attn.kernels.delta.chunk.stages.gate_cumsum_backward:KdaGateCumsumBackward",
+    target=f"{_HERE}.chunk.stages.gate_cumsum_backward:KdaGateCumsumBackward",
 )
 INTRA_BACKWARD = KernelDef(
     name="kda_intra_backward",
-    target="cute_attn.kernels.delta.chunk.stages.intra_backward:KdaIntraBackward",
+    target=f"{_HERE}.chunk.stages.intra_backward:KdaIntraBackward",
 )
 RECOMPUTE_W_U_BACKWARD = KernelDef(
     name="kda_recompute_w_u_backward",
-    target="cute_attn.kernels.delta.chunk.stages.recompute_w_u_backward:KdaRecomputeWUBackward",
+    target=f"{_HERE}.chunk.stages.recompute_w_u_backward:KdaRecomputeWUBackward",
 )
 DELTA_H_BACKWARD = KernelDef(
     name="kda_delta_h_backward",
-    target="cute_attn.kernels.delta.chunk.stages.delta_h_backward:KdaDeltaHBackward",
+    target=f"{_HERE}.chunk.stages.delta_h_backward:KdaDeltaHBackward",
 )
 OUTPUT_BACKWARD = KernelDef(
     name="kda_output_backward",
-    target="cute_attn.kernels.delta.chunk.stages.output_backward:KdaOutputBackward",
+    target=f"{_HERE}.chunk.stages.output_backward:KdaOutputBackward",
 )
 
 # Token by token.
-DECODE = KernelDef(name="kda_decode", target="cute_attn.kernels.delta.step.decode:KdaDecode")
+DECODE = KernelDef(name="kda_decode", target=f"{_HERE}.step.decode:KdaDecode")
 DECODE_RECORDS = KernelDef(
-    name="kda_decode_records", target="cute_attn.kernels.delta.step.records:KdaDecodeRecords"
+    name="kda_decode_records", target=f"{_HERE}.step.records:KdaDecodeRecords"
 )
-RECURRENT = KernelDef(
-    name="kda_recurrent", target="cute_attn.kernels.delta.step.recurrent:KdaRecurrent"
-)
+RECURRENT = KernelDef(name="kda_recurrent", target=f"{_HERE}.step.recurrent:KdaRecurrent")

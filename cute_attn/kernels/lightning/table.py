@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ...cache import KernelDef
 
-DECODE = KernelDef(
-    name="lightning_decode", target="cute_attn.kernels.lightning.decode:LightningDecode"
-)
+_HERE = __name__.rpartition(".")[0]
+
+DECODE = KernelDef(name="lightning_decode", target=f"{_HERE}.decode:LightningDecode")
 # Only for measurements; no operator uses it (see docs/kernels/lightning_decode.md).
 DECODE_PIPELINED = KernelDef(
     name="lightning_decode_pipelined",
-    target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",
+    target=f"{_HERE}.decode_pipelined:LightningDecodePipelined",
 )
 
 

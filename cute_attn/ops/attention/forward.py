@@ -70,6 +70,15 @@ class Attention(Operator[_Called]):
     """Shared code of two operators: the operator that allocates o, and the operator that writes to
     a given `out`."""
 
+    def routed(self, *arguments: Any) -> Any:
+        # A jagged tensor has a `__torch_function__`, which runs before all checks.
+        _refuse_nested(self.arguments(*arguments))
+        return super().routed(*arguments)
+
+    def _check(self, a: Any) -> None:
+        _refuse_nested(a)
+        super()._check(a)
+
     def check_memory(self, a: Any) -> None:
         table.find("forward", launch.arch_for(a.q.device), *dims_of(a))
         check_alignment(q=a.q, k=a.k, v=a.v)
@@ -205,6 +214,17 @@ class Attention(Operator[_Called]):
             if a.learnable_sink is not None:
                 lse.copy_(a.learnable_sink[:, None])
         return o.zero_(), lse
+
+
+def _refuse_nested(a: Any) -> None:
+    for name in ("q", "k", "v", "out"):
+        x = getattr(a, name, None)
+        if isinstance(x, Tensor) and x.is_nested:
+            raise TypeError(
+                f"{name} is nested, must be one strided tensor: give flash_attn_varlen_func the "
+                "tokens of all sequences, [total, heads, head_dim], and cu_seqlens_q and "
+                "cu_seqlens_k (x.values() and x.offsets().int() of a jagged x)"
+            )
 
 
 class Forward(Attention[Arguments]):

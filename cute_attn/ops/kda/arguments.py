@@ -6,6 +6,7 @@ No function here copies device memory to the host.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,6 +195,25 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
     if start > tokens:
         raise ValueError(f"cu_seqlens_cpu[{i}] is {start}, must be at most T, {tokens}")
     return chunks
+
+
+def by_former_name(state_v_first: bool, transpose_state_layout: bool) -> bool:
+    """state_v_first, given by the name that it had in flash-linear-attention before 0.6.
+
+    Raises:
+        ValueError: both names are given.
+    """
+    if state_v_first:
+        raise ValueError(
+            "transpose_state_layout is given with state_v_first, must be left out: it is the "
+            "former name"
+        )
+    warnings.warn(  # flash-linear-attention's text
+        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return transpose_state_layout
 
 
 def check_state(

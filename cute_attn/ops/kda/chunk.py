@@ -43,6 +43,7 @@ from ..operator import (
 )
 from . import stages
 from .arguments import (
+    by_former_name,
     contiguous,
     count_chunks,
     launch_scalars,
@@ -94,6 +95,7 @@ def chunk_kda(
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
@@ -161,6 +163,7 @@ def chunk_kda(
             the default: only negative indices are padding.
         out: `[B, T, HV, V]`, dtype of q, contiguous and 16-byte aligned: memory for o; needs
             state_indices. `out` must not overlap another argument.
+        transpose_state_layout: the former name of state_v_first, which warns.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
@@ -196,6 +199,8 @@ def chunk_kda(
     """
     if chunk_size != CHUNK or cp_context is not None:
         _refuse_chunks_and_contexts(chunk_size)
+    if transpose_state_layout is not None:
+        state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if (
         state_indices is not None
         or checkpoint_indices is not None

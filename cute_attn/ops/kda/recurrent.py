@@ -28,6 +28,7 @@ from ..operator import (
 )
 from .arguments import (
     Sizes,
+    by_former_name,
     check_beta_options,
     check_gate,
     check_state,
@@ -63,6 +64,8 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over sequences, token by token: for short sequences, and as a check.
 
@@ -96,6 +99,7 @@ def fused_recurrent_kda(
         cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
             not checked, since that would synchronise.
+        transpose_state_layout: the former name of state_v_first, which warns.
 
     Returns:
         (o, final_state). o is `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no
@@ -107,6 +111,8 @@ def fused_recurrent_kda(
         NotImplementedError: a head dimension without a kernel, or a tensor that requires a
             gradient: there is no backward.
     """
+    if transpose_state_layout is not None:
+        state_v_first = by_former_name(state_v_first, transpose_state_layout)
     call = (
         _forward
         if not is_dynamo_compiling()
