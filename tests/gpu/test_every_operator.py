@@ -78,7 +78,7 @@ def test_the_warm_path_refuses_shared_memory_and_gradients(name: str):
         several = next(dim for dim, size in enumerate(x.shape) if size > 1)
         strides = [64 if dim == several else step for dim, step in enumerate(x.stride())]
         args[written] = torch.zeros_like(x).as_strided(x.shape, strides)
-        with pytest.raises(ValueError, match="elements overlap in memory|must be contiguous"):
+        with pytest.raises(ValueError, match=r"elements overlap in memory|must be contiguous"):
             call(name, args)
         args = arguments(name)
         args[written].requires_grad_()
