@@ -586,7 +586,8 @@ class Store:
         return evicted._replace(problems=(*problems, *evicted.problems, *self.tidy()))
 
     def _remove_strange(self) -> list[str]:
-        """Delete everything with the name of a shard, or inside a shard, that is not an entry."""
+        """Delete everything inside a shard that has no entry's name. Delete what has a shard's name
+        but is no directory, or may have been written by another user."""
         problems: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._open_base() as base:
             for name in filter(_SHARD_NAME.fullmatch, base.names()):

@@ -264,7 +264,9 @@ def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report |
 
 
 def _judge_tests(stage: Stage, returncode: int) -> tuple[str, str]:
-    """The result and the counts. A run in which no test passed has failed, unless all may skip."""
+    """Return a test stage's result ("passed", "failed" or "unavailable"), and a text with the
+    numbers of passed, failed and skipped tests, or with the error if pytest left no results. A run
+    in which no test passed has failed, unless the stage may skip all tests."""
     try:
         suites = ElementTree.parse(stage.result).getroot().iter("testsuite")
         counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}

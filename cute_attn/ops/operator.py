@@ -129,7 +129,9 @@ class Operator(Generic[_Arguments]):
     def __init__(self) -> None:
         # `key` of a call -> result of `prepare` for this key.
         self.ready: dict[tuple[Any, ...], Any] = {}
-        on_reload(self.ready.clear)  # settings give the None in a key its meaning
+        # A None in a key may stand for the value of a setting, so a reload makes the prepared
+        # results stale.
+        on_reload(self.ready.clear)
         hints = get_type_hints(self.arguments)
         self._tensors = {
             name: position

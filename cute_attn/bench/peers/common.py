@@ -1,4 +1,6 @@
-"""Requests, captures of requests, and memory to run captures on. Imports neither peer nor compiler.
+"""A `Request` is one call of a peer's front end. A `Captured` holds the calls of compiled functions
+that the front end would then make. `Memory` provides their buffers. This module imports neither
+peer nor compiler.
 
 A directory of captures holds
 

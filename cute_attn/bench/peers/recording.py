@@ -65,7 +65,9 @@ class Recorder:
     def __init__(self, package: str, arch: str):
         self.arch = arch
         self._package = package
-        self._kept: list[torch.Tensor] = []  # a freed storage's number may be used again
+        # Tensors kept alive, because another storage may get the address of a freed one, and with
+        # it the same `_storage` number.
+        self._kept: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
         self._fills: dict[int, float] = {}
         self.buffers: dict[str, Buffer] = {}

@@ -308,12 +308,12 @@ HANDLER(small_from_f32) {
   const Format *f = SMALL[I->mod[1]];
   return pair_from_f32(w, I, m, f, slot_of(f), (Rounding){RN, true, I->mod[0]});
 }
-// mod: relu, type, type of the source (1 f16x2, 2 bf16x2)
+// mod: relu, type of the result, type of the source (1 f16x2, 2 bf16x2)
 HANDLER(small_from_halves) {
   const Format *f = SMALL[I->mod[1]];
   return pair_from_halves(w, I, m, f, slot_of(f), I->mod[2] == 2, (Rounding){RN, true, I->mod[0]});
 }
-// mod: relu, type (1 f16x2, 2 bf16x2), type of the source
+// mod: relu, type of the result (1 f16x2, 2 bf16x2), type of the source
 HANDLER(halves_from_small) {
   LANES32(a, 1); uint32_t r[32];
   const Format *f = SMALL[I->mod[2]], *to = I->mod[1] == 1 ? &F16 : &BF16;

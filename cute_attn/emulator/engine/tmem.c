@@ -318,8 +318,8 @@ static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int
   }
   int own = 32 * (w->index % 4), lanes = SHAPES[shape].lanes;
   if (c->lane != own && !(lanes == 16 && c->lane == own + 16)) {
-    // The hardware knows the warp's own quarter of the lanes: DeepGEMM's addresses never name the
-    // quarter.
+    // The hardware uses the warp's own quarter of the lanes. DeepGEMM relies on this, as its
+    // addresses never name the quarter.
     if (c->lane == 0 || (lanes == 16 && c->lane == 16))
       finding(w, I, CK_TMEM, SEV_NOTE,
               "%s at lane %d by warp %d, whose lanes are %d to %d: it works only because the "

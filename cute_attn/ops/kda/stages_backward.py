@@ -230,8 +230,9 @@ def kda_recompute_w_u_backward(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> KdaRecomputedGradients:
-    """The gradients through qg, kg, w and u, and through the products of qg, kg and w with states.
-    With e a chunk's last token, and du the argument dv:
+    """Gradients of q, k, v, g, beta and L. They come through qg, kg, w and u, including the
+    products of qg, kg and w with chunk states, and through the decay of the states. With e a
+    chunk's last token, and du the argument dv:
 
         dy   = Akk^T du                         dv    = Diag(beta) dy
         dq   = scale exp2(G) * (do h^T)         dAkk  = -dy v_new^T    below the diagonal
@@ -240,8 +241,8 @@ def kda_recompute_w_u_backward(
         dg   = q * dq + k * (Diag(beta) dks - dke)
         dg_e += sum_i (k_i * dke_i) + exp2(G_e) * sum_V (h * dh)
 
-    dAkk is the gradient of L. The formula of dAkk uses v_new = u - w h, so that no gradient of Akk
-    has to pass through the inverse.
+    dAkk is the gradient of L, of which Akk is (I + L)^-1. The formula of dAkk uses v_new = u - w h,
+    so that no gradient of Akk has to pass through the inverse.
 
     Args:
         q: `[B, T, HQK, K]`, bfloat16 or float16.

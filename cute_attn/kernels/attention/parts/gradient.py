@@ -44,9 +44,10 @@ def probabilities(
     (sm_100). `small_lse` says that no lse is large (`statistics.LARGE`), so that an exponent may be
     one multiply-add.
 
-    P uses the forward's tanh, because the log-sum-exp has the same tanh's error. The slope has the
-    form e (1 + |tanh|)^2 with e = exp(-2 |x|), whose relative error is 2^-11 everywhere. The form 1
-    - tanh^2 would keep the tanh's error where the tanh saturates.
+    P uses the same approximate tanh as the forward. The log-sum-exp contains this tanh's error, so
+    the errors largely cancel in P. The slope has the form e (1 + |tanh|)^2 with e = exp(-2 |x|),
+    whose relative error is 2^-11 everywhere. The form 1 - tanh^2 would keep the tanh's error where
+    the tanh saturates.
     """
     pairs = [(values[j], values[j + 1]) for j in columns[::2]]
     inside: list[Pair] = []

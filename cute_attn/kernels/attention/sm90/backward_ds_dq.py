@@ -250,7 +250,7 @@ class Sm90DsDq:
         cute.arch.cluster_wait()
 
     def tile_of_queries(self, work: Work, group: Int32) -> Int32:
-        """A warpgroup's tile of 64 queries of its sequence."""
+        """The index of a warpgroup's tile of 64 queries within the sequence."""
         return (work.block * CTAS + cta_rank()) * WARPGROUPS + group
 
     def seen_key_tiles(self, x: Operands, work: Work, tile: Int32) -> tuple[Int32, Int32]:

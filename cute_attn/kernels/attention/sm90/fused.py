@@ -1,5 +1,6 @@
 """Code that the two SM90 kernels of all gradients of q, k and v share: arguments, the load warp,
-and the state of a consumer warp. Each kernel has its own loop."""
+and the state of a consumer warp. Each kernel has its own loop. A use is one tile of queries with
+one tile of keys; see `uses.Use`."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ class LoadWarp:
                 if i == 0:
                     keys.load("v", x, work, taken)
                 queries.load("do", x, work, tile, head, row, n)
-                # Nothing is added before the consumers have the next use or work.
+                # The wait may follow these loads. Consumers add a use's dQ to the sums only after
+                # they get the next use's Q and dO, or the next work.
                 if i == 0:
                     queue.barriers.wait("zeros_full", taken)
                 n += 1
@@ -298,8 +300,8 @@ class Consumer(Carried):
     def compute_block(
         self, use: Use, n: Int32, s: list[Float32], dp: list[Float32], *, plain: bool
     ) -> None:
-        """Compute P^T and dS^T of use n. `plain` says that the tile needs no mask and has no large
-        lse."""
+        """Compute P^T and dS^T of `use`, which is use n. `plain` says that the tile needs no mask
+        and has no large lse."""
         scores = self.scores
         lse = self.first_loaded(self.products.lse_of(n))
         fragments.assign(scores.s, wgmma.wait(s, pending=1))

@@ -398,7 +398,8 @@ class DecayedProducts:
     def _own_factors(
         self, smem: Int32, level: Any, in_range: Any, pair: int, *, later: bool
     ) -> list[Any]:
-        """Return the factors of the thread's accumulators: [8 channels][row][2]."""
+        """Return the factors of the thread's accumulators:
+        `[2 groups of 8 channels][2 rows][2 neighbouring channels]`."""
         r, _ = row_and_part()
         factors: list[Any] = []
         for i in range(2):

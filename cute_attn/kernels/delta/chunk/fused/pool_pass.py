@@ -156,7 +156,8 @@ class KdaPoolPass(KdaStatePass):
             due = (
                 n * x.slots.checkpoint_chunks == count and n <= x.slots.checkpoint_indices.shape[1]
             )
-            # A checkpoint is a state between chunks, so the last chunk counts only if it is full.
+            # Checkpoints lie at multiples of CHUNK tokens. So the state after a partial last chunk
+            # is not a checkpoint.
             if due and count * CHUNK <= place.sequence.length:
                 slot = x.slots.checkpoint_indices[sequence, n - 1]
                 if is_slot(slot, x.result, self.spec.null_slot):
