@@ -205,7 +205,7 @@ import importlib, json, pathlib, sys, cute_attn
 root = pathlib.Path(cute_attn.__file__).parents[1]
 files = [path.relative_to(root).with_suffix("") for path in root.glob("cute_attn/**/*.py")]
 names = {".".join(file.parts).removesuffix(".__init__") for file in files}
-servers = "sglang_backend", "vllm_backend"  # of the servers' own classes
+servers = "sglang_backend", "sglang_kda", "vllm_backend", "vllm_kda"  # of the servers' own classes
 names -= {f"cute_attn.integrations.{name}" for name in servers}
 for name in names:
     importlib.import_module(name)

@@ -114,7 +114,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         lse = torch.full((SPLITS, 1, heads, queries), float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     arguments = [
-        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter,
+        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, None,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
     tensors["pages"] = pages

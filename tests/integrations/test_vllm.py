@@ -366,7 +366,8 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
                 for name, spec, args in launched.launched
             ]
         )
-    assert seen[0] == seen[1] and [name for name, *_ in seen[0]] == ["sm90_forward", "combine"]
+    assert seen[0] == seen[1]
+    assert [(name, spec.scheduler) for name, spec, _ in seen[0]] == [("sm90_forward", "pieces")]
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,15 @@ def _forward(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None,
     pages: Tensor | None, scale: float, softcap: float, left: int, right: int, clusters: int,
-    *counter: Tensor,
+    *shared: Tensor | None,
 ) -> None:  # fmt: skip
     assert bool(spec.page_rows) == (pages is not None)
-    assert len(counter) == (spec.scheduler == "counter")
+    if spec.scheduler == "pieces":
+        counters, parts = shared
+        assert counters is not None and parts is not None
+        assert len(counters) == 2 + 2 * clusters and len(parts) == 2 * clusters
+    else:
+        assert [x is not None for x in shared] == [True, False] * (spec.scheduler == "counter")
     if pages is not None:
         where = pages.long().clamp(0, len(k) - 1)
         k, v = (x[where].flatten(1, 2) for x in (k, v))

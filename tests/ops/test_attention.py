@@ -587,7 +587,7 @@ def compiled_forward() -> Iterator[tuple[Callable[..., None], Report]]:
     kernel, spec = PLAIN.request("static")
     more: tuple[Any, ...] = (*[None] * 6, 0.0625, 1.0, 0, 0, 2)
     if spec.scheduler == "counter":
-        more = (*more, torch.zeros(1, dtype=torch.int32))
+        more = (*more, torch.zeros(1, dtype=torch.int32), None)
     with cute_attn.emulated(target().arch, Emulator()) as emulator:
         emulation = current_emulation()
         assert emulation is not None

@@ -461,9 +461,9 @@ def test_on_hopper_every_scheduler_is_the_counter(
             cute_attn.flash_attn_func(**dense(dim=128, scheduler=scheduler))
     assert [spec.scheduler for spec in specs[::2]] == ["counter"] * 3
     assert [spec.head_dim for spec in specs[::2]] == [128] * 3
-    for *_, ctas, counter in specs[1::2]:
+    for *_, ctas, counter, parts in specs[1::2]:
         assert ctas == 7
-        assert counter.dtype == torch.int32 and counter.tolist() == [0]
+        assert counter.dtype == torch.int32 and counter.tolist() == [0] and parts is None
     (record,) = caplog.records
     assert "sm_90a has no cluster launch control" in record.getMessage()
 
@@ -549,7 +549,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Any:
         packed = "cu_seqlens_q" in arguments
         (cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func)(**arguments)
         (key,) = keys
-        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66, False, None, 0)
+        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66, False, None, 0, None)
         monkeypatch.setattr(FORWARD, "_first_call", None)
 
     return ready

@@ -189,7 +189,7 @@ def test_a_warm_call_checks_out_and_looks_up_once(monkeypatch: pytest.MonkeyPatc
         _refuse_as_host_code(arguments)
         given.append(arguments)
 
-    INTO.ready[keys[0]] = function, 0.0625, 1.0, 0, 0, 66, False, None, 0
+    INTO.ready[keys[0]] = function, 0.0625, 1.0, 0, 0, 66, False, None, 0, None
     monkeypatch.setattr(INTO, "_first_call", None)
     out = poisoned(args)
     _, lse = cute_attn.flash_attn_func(**args, out=out)

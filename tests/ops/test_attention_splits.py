@@ -187,7 +187,7 @@ def test_partial_results_beyond_two_to_the_31_elements(arch: str):
     k, v = torch.randn(2, 300, 1, head_dim).bfloat16()
     o, lse = torch.empty(splits, *q.shape), torch.empty(splits, rows, 1)
     starts = (torch.tensor(x, dtype=torch.int32) for x in ((first, used.stop), (0, len(k))))
-    counter = (torch.zeros(1, dtype=torch.int32),) if arch == "sm_90a" else ()
+    counter = (torch.zeros(1, dtype=torch.int32), None) if arch == "sm_90a" else ()
     emulator = Emulator()
     emulator.load(cache.compile(kernel, spec, arch=arch))(
         q, k, v, o, lse.mT, None, *starts, None, None, None, head_dim**-0.5, 1.0, 0, 0, 4, *counter

@@ -12,11 +12,20 @@ def test_each_launch_in_a_graph_has_a_counter_of_its_own(monkeypatch: pytest.Mon
     x = torch.empty(3)
     spare = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(counters, "_spare", {0: [spare]})
-    found = [counters._of_graph(x, 0) for _ in range(3)]
+    found = [counters._of_graph(x, 0, 1) for _ in range(3)]
     for count, counter in enumerate(found, 1):
         assert counter.shape == (1,) and counter.item() == 0
         counter.fill_(count)
     assert [int(counter) for counter in found] == [1, 2, 3]
     # The first two were set to 0 before the capture, and the last one in the graph.
     assert spare.tolist() == [1, 2]
-    assert counters._of_graph(x, 1).tolist() == [0]  # a device without a launch before
+    assert counters._of_graph(x, 1, 1).tolist() == [0]  # a device without a launch before
+
+
+def test_a_launch_in_a_graph_may_have_several_counters(monkeypatch: pytest.MonkeyPatch):
+    x = torch.empty(3)
+    spare = torch.zeros(5, dtype=torch.int32)
+    monkeypatch.setattr(counters, "_spare", {0: [spare]})
+    for number in (1, 2):
+        counters._of_graph(x, 0, 3).fill_(number)
+    assert spare.tolist() == [1, 1, 1, 0, 0]  # two are too few for the second launch
