@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.configs import PART_COLUMNS
+from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 
