@@ -27,9 +27,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ..kernels.attention.configs import SM90, SM100, shapes
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.arguments import PAGE_STEP
+from ..ops.attention.support import equal_head_dims
 from .vllm import NAME
 
 try:
@@ -38,10 +38,7 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
 # Head sizes that have a kernel, by the compute capability's major number.
-HEAD_SIZES = {
-    major: tuple(dim for dim, dim_v in shapes("forward", archs) if dim == dim_v)
-    for major, archs in ((9, SM90), (10, SM100))
-}
+HEAD_SIZES = equal_head_dims()
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
