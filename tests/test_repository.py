@@ -8,7 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -188,17 +188,23 @@ def test_no_package_registry_is_named() -> None:
             ("npmjs", "org"),
         )
     ]
+    named = [(name, host) for name, text in tracked() for host in registries if host in text]
+    assert named == []
+
+
+def test_no_merge_is_left_unfinished() -> None:
+    marker = re.compile(r"^(<{7}|>{7}) \S", re.M)
+    assert [name for name, text in tracked() if marker.search(text)] == []
+
+
+def tracked() -> Iterator[tuple[str, str]]:
+    """The tracked files, and their text."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listing.returncode != 0:
         pytest.skip("not a git checkout")
-    named = [
-        (name, host)
-        for name in listing.stdout.decode().split("\0")
-        if name and (ROOT / name).is_file()
-        for host in registries
-        if host in (ROOT / name).read_bytes().decode(errors="replace")
-    ]
-    assert named == []
+    for name in listing.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            yield name, (ROOT / name).read_bytes().decode(errors="replace")
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
+from ..ops.attention.arguments import PAGE_STEP
 from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
 from .arguments import Window, given_tensors, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
-PAGE_STEP = 16  # what the kernels' page_size is a multiple of
 
 
 def attend(

@@ -28,6 +28,8 @@ from vllm.v1.attention.backend import (
 )
 
 from ..ops.attention import flash_attn_varlen_func
+from ..ops.attention.arguments import PAGE_STEP
+from ..ops.attention.support import equal_head_dims
 from .vllm import NAME
 
 try:
@@ -35,9 +37,8 @@ try:
 except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
-BLOCK_STEP = 16  # block_size is a multiple of 16
 # Head sizes that have a kernel, by the compute capability's major number.
-HEAD_SIZES = {9: (64, 128, 256), 10: (256,)}
+HEAD_SIZES = equal_head_dims()
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
@@ -66,7 +67,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(BLOCK_STEP)]
+        return [MultipleOf(PAGE_STEP)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -80,8 +81,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        if block_size % BLOCK_STEP:
-            raise ValueError(f"block_size is {block_size}, must be a multiple of {BLOCK_STEP}")
+        if block_size % PAGE_STEP:
+            raise ValueError(f"block_size is {block_size}, must be a multiple of {PAGE_STEP}")
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cute_attn import cache
+from cute_attn.kernels.attention.configs import PART_COLUMNS
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
@@ -73,13 +74,16 @@ SPECS = {
     "hd256": Sm90ForwardSpec(**PLAIN | {"head_dim": 256, "head_dim_v": 256}),
     "splits": Sm90ForwardSpec(**PLAIN | {"split": True, "lse": True}),
     "few": Sm90ForwardSpec(**PLAIN | {"tile_m": 64}),
+    "pieces": Sm90ForwardSpec(
+        **PLAIN | {"tile_m": 64, "scheduler": "pieces", "least_key_tiles": 1}
+    ),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
     "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
-    "few": (20, 130, 2),
+    "few": (20, 130, 2), "pieces": (20, 400, 1),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -112,12 +116,15 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     if spec.split:
         o = torch.full((SPLITS, *q.shape), float("nan"))
         lse = torch.full((SPLITS, 1, heads, queries), float("nan"))
-    counter = torch.zeros(1, dtype=torch.int32)
+    counter, parts = torch.zeros(1, dtype=torch.int32), None
+    if spec.scheduler == "pieces":
+        counter = torch.zeros(2 + 2 * SMS, dtype=torch.int32)
+        parts = torch.full((2 * SMS, spec.tile_m, spec.head_dim_v + PART_COLUMNS), float("nan"))
     arguments = [
-        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, None,
+        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, parts,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
-    tensors["pages"] = pages
+    tensors |= {"pages": pages, "parts": parts}
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items() if x is not None]
     image, text = entry.read("kernel.o"), entry.read("kernel.ptx").decode()
     (recorded,) = record(image, text, arguments, spans, num_sms=SMS)
@@ -136,7 +143,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits, few = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few, pieces = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -528,7 +535,31 @@ def _(p: Edged) -> Planted:
     return p.swap(none, r"1;", "9;"), [none]
 
 
-BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs]
+# -- pieces: each CTA has one of the two pieces of a head
+
+PIECE_ARRIVAL = r"atom\.acq_rel\.gpu\.global\.inc\.u32"  # the last one; CTAs arrive by another
+MEET = r"bar\.sync\s+%r"
+
+
+@pieces("an arrival orders no results", "race")
+def _(p: Edged) -> Planted:
+    line = p.one(PIECE_ARRIVAL, nth=-1)
+    return p.swap(line, "acq_rel", "relaxed"), [line, *p.all(r"st\.global\.v2\.f32")]
+
+
+@pieces("a piece arrives before its last results", "race")
+def _(p: Edged) -> Planted:
+    line = p.before(MEET, p.one(PIECE_ARRIVAL, nth=-1))
+    return p.drop(line), [line, *p.all(r"[sl][td]\.global\.v[24]\.f32")]
+
+
+@pieces("the numbers of arrivals do not return to 0", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(PIECE_ARRIVAL, nth=-1)
+    return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
+
+
+BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs]
 QUICK = {
     "dense: wait for k_full dropped",
     "dense: O is not rescaled",

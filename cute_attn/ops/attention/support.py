@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import table
+from ...kernels.attention.configs import SM90, SM100
 from ...kernels.attention.spec import DTYPES
 from ..checks import DTYPE_NAMES
 
@@ -28,3 +29,12 @@ def forward_head_dims(device: torch.device) -> tuple[tuple[int, int], ...]:
     """The pairs (head_dim, head_dim_v) of which the device has a forward."""
     arch = launch.arch_for(device)
     return tuple(dims for dims in table.shapes("forward") if table.has("forward", arch, *dims))
+
+
+def equal_head_dims() -> dict[int, tuple[int, ...]]:
+    """By the compute capability's major number, the head_dims that have a forward with v of equal
+    head_dim."""
+    return {
+        major: tuple(dim for dim, dim_v in table.shapes("forward", archs) if dim == dim_v)
+        for major, archs in ((9, SM90), (10, SM100))
+    }
