@@ -16,7 +16,7 @@ from tests.clients import results, unpack
 from .kernels.page_tables import filled
 
 PAGE = Path(__file__).with_name("clients.md")
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
+NAMES = {"torch": "PyTorch", "vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
 
 
 def outcomes() -> str:

@@ -1,0 +1,68 @@
+"""PyTorch's own calls, and FlashAttention's, on the kernels: rows of the table of clients. The tests
+are those of tests/integrations and tests/ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.integrations import test_compat as compat
+from tests.integrations import test_compat_flash_attn_3 as flash_attn_3
+from tests.integrations import test_torch_dtensor as dtensor
+from tests.integrations import test_torch_sdpa as sdpa
+from tests.integrations.test_torch_sdpa import active, emulated, registry
+from tests.ops import test_attention as attention
+
+__all__ = ["active", "emulated", "registry"]  # fixtures
+
+Test = Callable[..., Any]
+
+
+def shows(feature: str, test: Test, *fixtures: str) -> Test:
+    """The test as one of a feature's."""
+
+    @functools.wraps(test)
+    def own(*args: Any, **named: Any) -> Any:
+        return test(*args, **named)
+
+    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name != "slow"]
+    more = pytest.mark.clients(feature), pytest.mark.slow, pytest.mark.usefixtures(*fixtures)
+    own.pytestmark = [*marks, *(mark.mark for mark in more)]  # type: ignore[attr-defined]
+    return own
+
+
+COMPILED = "Our functions under `torch.compile(fullgraph=True)`"
+SDPA = "`scaled_dot_product_attention`: registration, forward and backward"
+SDPA_COMPILED = "`scaled_dot_product_attention` in one compiled graph"
+VARLEN = "`torch.nn.attention.varlen`: windows, and K and V in pages"
+DTENSOR = "DTensor: heads or sequences sharded over two processes"
+FLASH_ATTN_2 = "FlashAttention 2's functions: forward, backward, options, compiled"
+KV_CACHE = "`flash_attn_with_kvcache`: new rows appended, rotary, pages, compiled"
+FLASH_ATTN_3 = "FlashAttention 3's functions, with a KV cache"
+
+test_compiled_code = shows(COMPILED, attention.test_compiled_code_calls_the_kernel)
+test_registration = shows(SDPA, sdpa.test_registration_activation_and_restoration)
+test_forward = shows(SDPA, sdpa.test_forward_agrees_with_the_reference)
+test_gradients = shows(SDPA, sdpa.test_gradients_agree_with_the_reference)
+test_one_graph = shows(SDPA_COMPILED, sdpa.test_a_step_compiles_into_one_graph)
+test_windows = shows(VARLEN, sdpa.test_varlen_attention_agrees_with_the_reference)
+test_pages = shows(VARLEN, sdpa.test_varlen_attention_reads_pages)
+test_shards = shows(DTENSOR, dtensor.test_dtensors_agree_with_the_reference)
+test_dense = shows(FLASH_ATTN_2, compat.test_dense_functions_agree_with_the_reference, "emulated")
+test_options = shows(FLASH_ATTN_2, compat.test_options_agree_with_the_reference, "emulated")
+test_packed = shows(FLASH_ATTN_2, compat.test_packed_functions_agree_with_the_reference, "emulated")
+test_packed_gradients = shows(
+    FLASH_ATTN_2, compat.test_gradients_go_through_packed_tensors, "emulated"
+)
+test_compiles = shows(FLASH_ATTN_2, compat.test_functions_compile_into_one_graph, "emulated")
+test_appends = shows(KV_CACHE, compat.test_new_rows_are_appended_and_seen, "emulated")
+test_rotates = shows(KV_CACHE, compat.test_rotated_rows_are_appended_and_seen, "emulated")
+test_reads_pages = shows(KV_CACHE, compat.test_packed_queries_read_pages, "emulated")
+test_decoding = shows(KV_CACHE, compat.test_a_step_of_decoding_compiles_into_one_graph, "emulated")
+test_functions = shows(
+    FLASH_ATTN_3, flash_attn_3.test_functions_agree_with_the_reference, "emulated"
+)
+test_cache = shows(FLASH_ATTN_3, flash_attn_3.test_packed_queries_see_pages, "emulated")
