@@ -1,5 +1,5 @@
-"""PyTorch's own calls, and FlashAttention's, on the kernels: rows of the table of clients. The tests
-are those of tests/integrations and tests/ops."""
+"""Rows of the table of clients for PyTorch's own calls and FlashAttention's, which run on the kernels.
+The tests are those of tests/integrations and tests/ops."""
 
 from __future__ import annotations
 
