@@ -1,5 +1,7 @@
-"""Rows of the table of clients for PyTorch's own calls and FlashAttention's, which run on the kernels.
-The tests are those of tests/integrations and tests/ops."""
+"""Rows of the table of clients: PyTorch's own calls, and FlashAttention's, on the kernels.
+
+The tests are those of tests/integrations and tests/ops.
+"""
 
 from __future__ import annotations
 
