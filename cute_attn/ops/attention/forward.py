@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention import table
-from ...kernels.attention.configs import PART_COLUMNS, ForwardRow
+from ...kernels.attention import configs, table
+from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
     SHORT_SEQLEN_Q,
@@ -51,7 +51,7 @@ _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
 # whether the function takes a counter, the kernel that combines splits, head_dim_v or 0 for
-# head_dim, the layout of the results of pieces with pieces)
+# head_dim, the layout of the pieces' results or None)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
     "_Layout | None",
@@ -169,7 +169,7 @@ class Attention(Operator[_Called]):
         function, default_scale, cap, left, right, clusters, counts, combine, _, shared = ready
         o, lse = self.results_of(a)
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        counter = (*shared_memory(a.q, None, clusters, shared),) if counts else ()
+        counter = shared_memory(a.q, None, clusters, shared) if counts else ()
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -295,7 +295,10 @@ _Layouts = tuple[_Layout, _Layout]
 
 def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
     """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    shape = (2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS)
+    return _contiguous_layout((2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS))
+
+
+def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
     return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -313,12 +316,7 @@ def shared_memory(
 @functools.lru_cache(maxsize=4096)
 def split_layouts(o_shape: tuple[int, ...], splits: int) -> _Layouts:
     """The contiguous layouts of `Splits`."""
-    found = []
-    for shape in ((splits, *o_shape), (splits, *o_shape[:-1])):
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        found.append((shape, tuple(strides)))
-    o, lse = found
-    return o, lse
+    return _contiguous_layout((splits, *o_shape)), _contiguous_layout((splits, *o_shape[:-1]))
 
 
 class Splits(NamedTuple):
@@ -411,9 +409,8 @@ def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[st
     """The architecture, how many clusters of its forward run at once, and whether the forward has
     a tile for few rows."""
     arch = launch.arch_for(device)
-    found = table.find("forward", arch, head_dim, head_dim_v)
-    has_few = isinstance(found.row, ForwardRow) and found.row.few is not None
-    return arch, launch.num_clusters(device, found.cluster), has_few
+    row = configs.forward(arch, head_dim, head_dim_v)
+    return arch, launch.num_clusters(device, row.cluster), row.few is not None
 
 
 _on_gpu = functools.cache(_on_device)

@@ -1,14 +1,13 @@
 """Pieces of the keys of long sequences, so that ragged batches keep all CTAs busy.
 
-A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A
-long segment is cut into pieces of about `length` K/V tiles, a little more than a CTA's even share
-of all K/V tiles. CTAs take pieces and whole segments one after the other, long
-ones first: the pieces, then the segments with more than half of `length` K/V tiles, then those
-with more than a quarter, then the rest. Many segments need no such order.
+A segment is a query tile of one (pack of) heads with all K/V tiles that its sequence sees. A long
+segment is cut into pieces of about `length` K/V tiles, a little more than a CTA's even share of all
+K/V tiles. CTAs take pieces and whole segments one after the other, in classes of length: first the
+pieces, then segments with more than half of `length` K/V tiles, then segments with more than a
+quarter, then all others. Where there are many segments, all whole segments are one class.
 
-Pieces and segments have numbers in this order. Each CTA's load warp reads the lengths from memory,
-32 sequences at a time, a lane for each, and goes over all sequences once for each of the orders of
-length.
+Pieces and segments are numbered in this order. Each CTA's load warp reads the lengths from memory,
+32 sequences at a time, one sequence in each lane, and goes over all sequences once for each class.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from cutlass import Int32
 from ...common.carried import Carried
 from ...common.spec import WARP_SIZE
 from .visibility import Visibility
-from .work import TileMap, Work, sums_up_to
+from .work import TileMap, Work, first_lane, sums_up_to
 
-ORDERS = 4  # of length, at most
+ORDERS = 4  # classes of length, at most
 # With more segments than this times the CTAs, whole segments are short beside a CTA's share.
 FEW_SEGMENTS = 8
 READS = 4  # lengths of a lane in flight
@@ -40,7 +39,7 @@ class PieceWork(Work):
         pieces: the number of the segment's pieces; 1 for a whole segment.
         slot: the number of the piece, and so the place of its result.
         first_slot: the number of the segment's first piece.
-        apart: from each piece's number to the segment's next piece.
+        apart: the difference between the numbers of a segment's consecutive pieces.
     """
 
     first: Int32
@@ -57,11 +56,11 @@ class PieceWork(Work):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a sequence, or of all sequences.
+    """Sizes of all sequences together.
 
     Attributes:
         segments: the number of segments.
-        key_tiles: K/V tiles of each segment; of all segments together.
+        key_tiles: K/V tiles of all segments together.
         longest: K/V tiles of the longest segment.
     """
 
@@ -72,10 +71,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Window(Carried):
-    """32 consecutive sequences, one for each lane, of which those of one order of length count.
+    """32 consecutive sequences, one for each lane, of which one class of length counts.
 
     Attributes:
-        order: the order of length; `PieceMap.orders` is the end.
+        order: the class of length, from 0 for pieces; `PieceMap.orders` is the end.
         first: the sequence of lane 0.
         before: the pieces and segments that come before the window's.
         segments: segments of the lane's sequence; 0 if the sequence does not count.
@@ -98,13 +97,13 @@ class Window(Carried):
 
 @dataclass(frozen=True)
 class PieceMap(Carried):
-    """The line of pieces and segments, for a warp.
+    """The numbers of pieces and whole segments, for a warp.
 
     Attributes:
         tiles: the query tiles.
         visible: the keys that a query sees.
         length: K/V tiles of a piece, on average.
-        first, orders: orders `first` to `orders - 1` of length have segments.
+        first, orders: the classes of length are `first` to `orders - 1`.
     """
 
     tiles: TileMap
@@ -149,7 +148,7 @@ class PieceMap(Carried):
         return cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
 
     def order(self, key_tiles: Int32) -> Int32:
-        """The order of a segment's length, from 0 for segments with pieces."""
+        """The class of a segment's length, from 0 for segments with pieces."""
         order = Int32(cutlass.select_(2 * key_tiles < 3 * self.length, Int32(1), Int32(0)))
         for i in range(1, ORDERS - 1):
             order += cutlass.select_((key_tiles << i) <= self.length, Int32(1), Int32(0))
@@ -194,7 +193,7 @@ class PieceMap(Carried):
     def work(self, number: Int32, window: Window) -> PieceWork:
         """The Work of a piece or segment in the window."""
         holds = cute.arch.vote_ballot_sync(number < window.before + window.up_to)
-        owner = cute.arch.popc((holds & -holds) - 1)
+        owner = first_lane(holds)
         segments, pieces = (
             cute.arch.shuffle_sync(x, owner) for x in (window.segments, window.pieces)
         )

@@ -122,6 +122,11 @@ def following(
     return tile, cutlass.select_(tile == first, head + step, head)
 
 
+def first_lane(holds: Int32) -> Int32:
+    """The first lane of a ballot."""
+    return cute.arch.popc((holds & -holds) - 1)
+
+
 @cute.jit
 def sums_up_to(x: Int32) -> Int32:
     """The sum of x over the lanes up to the caller's own; a whole warp calls this."""
@@ -272,7 +277,7 @@ class TileMap(Carried):
             up_to = sums_up_to(lane_tiles)
             holds = cute.arch.vote_ballot_sync(number < before + up_to)
             if holds != 0:
-                owner = cute.arch.popc((holds & -holds) - 1)
+                owner = first_lane(holds)
                 sequence = first + owner
                 blocks = cute.arch.shuffle_sync(lane_blocks, owner)
                 before += cute.arch.shuffle_sync(up_to - lane_tiles, owner)

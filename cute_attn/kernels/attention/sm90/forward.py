@@ -55,6 +55,7 @@ from ...common.ptx.convert import pack
 from ...common.ptx.grids import start_dependents
 from ...common.ptx.memory import (
     LINE_WORDS,
+    NEVER,
     count_arrival,
     increment_global,
     load_shared,
@@ -109,8 +110,6 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "counter": CounterScheduler,
     "pieces": CounterScheduler,
 }
-
-NEVER = 0x7FFFFFFF  # a number that no counter reaches
 
 AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
 
@@ -768,6 +767,11 @@ class Sm90Forward:
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
+    def head(self, work: Work, row: Any) -> Any:
+        """The query head of a row."""
+        packed = self.spec.packed_heads
+        return work.head * packed + (row & (packed - 1))
+
     def mask(self, own: Consumer, work: Work, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         lows, highs = [], []
@@ -794,7 +798,7 @@ class Sm90Forward:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
-            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            head = self.head(work, row)
             sink = None
             if cutlass.const_expr(x.sink is not None and not piece):
                 sink = Float32(0.0)
@@ -868,7 +872,7 @@ class Sm90Forward:
             for i in cutlass.range_constexpr(AT_ONCE):
                 row = work.block * spec.tile_m + of_thread[i]
                 token = own.visible.token(row)
-                head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+                head = self.head(work, row)
                 if of_thread[i] < rows:
                     self.store_sum(
                         x, work, head, token, vector, sums[None, i], maxima[i], totals[i]
@@ -924,7 +928,7 @@ class Sm90Forward:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
-            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            head = self.head(work, row)
             o = own.acc[None, lane_row, None]
             pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
             parts = row_parts(pairs, stored)

@@ -22,7 +22,14 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...common.pipeline import Barriers
 from ...common.ptx.compiler import opaque
-from ...common.ptx.memory import add_release, increment_global, load_acquire, sleep, store_global
+from ...common.ptx.memory import (
+    NEVER,
+    add_release,
+    increment_global,
+    load_acquire,
+    sleep,
+    store_global,
+)
 from ...common.scheduler import TileQueue
 from ...common.sequences import Sequences
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
@@ -32,7 +39,6 @@ from ..statistics import STATS_ROWS, padded_start, round_up
 PAUSE_NS = 100
 STEP = WARP_SIZE * VECTOR_BYTES  # bytes that a warp stores at once
 UNROLL = 4
-NEVER = 0x7FFFFFFF
 
 
 def unshared(queries: Sequences) -> Sequences:

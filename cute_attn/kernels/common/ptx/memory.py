@@ -58,6 +58,9 @@ def add_global(address: Int64, values: Sequence[Float32]) -> None:
     asm(text, [], [Int64(address), *map(Float32, values)], memory=True)
 
 
+NEVER = 0x7FFFFFFF  # a number that no counter of `increment_global` reaches
+
+
 def increment_global(address: Int64, last: Int32) -> Int32:
     """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it is `last`;
     atomic at GPU scope. Return the old value."""
