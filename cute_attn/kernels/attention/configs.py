@@ -34,6 +34,22 @@ class Tile(NamedTuple):
     stages: int = 0
 
 
+class Fp8Tiles(NamedTuple):
+    """The tiles of a forward over fp8 K and V.
+
+    Attributes:
+        tile: for any number of query rows; its stages count the tiles that warps have converted.
+        few: for at most `few.m` query rows of a K/V head.
+        loaded: the number of fp8 tiles of K, and of V, in shared memory at once.
+        loaded_few: `loaded` beside `few`.
+    """
+
+    tile: Tile
+    few: Tile
+    loaded: int
+    loaded_few: int
+
+
 @dataclass(frozen=True)
 class SplitCosts:
     """The clocks that a dK/dV kernel takes, for `heuristics.num_splits`.
@@ -104,6 +120,7 @@ class ForwardRow(Row):
         held: columns of Q that a thread holds in registers.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
+        fp8: the tiles where k and v are fp8; None: there is no such kernel.
     """
 
     _: KW_ONLY
@@ -114,9 +131,12 @@ class ForwardRow(Row):
     held: int = 0
     fma_step: int = 0
     sums_by_product: bool = False
+    fp8: Fp8Tiles | None = None
 
-    def tile_for(self, few: bool) -> Tile:
+    def tile_for(self, few: bool, fp8: bool = False) -> Tile:
         """The tile for few query rows of a K/V head, or for any number."""
+        if fp8 and self.fp8:
+            return self.fp8.few if few else self.fp8.tile
         return self.few if few and self.few else self.tile
 
 
@@ -162,21 +182,23 @@ FORWARD = _by_key(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), capped_m=128, most_packed_heads=32,
         page_keys=128, fma_step=8, sums_by_product=True,
+        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 2), 3, 6),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
         "forward", SM90, 128, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 64, 3), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
-        sums_by_product=True,
+        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 3, 6),
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 128, 2), few=Tile(64, 128, 2), most_packed_heads=32, page_keys=64,
-        sums_by_product=True,
+        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4),
     ),
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), most_packed_heads=32, page_keys=64, held=64,
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2),
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),
@@ -306,6 +328,12 @@ def backward(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) 
 def has(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
     """Whether the pass has a row; head_dim_v is head_dim if None."""
     return (way, arch, head_dim, head_dim if head_dim_v is None else head_dim_v) in ROWS
+
+
+def has_fp8(arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
+    """Whether the forward takes fp8 K and V."""
+    row = ROWS.get(("forward", arch, head_dim, head_dim if head_dim_v is None else head_dim_v))
+    return isinstance(row, ForwardRow) and row.fp8 is not None
 
 
 def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> Row:

@@ -121,6 +121,7 @@ def num_splits_of_forward(
     few: bool,
     seqlen_k: int,
     clusters: int,
+    fp8: bool = False,
 ) -> int:
     """Return into how many parts the keys of a query tile are split. This is the smallest number
     with nearly the shortest time of the busiest cluster, if all sequences are as long as the
@@ -136,10 +137,11 @@ def num_splits_of_forward(
         few: as for `forward_spec`.
         seqlen_k: the most keys of a sequence that a query sees, as far as the host knows.
         clusters: how many clusters of the kernel run at once.
+        fp8: whether k and v are fp8.
     """
     if not (rows and heads and batch):
         return 1
-    tile_m, tile_n, _ = configs.forward(arch, head_dim, head_dim_v).tile_for(few)
+    tile_m, tile_n, _ = configs.forward(arch, head_dim, head_dim_v).tile_for(few, fp8)
     packed = packed_heads(arch, head_dim, head_dim_v, heads=heads, heads_k=heads_k, short=short)
     tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
     key_tiles = -(-seqlen_k // tile_n)
@@ -166,11 +168,16 @@ def forward_spec(
     split: bool,
     few: bool,
     pieces: bool = False,
+    fp8: str = "none",
+    k_descale: bool = False,
+    v_descale: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
-    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences."""
+    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences. The
+    parameters of fp8 K and V are as in `Sm90ForwardSpec`; `configs.has_fp8` says where there are kernels.
+    """
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
@@ -178,11 +185,15 @@ def forward_spec(
     fields |= {"scheduler": scheduler, "page_rows": page_rows}
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
-    tile_m, tile_n, stages = row.tile_for(few)
+    tile_m, tile_n, stages = row.tile_for(few, fp8 != "none")
+    if fp8 != "none" and row.fp8:
+        fields |= {"fp8": fp8, "k_descale": k_descale, "v_descale": v_descale}
+        fields["loaded"] = row.fp8.loaded_few if few else row.fp8.loaded
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:
-        tile_bytes = 2 * (row.head_dim + row.head_dim_v) * tile_n
+        element = 2 if fp8 == "none" else 1  # bytes
+        tile_bytes = element * (row.head_dim + row.head_dim_v) * tile_n
         fields["least_key_tiles"] = max(1, LEAST_PIECE // tile_bytes)
     return Sm90ForwardSpec(
         head_dim=row.head_dim,

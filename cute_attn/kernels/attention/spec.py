@@ -21,6 +21,7 @@ from .configs import (
 
 DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 HEAD_DIMS_V = head_dims_v("forward")
@@ -130,6 +131,9 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
         least_key_tiles: K/V tiles that a piece has at least, about; only with "pieces".
+        fp8: dtype of k and v where they are fp8; "none": k and v have q's dtype.
+        k_descale, v_descale: an argument has the factors of k or v; only with fp8.
+        loaded: fp8 tiles of K in shared memory at once, and as many of V; 0 without fp8.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -143,6 +147,7 @@ class Sm90ForwardSpec(ForwardSpec):
         "head_dim_v": head_dims_v("forward", SM90),
         "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
+        "fp8": ("none", *FP8_DTYPES),
     }
 
     head_dim: int
@@ -151,6 +156,10 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_n: int
     stages: int
     least_key_tiles: int = 0
+    fp8: str = "none"
+    k_descale: bool = False
+    v_descale: bool = False
+    loaded: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,6 +172,17 @@ class Sm90ForwardSpec(ForwardSpec):
                 f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "
                 "'pieces', and otherwise 0"
             )
+        if self.fp8 == "none" and (self.k_descale or self.v_descale):
+            raise ValueError("k_descale or v_descale is True, they need fp8")
+        if (self.fp8 != "none") != (self.loaded > 0):
+            raise ValueError(
+                f"loaded is {self.loaded}, must be positive with fp8, and otherwise 0"
+            )
+
+    @property
+    def keys_dtype(self) -> str:
+        """dtype of k and v."""
+        return self.dtype if self.fp8 == "none" else self.fp8
 
 
 @dataclass(frozen=True)

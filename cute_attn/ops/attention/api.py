@@ -33,6 +33,8 @@ def flash_attn_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
@@ -48,9 +50,10 @@ def flash_attn_func(
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16. q, k and v are read in place:
             the last dimension must be contiguous, and the other strides multiples of 8 elements.
-        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q. heads_k divides heads (MHA, GQA,
-            MQA): query head h uses head h // (heads // heads_k).
-        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of q.
+        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q, or on Hopper fp8: float8_e4m3fn or
+            float8_e5m2. heads_k divides heads (MHA, GQA, MQA): query head h uses head
+            h // (heads // heads_k).
+        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of k.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
@@ -79,6 +82,10 @@ def flash_attn_func(
         out: a tensor to write o to, of o's shape and dtype, with the last dimension contiguous and
             the other strides multiples of 8 elements. `out` must not overlap an argument. A call
             with `out` has no gradient.
+        k_descale: with fp8 k and v, a positive factor of k: float32, a single number or
+            `[batch, heads_k]`. The result is as for k * k_descale. The kernel reads the factor;
+            None is 1. A call with fp8 k and v has no gradient.
+        v_descale: with fp8 k and v, the factor of v, as k_descale.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
@@ -107,8 +114,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
-        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
+        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
+        deterministic,
     )  # fmt: skip
 
 
@@ -134,6 +142,8 @@ def flash_attn_varlen_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -144,7 +154,8 @@ def flash_attn_varlen_func(
             `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
             seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, page_size a
             multiple of 16.
-        v: of k's shape but for head_dim_v, dtype of q.
+            dtype as for `flash_attn_func`.
+        v: of k's shape but for head_dim_v, dtype of k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
         cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
@@ -172,6 +183,8 @@ def flash_attn_varlen_func(
         return_lse: as for `flash_attn_func`.
         out: as for `flash_attn_func`. Rows that belong to no sequence keep what they hold, or are
             overwritten.
+        k_descale: as for `flash_attn_func`.
+        v_descale: as for `flash_attn_func`.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -199,8 +212,8 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
-        num_splits, return_lse, deterministic,
+        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
+        softcap, scheduler, num_splits, return_lse, deterministic,
     )  # fmt: skip
 
 

@@ -37,7 +37,10 @@ from .arguments import (
     bounds,
     check,
     check_alignment,
+    check_fp8,
+    descales_of,
     dims_of,
+    has_fp8,
     no_sequences,
     with_strides_for_tma,
 )
@@ -80,7 +83,10 @@ class Attention(Operator[_Called]):
         super()._check(a)
 
     def check_memory(self, a: Any) -> None:
-        table.find("forward", launch.arch_for(a.q.device), *dims_of(a))
+        arch = launch.arch_for(a.q.device)
+        table.find("forward", arch, *dims_of(a))
+        if has_fp8(a):
+            check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
@@ -109,6 +115,9 @@ class Attention(Operator[_Called]):
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            kv_dtype=DTYPE_NAMES[a.k.dtype],
+            k_descale=a.k_descale is not None,
+            v_descale=a.v_descale is not None,
         )
         clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
         return (
@@ -142,6 +151,9 @@ class Attention(Operator[_Called]):
             _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
             _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
+            a.k.dtype,
+            None if a.k_descale is None else a.k_descale.dim(),
+            None if a.v_descale is None else a.v_descale.dim(),
             a.q.get_device(),
             None if a.learnable_sink is None else a.learnable_sink.dtype,
             a.causal,
@@ -169,7 +181,10 @@ class Attention(Operator[_Called]):
         function, default_scale, cap, left, right, clusters, counts, combine, _, shared = ready
         o, lse = self.results_of(a)
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        counter = shared_memory(a.q, None, clusters, shared) if counts else ()
+        counter: tuple[Any, ...] = ()
+        if counts:
+            descales = descales_of(a.k_descale, a.v_descale, batch_of(a), a.k.shape[-2])
+            counter = (*shared_memory(a.q, None, clusters, shared), *descales)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -256,6 +271,11 @@ class Forward(Attention[Arguments]):
         return super().recorded(*arguments)
 
     def check_gradient(self, a: Arguments) -> None:
+        if a.k_descale is not None or a.v_descale is not None or has_fp8(a):
+            raise NotImplementedError(
+                "k and v of fp8 have no backward: call under torch.no_grad() or "
+                "torch.inference_mode(), or detach"
+            )
         if a.page_table is not None:
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")
 
@@ -402,6 +422,7 @@ def splits_of(a: Any) -> int:
         few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
+        fp8=has_fp8(a),
     )
 
 

@@ -45,6 +45,8 @@ class IntoArguments(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None

@@ -28,7 +28,7 @@ from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...settings import settings
-from .arguments import USER_SCHEDULERS
+from .arguments import USER_SCHEDULERS, check_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ def plan_attention(
     short: bool | None = None,
     few: bool | None = None,
     pieces: bool | None = None,
+    kv_dtype: str | None = None,
+    k_descale: bool = False,
+    v_descale: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. The kernels do not depend on batch size or lengths.
@@ -91,6 +94,9 @@ def plan_attention(
         pieces: only for few query rows, with num_splits of 0. True for several sequences, whose
             keys are cut into pieces where sequences are long; False for one sequence, None for
             both.
+        kv_dtype: dtype of k and v, "float8_e4m3fn" or "float8_e5m2"; None for dtype.
+        k_descale: whether k_descale is given.
+        v_descale: whether v_descale is given.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -103,6 +109,11 @@ def plan_attention(
     """
     dims = head_dim, head_dim_v
     kernel, row = table.find("forward", arch, *dims)
+    fp8 = "none" if kv_dtype is None or kv_dtype == dtype else kv_dtype
+    if fp8 != "none":
+        check_fp8(arch, head_dim, row.head_dim_v, fp8)
+    elif k_descale or v_descale:
+        raise ValueError("k_descale or v_descale is True, they need kv_dtype of fp8")
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = _scheduler(scheduler)
@@ -136,6 +147,9 @@ def plan_attention(
                 few=few_rows,
                 pieces=way == "pieces",
                 lse=return_lse,
+                fp8=fp8,
+                k_descale=k_descale,
+                v_descale=v_descale,
             ),
         )
         for packing, few_rows in dict.fromkeys(tiles)

@@ -9,6 +9,7 @@ maximum.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import cutlass
@@ -55,6 +56,12 @@ class FragmentSoftmax(Carried):
         self.total = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.factor = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.exact = cute.make_rmem_tensor((1,), Int32)
+
+    def scaled(self, scaling: Scaling) -> FragmentSoftmax:
+        """This softmax, with its registers, and another scaling."""
+        found = copy.copy(self)
+        found.scaling = scaling
+        return found
 
     def start(self) -> None:
         self.maximum.fill(-INF)

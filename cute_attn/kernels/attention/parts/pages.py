@@ -95,12 +95,14 @@ class Pages(Carried):
         used = cutlass.min(seqlen_k - number * self.size, self.size)
         return self.table[sequence, number], *boxed.place(row // self.rows, 0, used)
 
-    def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
+    def view(
+        self, buffer: cute.Pointer, head_dim: int, stages: int, swizzle: bool = True
+    ) -> cute.Tensor:
         """A ring of K/V tiles in shared memory, with the modes (rows, columns, boxes of rows, boxes
         of columns, stages)."""
         return boxes(
             buffer, self.rows, (self.boxes, self.rows * BOX), (head_dim // BOX, self.tile_n * BOX),
-            (stages, self.tile_n * head_dim),
+            (stages, self.tile_n * head_dim), swizzle=swizzle,
         )  # fmt: skip
 
     @cute.jit

@@ -26,6 +26,9 @@ buffer is free after the last product of Q, so the next tile's Q is loaded besid
 tile. O is staged in shared memory where there is room (not at head_dim 256), and otherwise stored
 from registers.
 
+With fp8 K and V, the three other warps of the load warp's warpgroup convert each K/V tile from
+the fp8 that TMA brings to the products' operand type, see `dequantise`. P and V are then float16.
+
 With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
 and its log-sum-exp in float32. `combine` adds up the results.
 
@@ -36,7 +39,7 @@ last adds up the segment's pieces, in the order of the keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -80,6 +83,7 @@ from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
 from ..spec import Sm90ForwardSpec
+from .dequantise import K_WARPS, V_WARPS, Dequantiser
 from .mma import (
     ONES_BYTES,
     ROWS,
@@ -100,6 +104,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+REGISTERS_WITH_FP8 = {1: (56, 240), 2: (56, 224)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -124,6 +129,7 @@ class Arguments(NamedTuple):
             number of pieces that have arrived. All are 0 before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
+        k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
     """
 
     q: cute.Tensor
@@ -144,6 +150,23 @@ class Arguments(NamedTuple):
     num_ctas: Int32
     counter: cute.Tensor | None
     parts: cute.Tensor | None
+    k_descale: cute.Tensor | None
+    v_descale: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Descales(Carried):
+    """The factors of fp8 K and V, and what the factors of K change.
+
+    Attributes:
+        k, v: `[batch, heads_k]`, or None for 1.
+        softmax_scale, softcap: arguments of Scaling; None without `k`, or without a softcap.
+    """
+
+    k: cute.Tensor | None
+    v: cute.Tensor | None
+    softmax_scale: Float32 | None
+    softcap: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,7 @@ class Operands(Carried):
         o: coordinates for TMA where o is staged, otherwise the tensor.
         num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
         parts: results of pieces, see `Arguments`.
+        descales: with fp8, the factors of K and V.
     """
 
     q_tma: cute.CopyAtom
@@ -172,6 +196,7 @@ class Operands(Carried):
     num_tiles: Int32
     counter: cute.Tensor | None
     parts: cute.Tensor | None
+    descales: Descales | None
 
 
 @dataclass(frozen=True)
@@ -188,6 +213,7 @@ class Consumer(Carried):
         arrived: the shared address of the number of a segment's pieces that have arrived.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
+        v_descale: the factor of V in this tile; None is 1.
     """
 
     warp: Int32
@@ -206,6 +232,7 @@ class Consumer(Carried):
     acc: cute.Tensor
     softmax: FragmentSoftmax
     visible: Visibility
+    v_descale: Float32 | None = None
 
 
 class Sm90Forward:
@@ -214,6 +241,13 @@ class Sm90Forward:
     def __init__(self, spec: Sm90ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.fp8 = DTYPE[spec.fp8] if spec.fp8 != "none" else None
+        # The type of P and V. Every fp8 number is a float16.
+        self.p_dtype_name = "float16" if self.fp8 else spec.dtype
+        self.p_dtype = DTYPE[self.p_dtype_name]
+        # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
+        self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
+        self.registers = REGISTERS_WITH_FP8 if self.fp8 else REGISTERS
         self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
@@ -222,7 +256,7 @@ class Sm90Forward:
         # a warpgroup without existing rows passes over all K/V tiles but one.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
-        self.held = 0 if self.few_rows else row.held
+        self.held = 0 if self.few_rows or self.fp8 else row.held
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
@@ -231,6 +265,13 @@ class Sm90Forward:
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
+        self.workers = self.consumers  # the warps that take tiles from the load warp
+        if self.fp8:
+            first_v, end = consumer_warps + K_WARPS, consumer_warps + K_WARPS + V_WARPS
+            self.k_warps = Role("K's conversion", range(consumer_warps, first_v))
+            self.v_warps = Role("V's conversion", range(first_v, end))
+            self.workers = Role("consumers and conversion", range(end))
+            self.load = Role("load", range(end, end + 1))
         self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
         self.stored = Float32 if spec.split else self.dtype
         # The first layout that fits. Partial results are not staged.
@@ -248,14 +289,20 @@ class Sm90Forward:
             for rows, columns in ((spec.tile_m, spec.head_dim), (ROWS, spec.head_dim_v))
         )
         self.k_rows, self.v_rows = (
-            BoxedRows(spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k)
+            BoxedRows(
+                spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k,
+                swizzle=not self.fp8,
+            )  # fmt: skip
             for columns in (spec.head_dim, spec.head_dim_v)
         )
 
     def edges(self, q_stages: int) -> tuple[Edge, ...]:
         load, consumers, stages = self.load, self.consumers, self.spec.stages
+        queue = TileQueue.edges(load, self.workers)
+        if self.fp8:
+            return (*queue, *self.edges_with_fp8(q_stages))
         return (
-            *TileQueue.edges(load, consumers),
+            *queue,
             Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", load, consumers, stages, Kind.BYTES, payload="K"),
@@ -263,6 +310,22 @@ class Sm90Forward:
             Edge("v_full", load, consumers, stages, Kind.BYTES, payload="V"),
             Edge("v_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
         )
+
+    def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
+        load, consumers, spec = self.load, self.consumers, self.spec
+        edges = [
+            Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
+        ]
+        for x, warps in (("k", self.k_warps), ("v", self.v_warps)):
+            name, loaded, stages = x.upper(), spec.loaded, spec.stages
+            edges += [
+                Edge(f"{x}_fp8_full", load, warps, loaded, Kind.BYTES, payload=f"fp8 {name}"),
+                Edge(f"{x}_fp8_empty", warps, load, loaded, Kind.WARPS, payload="its stage"),
+                Edge(f"{x}_full", warps, consumers, stages, Kind.WARPS, payload=name),
+                Edge(f"{x}_empty", consumers, warps, stages, Kind.WARPS, payload="its stage"),
+            ]
+        return tuple(edges)
 
     def buffers(
         self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
@@ -274,10 +337,16 @@ class Sm90Forward:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
             o = (Buffer("arrived", Int32, 1, holds="the number of pieces that have arrived"), *o)
+        if self.fp8:
+            o = (
+                Buffer("k_fp8", self.fp8, spec.tile_n * spec.head_dim, spec.loaded, at, "fp8 K"),
+                Buffer("v_fp8", self.fp8, v_elements, spec.loaded, at, "fp8 V"),
+                *o,
+            )
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
-            Buffer("v", self.dtype, v_elements, spec.stages, at, "V"),
+            Buffer("v", self.p_dtype, v_elements, spec.stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
             Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
@@ -285,7 +354,10 @@ class Sm90Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        return report_names(self.smem, self.pipeline, (self.consumers, self.load), shared_base)
+        roles = (self.consumers, self.load)
+        if self.fp8:
+            roles = (*roles, self.k_warps, self.v_warps)
+        return report_names(self.smem, self.pipeline, roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -293,6 +365,8 @@ class Sm90Forward:
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
         given["parts"] = None
+        given |= {"k_descale": fake.descale(spec.k_descale)}
+        given |= {"v_descale": fake.descale(spec.v_descale)}
         if self.pieces:
             given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
@@ -316,9 +390,12 @@ class Sm90Forward:
         tiles = self.tile_map(a, queries, keys, batch)
         if cutlass.const_expr(not (spec.split or self.few_rows)):
             tiles = tiles.balanced(spec, a.num_ctas)
-        scaling = Scaling.of(
-            a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
-        )
+        softcap = a.softcap if spec.softcap else None
+        scaling = Scaling.of(a.softmax_scale, softcap, HEADROOM[self.p_dtype_name])
+        descales = None
+        if cutlass.const_expr(self.fp8 is not None):
+            scale = a.softmax_scale if spec.k_descale else None
+            descales = Descales(a.k_descale, a.v_descale, scale, softcap if spec.k_descale else None)
         visible = Visibility.of(
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
@@ -328,7 +405,8 @@ class Sm90Forward:
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
+            others = (*lengths, a.page_table, a.k_descale, a.v_descale)
+            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *others)):
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
@@ -339,7 +417,7 @@ class Sm90Forward:
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
-            a.parts,
+            a.parts, descales,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
@@ -380,15 +458,24 @@ class Sm90Forward:
             for i in cutlass.range(
                 cute.arch.thread_idx()[0], ONES_BYTES // 4, (self.warpgroups + 1) * WARPGROUP
             ):
-                store_shared(Int32, at + 4 * i, [pack(self.dtype, one, one)])
+                store_shared(Int32, at + 4 * i, [pack(self.p_dtype, one, one)])
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        load_registers, consumer_registers = REGISTERS[self.warpgroups]
-        if warp >= self.load.warps[0]:
+        load_registers, consumer_registers = self.registers[self.warpgroups]
+        if warp >= self.consumers.warps.stop:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
                 self.load_warp(x, storage, barriers, tiles, visible)
+            elif cutlass.const_expr(self.fp8 is not None):
+                if warp < self.k_warps.warps.stop:
+                    self.conversion_warps(
+                        self.dequantiser("k", storage, barriers, warp), storage, visible
+                    )
+                else:
+                    self.conversion_warps(
+                        self.dequantiser("v", storage, barriers, warp), storage, visible
+                    )
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
@@ -444,8 +531,11 @@ class Sm90Forward:
     ) -> None:
         """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         spec, pages = self.spec, x.pages
-        k_smem = self.ring(storage.k, spec.head_dim, pages)
-        v_smem = self.ring(storage.v, spec.head_dim_v, pages)
+        k_ring, v_ring = storage.k, storage.v
+        if cutlass.const_expr(self.fp8 is not None):
+            k_ring, v_ring = storage.k_fp8, storage.v_fp8
+        k_smem = self.ring(k_ring, spec.head_dim, pages)
+        v_smem = self.ring(v_ring, spec.head_dim_v, pages)
         q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
         q_smem = boxes(
             storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
@@ -496,11 +586,13 @@ class Sm90Forward:
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
-        spec = self.spec
+        spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
         if pages is not None:
-            return pages.view(buffer, columns, spec.stages)
+            return pages.view(buffer, columns, stages, swizzle)
         across = (columns // BOX, spec.tile_n * BOX)
-        return boxes(buffer, spec.tile_n, across, (spec.stages, spec.tile_n * columns))
+        return boxes(
+            buffer, spec.tile_n, across, (stages, spec.tile_n * columns), swizzle=swizzle
+        )
 
     @cute.jit
     def load_tile(
@@ -568,14 +660,52 @@ class Sm90Forward:
     ) -> None:
         """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes."""
         rows = self.k_rows if name == "k" else self.v_rows
+        ring, element_bytes = name + self.loaded, self.loaded_bytes
         if cutlass.const_expr(pages is None):
-            load_use(name, tma, rows.box(x, key_tile, *work.keys), smem, barriers, n)
+            box = rows.box(x, key_tile, *work.keys)
+            load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
         else:
-            full = f"{name}_full"
-            barriers.wait_previous(f"{name}_empty", n)
+            full = f"{ring}_full"
+            barriers.wait_previous(f"{ring}_empty", n)
             with cute.arch.elect_one():
-                barriers.expect(full, n, 2 * self.spec.tile_n * rows.columns)
+                barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
             pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
+
+    # -- device: conversion of fp8 ------------------------------------------------------------
+
+    def dequantiser(
+        self, name: str, storage: Pointers, barriers: Barriers, warp: Int32
+    ) -> Dequantiser:
+        """What a warp that converts k or v, `name`, keeps."""
+        role, dtype, columns, source, to = {
+            "k": lambda: (
+                self.k_warps, self.dtype, self.spec.head_dim, storage.k_fp8, storage.k,
+            ),
+            "v": lambda: (
+                self.v_warps, self.p_dtype, self.spec.head_dim_v, storage.v_fp8, storage.v,
+            ),
+        }[name]()  # fmt: skip
+        assert self.fp8 is not None
+        return Dequantiser(
+            name, self.fp8, dtype, self.spec.tile_n * columns, len(role), warp - role.warps[0],
+            shared_address(source), shared_address(to), barriers,
+        )  # fmt: skip
+
+    @cute.jit
+    def conversion_warps(
+        self, dequantiser: Dequantiser, storage: Pointers, visible: Visibility
+    ) -> None:
+        """Convert the K/V tiles of the CTA's tiles."""
+        queue = TileQueue(self.work, storage.work, dequantiser.barriers)
+        taken, n = Int32(0), Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            first, end = self.key_tiles(visible, work)
+            for _ in cutlass.range(end - first, unroll=1):
+                dequantiser.convert(n)
+                n += 1
+            taken += 1
+            work = queue.take(taken)
 
     # -- device: products and softmax ---------------------------------------------------------
 
@@ -587,18 +717,19 @@ class Sm90Forward:
         n = Int32(0)  # K/V tiles
         work = queue.take(taken)
         while work.exists:
+            of_tile = self.descaled(x, own, work)
             own.softmax.start()
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
             first, end = self.key_tiles(own.visible, work)
             if first < end:
-                n = self.compute_tile(own, work, first, end, taken, n)
+                n = self.compute_tile(of_tile, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
             if cutlass.const_expr(self.pieces):
-                self.finish_piece(x, own, work)
+                self.finish_piece(x, of_tile, work)
             else:
-                self.finish_rows(x, own, work)
+                self.finish_rows(x, of_tile, work)
                 if cutlass.const_expr(self.o_staged):
                     self.store_tile(x, own, storage, work)
                 else:
@@ -608,6 +739,20 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
+
+    def descaled(self, x: Operands, own: Consumer, work: Any) -> Consumer:
+        """`own` with the factors of K and V in a tile."""
+        given = x.descales
+        if given is None:
+            return own
+        softmax, v_descale = own.softmax, None
+        if given.k is not None:
+            scale = given.softmax_scale * given.k[work.sequence, work.kv_head]
+            scaling = Scaling.of(scale, given.softcap, HEADROOM[self.p_dtype_name])
+            softmax = softmax.scaled(scaling)
+        if given.v is not None:
+            v_descale = given.v[work.sequence, work.kv_head]
+        return replace(own, softmax=softmax, v_descale=v_descale)
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -649,7 +794,7 @@ class Sm90Forward:
         if key_tile >= whole_end or key_tile < whole_first:
             self.mask(own, work, key_tile)
         self.exponentiate(own, work, True)
-        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        fragments.assign(own.p, fragments.operand(own.s, self.p_dtype))
         n += 1
         # The K/V tiles on the right bound, those in between, and those on the left bound.
         if cutlass.const_expr(spec.window_right):
@@ -716,7 +861,7 @@ class Sm90Forward:
         moved = self.exponentiate(own, work, False)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
-        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        fragments.assign(own.p, fragments.operand(own.s, self.p_dtype))
         if moved:
             fragments.scale_rows(
                 own.acc, [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
@@ -743,11 +888,11 @@ class Sm90Forward:
         o, p = fragments.values(own.acc), fragments.values(own.p)
         if self.sums:
             return start_output_with_sums(
-                self.dtype, o, p, own.v + stage, own.ones,
+                self.p_dtype, o, p, own.v + stage, own.ones,
                 tile_n=spec.tile_n, head_dim=spec.head_dim_v,
             )  # fmt: skip
         return start_output(
-            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
+            self.p_dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
         )
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
@@ -807,6 +952,8 @@ class Sm90Forward:
             inverse, log_sum = finish_row(
                 totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
             )
+            if cutlass.const_expr(own.v_descale is not None):
+                inverse = inverse * own.v_descale
             values = own.acc[None, lane_row, None]
             for j in cutlass.range_constexpr(spec.head_dim_v // 4):
                 # A row without a visible key is 0, whatever P V holds.
