@@ -104,7 +104,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
-REGISTERS_WITH_FP8 = {1: (56, 240), 2: (56, 224)}
+REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -213,7 +213,6 @@ class Consumer(Carried):
         arrived: the shared address of the number of a segment's pieces that have arrived.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
-        v_descale: the factor of V in this tile; None is 1.
     """
 
     warp: Int32
@@ -232,7 +231,6 @@ class Consumer(Carried):
     acc: cute.Tensor
     softmax: FragmentSoftmax
     visible: Visibility
-    v_descale: Float32 | None = None
 
 
 class Sm90Forward:
@@ -741,18 +739,13 @@ class Sm90Forward:
         own.turns.end()
 
     def descaled(self, x: Operands, own: Consumer, work: Any) -> Consumer:
-        """`own` with the factors of K and V in a tile."""
+        """`own` with K's factor in a tile."""
         given = x.descales
-        if given is None:
+        if given is None or given.k is None:
             return own
-        softmax, v_descale = own.softmax, None
-        if given.k is not None:
-            scale = given.softmax_scale * given.k[work.sequence, work.kv_head]
-            scaling = Scaling.of(scale, given.softcap, HEADROOM[self.p_dtype_name])
-            softmax = softmax.scaled(scaling)
-        if given.v is not None:
-            v_descale = given.v[work.sequence, work.kv_head]
-        return replace(own, softmax=softmax, v_descale=v_descale)
+        scale = given.softmax_scale * given.k[work.sequence, work.kv_head]
+        scaling = Scaling.of(scale, given.softcap, HEADROOM[self.p_dtype_name])
+        return replace(own, softmax=own.softmax.scaled(scaling))
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -940,6 +933,9 @@ class Sm90Forward:
             totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
         else:
             totals = own.softmax.totals()
+        v_descale = None
+        if cutlass.const_expr(x.descales is not None and spec.v_descale):
+            v_descale = x.descales.v[work.sequence, work.kv_head]
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
@@ -952,8 +948,8 @@ class Sm90Forward:
             inverse, log_sum = finish_row(
                 totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
             )
-            if cutlass.const_expr(own.v_descale is not None):
-                inverse = inverse * own.v_descale
+            if cutlass.const_expr(v_descale is not None):
+                inverse = inverse * v_descale
             values = own.acc[None, lane_row, None]
             for j in cutlass.range_constexpr(spec.head_dim_v // 4):
                 # A row without a visible key is 0, whatever P V holds.
