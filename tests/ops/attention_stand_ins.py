@@ -72,6 +72,7 @@ def _forward(
     *shared: Tensor | None,
 ) -> None:  # fmt: skip
     assert bool(spec.page_rows) == (pages is not None)
+    *shared, k_descale, v_descale = shared or (None, None)
     if spec.scheduler == "pieces":
         counters, parts = shared
         assert counters is not None and parts is not None
@@ -80,7 +81,13 @@ def _forward(
         assert [x is not None for x in shared] == [True, False] * (spec.scheduler == "counter")
     if pages is not None:
         where = pages.long().clamp(0, len(k) - 1)
-        k, v = (x[where].flatten(1, 2) for x in (k, v))
+        k, v = (x.view(torch.uint8)[where].view(x.dtype).flatten(1, 2) for x in (k, v))
+    for name, factor in (("k_descale", k_descale), ("v_descale", v_descale)):
+        assert getattr(spec, name, False) == (factor is not None)
+    if k_descale is not None:
+        k = k.double() * k_descale[:, None, :, None]
+    if v_descale is not None:
+        v = v.double() * v_descale[:, None, :, None]
     if spec.split:  # the first has all keys, the others none
         assert lse is not None
         o[1:], lse[1:] = math.nan, -math.inf

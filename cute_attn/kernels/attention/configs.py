@@ -42,12 +42,14 @@ class Fp8Tiles(NamedTuple):
         few: for at most `few.m` query rows of a K/V head.
         loaded: the number of fp8 tiles of K, and of V, in shared memory at once.
         loaded_few: `loaded` beside `few`.
+        k_warps: warps that convert K; half as many convert V.
     """
 
     tile: Tile
     few: Tile
     loaded: int
     loaded_few: int
+    k_warps: int = 2
 
 
 @dataclass(frozen=True)

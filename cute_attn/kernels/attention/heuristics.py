@@ -176,8 +176,7 @@ def forward_spec(
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
     selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences. The
-    parameters of fp8 K and V are as in `Sm90ForwardSpec`; `configs.has_fp8` says where there are kernels.
-    """
+    parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
@@ -189,6 +188,7 @@ def forward_spec(
     if fp8 != "none" and row.fp8:
         fields |= {"fp8": fp8, "k_descale": k_descale, "v_descale": v_descale}
         fields["loaded"] = row.fp8.loaded_few if few else row.fp8.loaded
+        fields["k_warps"] = row.fp8.k_warps
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:

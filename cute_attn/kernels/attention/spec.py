@@ -134,6 +134,7 @@ class Sm90ForwardSpec(ForwardSpec):
         fp8: dtype of k and v where they are fp8; "none": k and v have q's dtype.
         k_descale, v_descale: an argument has the factors of k or v; only with fp8.
         loaded: fp8 tiles of K in shared memory at once, and as many of V; 0 without fp8.
+        k_warps: warps that convert K, an even number; half as many convert V; 0 without fp8.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -148,6 +149,7 @@ class Sm90ForwardSpec(ForwardSpec):
         "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
         "fp8": ("none", *FP8_DTYPES),
+        "k_warps": (0, 2, 4),
     }
 
     head_dim: int
@@ -160,6 +162,7 @@ class Sm90ForwardSpec(ForwardSpec):
     k_descale: bool = False
     v_descale: bool = False
     loaded: int = 0
+    k_warps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,10 +177,11 @@ class Sm90ForwardSpec(ForwardSpec):
             )
         if self.fp8 == "none" and (self.k_descale or self.v_descale):
             raise ValueError("k_descale or v_descale is True, they need fp8")
-        if (self.fp8 != "none") != (self.loaded > 0):
-            raise ValueError(
-                f"loaded is {self.loaded}, must be positive with fp8, and otherwise 0"
-            )
+        for name in ("loaded", "k_warps"):
+            if (self.fp8 != "none") != (getattr(self, name) > 0):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, must be positive with fp8, and otherwise 0"
+                )
 
     @property
     def keys_dtype(self) -> str:

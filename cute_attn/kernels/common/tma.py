@@ -201,8 +201,8 @@ def load_use(
     element_bytes: cutlass.Constexpr[int] = 2,
 ) -> None:
     """Wait until the stage of use n is empty and start to fill it, by `load_boxes`. The ring has
-    tiles of `element_bytes` an element and the edges `{name}_empty` and `{name}_full`. One warp calls this; it
-    copies `more_bytes` of the stage itself."""
+    the edges `{name}_empty` and `{name}_full`, and elements of `element_bytes`. One warp calls
+    this; it copies `more_bytes` of the stage itself."""
     barriers.wait_previous(f"{name}_empty", n)
     with cute.arch.elect_one():
         barriers.expect(f"{name}_full", n, cute.size(rows) * element_bytes + more_bytes)

@@ -151,12 +151,8 @@ def attend(
                         parts = Splits.allocate(q, layouts)
                         written, of_lse, sink = parts.o, parts.lse.mT, None
                     if k_descale is not v_descale:  # at least one is not None
-                        batch = (
-                            q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-                        )
-                        k_descale, v_descale = descales_of(
-                            k_descale, v_descale, batch, k.shape[-2]
-                        )
+                        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+                        k_descale, v_descale = descales_of(k_descale, v_descale, batch, k.shape[-2])
                     if shared is not None:
                         counters, of_pieces = shared_memory(q, device, clusters, shared)
                         function(

@@ -27,10 +27,7 @@ from ...common.spec import WARP_SIZE
 ROWS = 8  # rows of a box that a warp converts at a time
 READ = 16  # bytes that a lane reads at a time
 GROUP = READ * WARP_SIZE  # bytes of fp8 that a warp converts at a time
-AT_ONCE = 4  # groups whose loads are in flight together
-
-# Warps that convert K, and V. bfloat16 K takes four times as many instructions as float16 V.
-K_WARPS, V_WARPS = 2, 1
+AT_ONCE = 4  # groups whose loads are in flight together, at most
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,12 @@ class Dequantiser(Carried):
     to: Int32
     barriers: Barriers
 
+    @property
+    def at_once(self) -> int:
+        """Groups of a warp whose loads are in flight together."""
+        groups = self.nbytes // (self.warps * GROUP)
+        return max(n for n in range(1, AT_ONCE + 1) if groups % n == 0)
+
     @cute.jit
     def convert(self, n: Int32) -> None:
         """Convert the tile of use n: wait for it, and for a free stage, and hand it over."""
@@ -70,7 +73,7 @@ class Dequantiser(Carried):
         barriers.wait(f"{name}_fp8_full", n)
         barriers.wait_previous(f"{name}_empty", n)
         step = self.warps * GROUP
-        for first in cutlass.range(0, self.nbytes, step * AT_ONCE, unroll=1):
+        for first in cutlass.range(0, self.nbytes, step * self.at_once, unroll=1):
             self.convert_groups(source + first, to + 2 * first, step)
         barriers.warp_arrives(f"{name}_fp8_empty", n)
         # The products read the tile through the async proxy.
@@ -78,8 +81,8 @@ class Dequantiser(Carried):
         barriers.warp_arrives(f"{name}_full", n)
 
     def convert_groups(self, source: Int32, to: Int32, step: int) -> None:
-        """Convert AT_ONCE groups, `step` bytes of fp8 apart."""
-        loaded = [load_shared(Int32, source + i * step, 4) for i in range(AT_ONCE)]
+        """Convert `at_once` groups, `step` bytes of fp8 apart."""
+        loaded = [load_shared(Int32, source + i * step, 4) for i in range(self.at_once)]
         for i, words in enumerate(loaded):
             units = [from_fp8(self.fp8, self.dtype, word) for word in words]
             store_shared(Int32, to + 2 * i * step, [*units[0], *units[1]])

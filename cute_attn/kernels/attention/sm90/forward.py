@@ -83,7 +83,7 @@ from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
 from ..spec import Sm90ForwardSpec
-from .dequantise import K_WARPS, V_WARPS, Dequantiser
+from .dequantise import Dequantiser
 from .mma import (
     ONES_BYTES,
     ROWS,
@@ -104,7 +104,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
-REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224)}
+REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 200)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -265,11 +265,15 @@ class Sm90Forward:
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
         self.workers = self.consumers  # the warps that take tiles from the load warp
         if self.fp8:
-            first_v, end = consumer_warps + K_WARPS, consumer_warps + K_WARPS + V_WARPS
+            # bfloat16 K takes four times as many instructions as float16 V.
+            first_v = consumer_warps + spec.k_warps
+            end = first_v + spec.k_warps // 2
             self.k_warps = Role("K's conversion", range(consumer_warps, first_v))
             self.v_warps = Role("V's conversion", range(first_v, end))
             self.workers = Role("consumers and conversion", range(end))
             self.load = Role("load", range(end, end + 1))
+        # Rounded up to whole warpgroups; the other warps idle.
+        self.num_threads = -(-(self.load.warps.stop) // WARPGROUP_WARPS) * WARPGROUP
         self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
         self.stored = Float32 if spec.split else self.dtype
         # The first layout that fits. Partial results are not staged.
@@ -288,9 +292,12 @@ class Sm90Forward:
         )
         self.k_rows, self.v_rows = (
             BoxedRows(
-                spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k,
+                spec.page_rows or spec.tile_n,
+                columns,
+                spec.ragged_k,
+                not spec.varlen_k,
                 swizzle=not self.fp8,
-            )  # fmt: skip
+            )
             for columns in (spec.head_dim, spec.head_dim_v)
         )
 
@@ -393,7 +400,9 @@ class Sm90Forward:
         descales = None
         if cutlass.const_expr(self.fp8 is not None):
             scale = a.softmax_scale if spec.k_descale else None
-            descales = Descales(a.k_descale, a.v_descale, scale, softcap if spec.k_descale else None)
+            descales = Descales(
+                a.k_descale, a.v_descale, scale, softcap if spec.k_descale else None
+            )
         visible = Visibility.of(
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
@@ -419,7 +428,7 @@ class Sm90Forward:
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
-            block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
+            block=[self.num_threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -453,9 +462,7 @@ class Sm90Forward:
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
             at = shared_address(storage.ones)
-            for i in cutlass.range(
-                cute.arch.thread_idx()[0], ONES_BYTES // 4, (self.warpgroups + 1) * WARPGROUP
-            ):
+            for i in cutlass.range(cute.arch.thread_idx()[0], ONES_BYTES // 4, self.num_threads):
                 store_shared(Int32, at + 4 * i, [pack(self.p_dtype, one, one)])
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -467,13 +474,11 @@ class Sm90Forward:
                 self.load_warp(x, storage, barriers, tiles, visible)
             elif cutlass.const_expr(self.fp8 is not None):
                 if warp < self.k_warps.warps.stop:
-                    self.conversion_warps(
-                        self.dequantiser("k", storage, barriers, warp), storage, visible
-                    )
-                else:
-                    self.conversion_warps(
-                        self.dequantiser("v", storage, barriers, warp), storage, visible
-                    )
+                    of_k = self.dequantiser("k", storage, barriers, warp)
+                    self.conversion_warps(of_k, storage, visible)
+                elif warp < self.v_warps.warps.stop:
+                    of_v = self.dequantiser("v", storage, barriers, warp)
+                    self.conversion_warps(of_v, storage, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
@@ -588,9 +593,7 @@ class Sm90Forward:
         if pages is not None:
             return pages.view(buffer, columns, stages, swizzle)
         across = (columns // BOX, spec.tile_n * BOX)
-        return boxes(
-            buffer, spec.tile_n, across, (stages, spec.tile_n * columns), swizzle=swizzle
-        )
+        return boxes(buffer, spec.tile_n, across, (stages, spec.tile_n * columns), swizzle=swizzle)
 
     @cute.jit
     def load_tile(
