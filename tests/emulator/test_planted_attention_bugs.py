@@ -122,6 +122,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         parts = torch.full((2 * SMS, spec.tile_m, spec.head_dim_v + PART_COLUMNS), float("nan"))
     arguments = [
         q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, parts,
+        None, None,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
     tensors |= {"pages": pages, "parts": parts}

@@ -464,9 +464,10 @@ def test_on_hopper_every_scheduler_is_the_counter(
             cute_attn.flash_attn_func(**dense(dim=128, scheduler=scheduler))
     assert [spec.scheduler for spec in specs[::2]] == ["counter"] * 3
     assert [spec.head_dim for spec in specs[::2]] == [128] * 3
-    for *_, ctas, counter, parts in specs[1::2]:
+    for *_, ctas, counter, parts, k_descale, v_descale in specs[1::2]:
         assert ctas == 7
-        assert counter.dtype == torch.int32 and counter.tolist() == [0] and parts is None
+        assert counter.dtype == torch.int32 and counter.tolist() == [0]
+        assert parts is k_descale is v_descale is None
     (record,) = caplog.records
     assert "sm_90a has no cluster launch control" in record.getMessage()
 
