@@ -316,8 +316,8 @@ def test_what_the_kernel_is_given():
             cute_attn.flash_attn_func(**call(k_descale=ONE, v_descale=torch.rand(3, 2)))
     first, *others, split, _ = launched.launched
     assert all(spec == first[1] for _, spec, _ in others)
-    for _, _, given in (first, *others):
-        k_descale, v_descale = given[-2:]
+    for _, _, passed in (first, *others):
+        k_descale, v_descale = passed[-2:]
         assert torch.equal(k_descale, torch.ones(2, 2)) and torch.equal(v_descale, heads)
     assert split[1].split and split[2][-2:] == (None, None)
 
