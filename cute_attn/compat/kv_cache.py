@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attention.spec import FP8_DTYPES
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.arguments import PAGE_STEP
-from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
+from ..ops.checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_shapes, is_int
 from .arguments import Window, given_tensors, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
@@ -56,6 +57,11 @@ def attend(
         if k is not None and v is not None:
             at = cache.appended(k.shape[1])
             if rotated:
+                if k_cache.dtype != q.dtype:
+                    raise NotImplementedError(
+                        f"rotary_cos is given with a cache of {k_cache.dtype}: rotate q and k "
+                        "before k is rounded"
+                    )
                 rotary = Rotary.of(q, rotary_cos, rotary_sin, rotary_interleaved)
                 local = any(b is not None and 0 <= b < cache.capacity for b in window_size)
                 steps = torch.arange(q.shape[1] if causal or local else 1, device=q.device)
@@ -122,7 +128,9 @@ class _Cache(NamedTuple):
             if given[name].dim() != dims:
                 shape = list(given[name].shape)
                 raise ValueError(f"{name} has shape {shape}, must have {dims} dimensions")
-        check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), q.dtype)
+        fp8 = DTYPE_NAMES.get(k_cache.dtype) in FP8_DTYPES
+        kv_dtype = k_cache.dtype if fp8 else q.dtype
+        check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), kv_dtype)
         for name in (*of_sequences, table_name, "cu_seqlens_q"):
             if name in given:
                 check_dtype(name, given[name], ("int32",))
@@ -164,8 +172,10 @@ class _Cache(NamedTuple):
             rows = at % page_size
         elif self.batch_idx is not None:
             first = self.batch_idx[:, None].long()
-        self.k.index_put_((first, rows), k)
-        self.v.index_put_((first, rows), v)
+        for cache, new in ((self.k, k), (self.v, v)):
+            if cache.element_size() == 1:  # torch does not index fp8 on every device
+                cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+            cache.index_put_((first, rows), new)
 
     def seen(self, new: int) -> dict[str, Any]:
         """k, v and lengths for the kernel, after `new` rows were appended."""

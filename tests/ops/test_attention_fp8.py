@@ -21,6 +21,7 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import heuristics
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
 from cute_attn.ops.attention import plan_attention
+from cute_attn.reference.attention import attention_in_low_precision, attention_reference
 
 from .attention_cases import (
     FULL,
@@ -30,7 +31,9 @@ from .attention_cases import (
     Target,
     allocate,
     assert_agrees,
+    assert_no_worse,
     on_target,
+    reference_arguments,
     run,
     same,
     valid,
@@ -108,11 +111,18 @@ def test_every_fp8_number_is_converted_exactly(short_pieces: None):
 def test_numbers_that_are_not_finite(name: str):
     """A NaN in k or v reaches the rows that see it; e5m2 has infinities too."""
     with on_target(Target(ARCH, 64)):
-        args = in_fp8(of_kind(CAUSAL, (70, 70), 2).arguments(), E5M2, "none")
-        args[name][0, 69, 0, 3] = math.nan
+        args = in_fp8(of_kind(CAUSAL, (70, 70, 70), 2, scale=0.02).arguments(), E5M2, "none")
+        args[name][0, 5, 0, 3] = math.nan
         args[name][1, 5, 0, 3] = math.inf
-        args["q"][1] = args["q"][1].abs()
-        assert_agrees(args, *run(args))
+        args["q"] = args["q"].abs()
+        o, _ = run(args)
+    exact, _ = attention_reference(**reference_arguments(args))
+    plain, _ = attention_in_low_precision(**reference_arguments(args))
+    assert not exact[:2].isfinite().all() and exact[2].isfinite().all()
+    for test in (torch.isnan, torch.isposinf):
+        assert torch.equal(test(o), test(exact))
+    finite = exact.isfinite()
+    assert_no_worse(o[finite], [plain[finite]], exact[finite])
 
 
 @pytest.mark.slow
