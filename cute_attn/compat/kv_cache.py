@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.spec import FP8_DTYPES
 from ..ops.attention import flash_attn_varlen_func
-from ..ops.attention.arguments import PAGE_STEP
-from ..ops.checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_shapes, is_int
+from ..ops.attention.arguments import PAGE_STEP, is_fp8
+from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
 from .arguments import Window, given_tensors, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
@@ -128,8 +127,7 @@ class _Cache(NamedTuple):
             if given[name].dim() != dims:
                 shape = list(given[name].shape)
                 raise ValueError(f"{name} has shape {shape}, must have {dims} dimensions")
-        fp8 = DTYPE_NAMES.get(k_cache.dtype) in FP8_DTYPES
-        kv_dtype = k_cache.dtype if fp8 else q.dtype
+        kv_dtype = k_cache.dtype if is_fp8(k_cache) else q.dtype
         check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), kv_dtype)
         for name in (*of_sequences, table_name, "cu_seqlens_q"):
             if name in given:
@@ -173,7 +171,7 @@ class _Cache(NamedTuple):
         elif self.batch_idx is not None:
             first = self.batch_idx[:, None].long()
         for cache, new in ((self.k, k), (self.v, v)):
-            if cache.element_size() == 1:  # torch does not index fp8 on every device
+            if is_fp8(cache):  # torch does not index fp8 on every device
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
             cache.index_put_((first, rows), new)
 

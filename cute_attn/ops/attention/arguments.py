@@ -82,7 +82,7 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
 
 
 def _check_key_dtypes(a: Any, given: dict[str, Tensor]) -> None:
-    if DTYPE_NAMES.get(a.k.dtype) not in FP8_DTYPES:
+    if not is_fp8(a.k):
         check_dtypes_are(given, ("k",), a.q.dtype)
         for name in _DESCALES:
             if name in given:
@@ -106,9 +106,9 @@ def check_fp8(arch: str, head_dim: int, head_dim_v: int, dtype: str) -> None:
         )
 
 
-def has_fp8(a: Any) -> bool:
-    """Whether k and v of a call's arguments are fp8."""
-    return getattr(a.k, "dtype", None) in _FP8
+def is_fp8(x: Any) -> bool:
+    """Whether k, v or a cache is fp8."""
+    return getattr(x, "dtype", None) in _FP8
 
 
 def descales_of(

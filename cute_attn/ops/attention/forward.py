@@ -40,7 +40,7 @@ from .arguments import (
     check_fp8,
     descales_of,
     dims_of,
-    has_fp8,
+    is_fp8,
     no_sequences,
     with_strides_for_tma,
 )
@@ -85,7 +85,7 @@ class Attention(Operator[_Called]):
     def check_memory(self, a: Any) -> None:
         arch = launch.arch_for(a.q.device)
         table.find("forward", arch, *dims_of(a))
-        if has_fp8(a):
+        if is_fp8(a.k):
             check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
         check_alignment(q=a.q, k=a.k, v=a.v)
 
@@ -271,7 +271,7 @@ class Forward(Attention[Arguments]):
         return super().recorded(*arguments)
 
     def check_gradient(self, a: Arguments) -> None:
-        if a.k_descale is not None or a.v_descale is not None or has_fp8(a):
+        if a.k_descale is not None or a.v_descale is not None or is_fp8(a.k):
             raise NotImplementedError(
                 "k and v of fp8 have no backward: call under torch.no_grad() or "
                 "torch.inference_mode(), or detach"
@@ -422,7 +422,7 @@ def splits_of(a: Any) -> int:
         few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
-        fp8=has_fp8(a),
+        fp8=is_fp8(a.k),
     )
 
 

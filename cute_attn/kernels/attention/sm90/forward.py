@@ -359,7 +359,7 @@ class Sm90Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = (self.consumers, self.load)
+        roles: tuple[Role, ...] = (self.consumers, self.load)
         if self.fp8:
             roles = (*roles, self.k_warps, self.v_warps)
         return report_names(self.smem, self.pipeline, roles, shared_base)
