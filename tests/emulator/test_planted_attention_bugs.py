@@ -77,13 +77,19 @@ SPECS = {
     "pieces": Sm90ForwardSpec(
         **PLAIN | {"tile_m": 64, "scheduler": "pieces", "least_key_tiles": 1}
     ),
+    "fp8": Sm90ForwardSpec(
+        **PLAIN | {"dtype": "bfloat16", "tile_m": 64, "fp8": "float8_e4m3fn", "loaded": 2},
+        k_warps=2,
+        k_descale=True,
+        v_descale=True,
+    ),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
     "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
-    "few": (20, 130, 2), "pieces": (20, 400, 1),
+    "few": (20, 130, 2), "pieces": (20, 400, 1), "fp8": (20, 300, 2),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -98,7 +104,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(torch.float16)
+        return torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
 
     q = normal(1, queries, heads, spec.head_dim)
     rows: tuple[int, ...] = (1, keys)
@@ -108,7 +114,10 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         rows = each, PAGE
         used = torch.tensor([keys], dtype=torch.int32)
         pages = torch.randperm(each, generator=generator).to(torch.int32)[None]
-    k, v = (normal(*rows, heads, spec.head_dim) for _ in range(2))
+    k, v = (
+        normal(*rows, heads, spec.head_dim).to(getattr(torch, spec.keys_dtype)) for _ in range(2)
+    )
+    factors = [torch.full((1, heads), 0.7)] * 2 if spec.k_descale else [None, None]
     if pages is not None:
         v[pages[0, -1].item(), keys % PAGE :] = float("nan")
     o = torch.full_like(q, float("nan"))
@@ -122,10 +131,10 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         parts = torch.full((2 * SMS, spec.tile_m, spec.head_dim_v + PART_COLUMNS), float("nan"))
     arguments = [
         q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, parts,
-        None, None,
+        *factors,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
-    tensors |= {"pages": pages, "parts": parts}
+    tensors |= {"pages": pages, "parts": parts, "factors": factors[0]}
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items() if x is not None]
     image, text = entry.read("kernel.o"), entry.read("kernel.ptx").decode()
     (recorded,) = record(image, text, arguments, spans, num_sms=SMS)
@@ -144,7 +153,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits, few, pieces = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few, pieces, fp8 = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -560,7 +569,50 @@ def _(p: Edged) -> Planted:
     return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
 
 
-BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs]
+# -- fp8: warps convert K and V between TMA and the products
+
+CONVERSION = r"(ld|st)\.shared\.v4"
+
+for name in ("k", "v"):
+    bugs_of_an_edge(fp8, f"{name}_fp8", CONVERSION)
+    bug_of_a_stage(fp8, f"{name}_fp8", CONVERSION)
+    bugs_of_an_edge(fp8, name, CONVERSION)
+    bug_of_a_stage(fp8, name, CONVERSION)
+
+
+@fp8("expect_tx of fp8 K twice the bytes", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.of("k_fp8_full", EXPECT)[0]
+    return p.changed_operand(line, operand(p, line), "add.s32", 64 * 64), all_waits(p)
+
+
+def fence_of_conversion(name: str, nth: int) -> None:
+    @fp8(f"proxy fence behind the conversion of {name} dropped", "proxy-fence")
+    def _(p: Edged) -> Planted:
+        line = p.before(r"fence\.proxy\.async", p.of(f"{name}_full", ARRIVE)[0])
+        return p.drop(line), lines_of(p, CONVERSION, WGMMA)
+
+
+for nth, name in enumerate(("k", "v")):
+    fence_of_conversion(name, nth)
+
+
+@fp8("fp8 K is released before it is read", "race")
+def _(p: Edged) -> Planted:
+    release = p.of("k_fp8_empty", ARRIVE)[0]
+    wait = p.of("k_fp8_full", WAIT)[0]
+    return p.drop(release).insert(wait, early_release(p, release)), lines_of(p, LOAD, CONVERSION)
+
+
+@fp8("numbers of K are converted as e5m2", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"cvt\.rn\.f16x2\.e4m3x2")
+    return p.swap(line, "e4m3x2", "e5m2x2"), [line]
+
+
+BUGS = [
+    *dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs, *fp8.bugs,
+]  # fmt: skip
 QUICK = {
     "dense: wait for k_full dropped",
     "dense: O is not rescaled",
@@ -577,7 +629,7 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
-                                             for n in ("pages", "hd256", "splits", "few"))])  # fmt: skip
+                                             for n in ("pages", "hd256", "splits", "few", "fp8"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)

@@ -113,6 +113,7 @@ def test_methods_take_what_vllm_gives(backend: Any):
         {"head_size": 256, "dtype": torch.float16, "block_size": 544, "has_sink": True},
         {"head_size": 256, "device_capability": BLACKWELL, "kv_cache_dtype": "bfloat16"},
         {"block_size": None, "kv_cache_dtype": None},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -125,7 +126,11 @@ def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
     [
         ({"head_size": 96}, "head_size not supported"),
         ({"dtype": torch.float32}, "dtype not supported"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype not supported"),
+        (
+            {"kv_cache_dtype": "fp8", "head_size": 256, "device_capability": BLACKWELL},
+            "a KV cache of fp8 has no kernel on this GPU",
+        ),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16 beside a model of torch.bfloat16"),
         (
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
@@ -168,7 +173,7 @@ GOOD = {"num_heads": 4, "head_size": 128, "scale": 0.1, "num_kv_heads": 2}
     [
         ({"head_size": 80}, NotImplementedError, r"head_size 80, there are: \[64, 128, 256\]"),
         ({"alibi_slopes": [0.5] * 4}, NotImplementedError, "no ALiBi"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, NotImplementedError, "KV cache of dtype 'fp8_e4m3'"),
+        ({"kv_cache_dtype": "fp8_inc"}, NotImplementedError, "KV cache of dtype 'fp8_inc'"),
         ({"attn_type": AttentionType.ENCODER}, NotImplementedError, "attention of type"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks has 3 heads, must have 4"),
     ],
@@ -286,6 +291,26 @@ def test_steps_agree_with_attention_over_each_requests_tokens(
         num_splits=0,
     )
     assert {spec for _, spec, _ in launched.launched} <= {spec for _, spec in plan}
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_an_fp8_cache(backend: Any, launched: StandIns, name: str):
+    """The cache holds keys and values divided by the layer's scales, rounded."""
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128, kv_cache_dtype=name)
+    fp8, layer = runner.impl.fp8, runner.layer
+
+    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale).to(fp8).to(x.dtype) * scale  # exact, since the scale is a power of 2
+
+    for step in ({0: 33, 1: 1}, {0: 40, 1: 1, 2: 17}, {2: 1, 0: 1, 1: 1}):
+        queries, output = runner.step(step)
+        kept = runner.keys, runner.values
+        runner.keys = [rounded(x, layer._k_scale) for x in runner.keys]
+        runner.values = [rounded(x, layer._v_scale) for x in runner.values]
+        assert_agrees(runner, queries, output, step)
+        runner.keys, runner.values = kept
+    assert launched.names == ["sm90_forward"] * 3
+    assert {spec.fp8 for _, spec, _ in launched.launched} == {str(fp8).removeprefix("torch.")}
 
 
 LAYOUTS = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # blocks, heads, tokens, content in memory
