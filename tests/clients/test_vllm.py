@@ -289,11 +289,11 @@ def test_the_selector_chooses_the_backend(start: Start, name: str):
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        ("llama", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ("llama", {"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype not supported"),
         ("llama", {"block_size": 24}, "block_size not supported"),
         ("head_dim 96", {}, "head_size not supported"),
     ],
-    ids=["fp8 KV cache", "block size 24", "head_dim 96"],
+    ids=["fp8_inc KV cache", "block size 24", "head_dim 96"],
 )
 def test_what_has_no_kernel_is_refused(
     start: Start, model: str, options: dict[str, Any], reason: str
