@@ -42,6 +42,7 @@ class Fp8Tiles(NamedTuple):
         few: for at most `few.m` query rows of a K/V head.
         loaded: the number of fp8 tiles of K, and of V, in shared memory at once.
         loaded_few: `loaded` beside `few`.
+        held: columns of Q that a thread holds in registers.
         k_warps: warps that convert K; half as many convert V.
     """
 
@@ -49,6 +50,7 @@ class Fp8Tiles(NamedTuple):
     few: Tile
     loaded: int
     loaded_few: int
+    held: int
     k_warps: int = 2
 
 
@@ -184,23 +186,23 @@ FORWARD = _by_key(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), capped_m=128, most_packed_heads=32,
         page_keys=128, fma_step=8, sums_by_product=True,
-        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 2), 3, 6),
+        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
         "forward", SM90, 128, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 64, 3), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
-        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 3, 6),
+        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 3, 4, held=128),
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 128, 2), few=Tile(64, 128, 2), most_packed_heads=32, page_keys=64,
-        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4),
+        sums_by_product=True, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4, held=192),
     ),
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), most_packed_heads=32, page_keys=64, held=64,
-        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2),
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0),
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),

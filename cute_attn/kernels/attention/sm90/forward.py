@@ -254,7 +254,9 @@ class Sm90Forward:
         # a warpgroup without existing rows passes over all K/V tiles but one.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
-        self.held = 0 if self.few_rows or self.fp8 else row.held
+        self.held = 0 if self.few_rows else row.held
+        if row.fp8 is not None and self.fp8:
+            self.held = row.fp8.held
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
