@@ -77,9 +77,7 @@ SPECS = {
     "pieces": Sm90ForwardSpec(
         **PLAIN | {"tile_m": 64, "scheduler": "pieces", "least_key_tiles": 1}
     ),
-    "gather": Sm90ForwardSpec(
-        **PLAIN | {"tile_m": 64, "seqused_k": True, "page_rows": GATHERED}
-    ),
+    "gather": Sm90ForwardSpec(**PLAIN | {"tile_m": 64, "seqused_k": True, "page_rows": GATHERED}),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
@@ -566,6 +564,7 @@ def _(p: Edged) -> Planted:
 
 COPY = r"cp\.async\.cg"
 LANDED = r"cp\.async\.mbarrier"
+PROXY_FENCE = r"fence\.proxy\.async"  # the first one follows the ones beside V
 
 for edge in ("k", "v"):
 
@@ -588,7 +587,7 @@ for edge in ("k", "v"):
         return changed, [*all_waits(p), *lines_of(p, COPY, LANDED, WGMMA)]
 
 
-for nth, name in enumerate(("the first K", "K", "V", "the last V")):
+for nth, name in enumerate(("the first K", "K", "V", "the last V"), 1):
 
     @gather(f"proxy fence of {name} dropped", "proxy-fence")
     def _(p: Edged, nth: int = nth) -> Planted:

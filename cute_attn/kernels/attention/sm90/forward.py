@@ -531,8 +531,8 @@ class Sm90Forward:
                 store_global(Int32, at, [Int32(0)])
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
-        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them; their
-        shared address where rows are gathered."""
+        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
+        the shared address of the stages, where rows are gathered."""
         spec = self.spec
         if self.gathers:
             return shared_address(buffer)
