@@ -594,14 +594,13 @@ for nth, name in enumerate(("the first K", "K", "V", "the last V"), 1):
         return p.drop(p.all(PROXY_FENCE)[nth]), lines_of(p, COPY, WGMMA)
 
 
-@gather("rows behind the last key are copied", "value")
+@gather("the page of another row", "value")
 def _(p: Edged) -> Planted:
-    lines = p.all(r"selp\.b32\s+%r\d+, 16, 0")
-    text = p
-    for line in lines:
-        to = re.findall(r"%r\d+", p[line])[0]
-        text = text.with_line(line, f"mov.b32 {to}, 16;")
-    return text, lines
+    shuffle = r"shfl\.sync\.idx"  # of both halves of a row's place
+    copy = p.one(COPY, nth=4)  # K in the loop; of the last K/V tile, the load warp has no rows
+    line = p.before(shuffle, p.before(shuffle, copy))
+    lane = p[line].split(",")[2].strip()
+    return p.changed_operand(line, lane, "xor.b32", 1), [line]
 
 
 BUGS = [
