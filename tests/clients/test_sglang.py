@@ -185,9 +185,9 @@ def test_the_engine(sglang: Any, tmp_path: Path):
         ("qwen3", torch.float16, 64),
         ("gemma2", torch.bfloat16, 32),
         ("llama", torch.bfloat16, None),  # SGLang's default: 1
-        ("qwen3", torch.float16, 5),
+        ("qwen3", torch.float16, 4),
     ],
-    ids=["64", "128", "256", "64, pages of one token", "128, pages of five"],
+    ids=["64", "128", "256", "64, pages of one token", "128, pages of four"],
 )
 def test_prefill_and_decode(start: Start, model: str, dtype: torch.dtype, page_size: int | None):
     served = start(model, dtype, page_size=page_size)

@@ -203,7 +203,9 @@ def all_cases() -> list[Case]:
         for batch in DECODE_BATCHES
     ]
     decode += [
-        _decode(head_dim, 64, 8192, page_size) for head_dim in HEAD_DIMS for page_size in SMALL_PAGES
+        _decode(head_dim, 64, 8192, page_size)
+        for head_dim in HEAD_DIMS
+        for page_size in SMALL_PAGES
     ]
     pages = [
         _pages(head_dim, *sizes, page_size)

@@ -561,10 +561,11 @@ class Sm90Forward:
         the order in which stages become free: Q comes after the first K. Each V comes after the
         next tile's K, whose scores come before this tile's P V. A warp without memory for Q, in
         `smem`, only gathers its rows of K and V."""
-        pages, barriers = x.pages, queue.barriers
+        pages: Any = x.pages
+        barriers = queue.barriers
         q_smem, k_smem, v_smem = smem
         if cutlass.const_expr(self.gathers):
-            pages = Gather.of_warp(x.pages)
+            pages = Gather.of_warp(pages)
         if cutlass.const_expr(q_smem is not None):
             queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
