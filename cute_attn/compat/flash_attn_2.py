@@ -196,7 +196,8 @@ def flash_attn_varlen_func(
     Args:
         q: `[total_q, heads, head_dim]`, bfloat16 or float16.
         k: `[total_k, heads_k, head_dim]`, dtype of q; with block_table
-            `[num_pages, page_size, heads_k, head_dim]`, page_size a multiple of 16.
+            `[num_pages, page_size, heads_k, head_dim]`. On Blackwell, page_size is a multiple of
+            16.
         v: as k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b.
@@ -371,9 +372,9 @@ def flash_attn_with_kvcache(
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16.
         k_cache: `[batch_cache, seqlen_cache, heads_k, head_dim]`, dtype of q; with block_table
-            `[num_pages, page_size, heads_k, head_dim]`, page_size a multiple of 16. Written in
-            place if k is given: other rows keep their bits. Without cache_batch_idx and
-            block_table, the cache's first sequences are used.
+            `[num_pages, page_size, heads_k, head_dim]`. On Blackwell, page_size is a multiple of
+            16. Written in place if k is given: other rows keep their bits. Without cache_batch_idx
+            and block_table, the cache's first sequences are used.
         v_cache: as k_cache.
         k: `[batch, seqlen_new, heads_k, head_dim]`, dtype of q: keys to append at cache_seqlens.
             There must be room for the new keys, also in block_table; only an int cache_seqlens is
@@ -386,7 +387,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: keys in the cache before the call, an int or `[batch]` int32. None is the
             whole cache, if k is not given.
         cache_batch_idx: `[batch]` int32: the sequence of the cache for each sequence of q, all
-            distinct if k is given. Needs a seqlen_cache that is a multiple of 16.
+            distinct if k is given. On Blackwell, seqlen_cache is a multiple of 16.
         cache_leftpad: `[batch]` int32: the first row of each sequence of the cache; the rows in
             front are not seen. cache_seqlens counts these rows.
         block_table: `[batch, max_pages]` int32: row j of sequence b is in page
@@ -411,8 +412,8 @@ def flash_attn_with_kvcache(
             rotary_sin do not go together. Where the kernel refuses a cache, the message says k and
             v.
         NotImplementedError: alibi_slopes is given; cache_batch_idx or cache_leftpad is given with
-            block_table or with each other; cache_batch_idx, and seqlen_cache is no multiple of 16;
-            no kernel has the head dimension on this GPU.
+            block_table or with each other; on Blackwell, cache_batch_idx, and seqlen_cache is no
+            multiple of 16; no kernel has the head dimension on this GPU.
     """
     refuse_given(alibi_slopes=alibi_slopes)
     o, lse = kv_cache.attend(

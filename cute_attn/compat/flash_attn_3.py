@@ -294,7 +294,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: as for FlashAttention 2's function.
         cache_batch_idx: as for FlashAttention 2's function.
         cache_leftpad: as for FlashAttention 2's function.
-        page_table: `[batch, max_pages]` int32; page_size is a multiple of 16.
+        page_table: `[batch, max_pages]` int32; on Blackwell, page_size is a multiple of 16.
         cu_seqlens_q: `[batch + 1]` int32: where each sequence of q begins and ends.
         cu_seqlens_k_new: no effect without k; with k, only None.
         max_seqlen_q: length of the longest sequence of q, a hint.

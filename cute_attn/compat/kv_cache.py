@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
-from ..ops.attention.arguments import PAGE_STEP, is_fp8
+from ..ops.attention.arguments import is_fp8
+from ..ops.attention.support import page_step
 from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
 from .arguments import Window, given_tensors, with_contiguous_rows
 
@@ -179,10 +180,11 @@ class _Cache(NamedTuple):
         """k, v and lengths for the kernel, after `new` rows were appended."""
         used, table = self.lengths + new, self.page_table
         if self.batch_idx is not None:  # a page for each sequence of the cache
-            if self.capacity % PAGE_STEP:
+            step = page_step(self.k.device)
+            if self.capacity % step:
                 raise NotImplementedError(
-                    f"cache_batch_idx needs a seqlen_cache that is a multiple of {PAGE_STEP}, "
-                    f"k_cache has {self.capacity} rows in a sequence"
+                    f"cache_batch_idx needs a seqlen_cache that is a multiple of {step} on this "
+                    f"GPU, k_cache has {self.capacity} rows in a sequence"
                 )
             table = self.batch_idx[:, None].contiguous()
         if self.leftpad is None:

@@ -32,8 +32,8 @@ def register_attention() -> None:
     """Register this package's attention as SGLang's attention backend `cute_attn`.
 
     SGLang uses the backend only on request:
-    `sglang serve --model-path MODEL --attention-backend cute_attn --page-size 64`. The page size
-    may be any multiple of 16.
+    `sglang serve --model-path MODEL --attention-backend cute_attn --page-size 64`. On Hopper the
+    page size may be any number, as SGLang's default of 1. On Blackwell it is a multiple of 16.
 
     The backend serves decoder layers with head_dim 64, 128 or 256 on Hopper and 256 on Blackwell,
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,

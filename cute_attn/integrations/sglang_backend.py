@@ -27,8 +27,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
-from ..ops.attention.arguments import PAGE_STEP
-from ..ops.attention.support import forward_head_dims
+from ..ops.attention.support import forward_head_dims, page_step
 from . import token_slots
 from .sglang import NAME
 
@@ -68,7 +67,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
     """Attention of all layers of a model that SGLang runs.
 
     Raises:
-        ValueError: page_size is not a multiple of 16.
+        ValueError: the GPU is a Blackwell, and page_size is not a multiple of 16.
         NotImplementedError: the model, a layer or an option of the server has no kernel.
     """
 
@@ -256,8 +255,10 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
         token_slots.write_starts(metadata.cu_seqlens_q, forward_batch.extend_seq_lens[:requests])
     metadata.seqused_k.copy_(forward_batch.seq_lens[:requests]).add_(metadata.drafts)
     rows = forward_batch.req_pool_indices[:requests]
-    first = token_slots.first_slots(backend.slots, rows, page_size)
-    token_slots.write_page_table(metadata.page_table, first, page_size)
+    pages = metadata.page_table if page_size == 1 else None  # then slots are pages
+    first = token_slots.first_slots(backend.slots, rows, page_size, out=pages)
+    if pages is None:
+        token_slots.write_page_table(metadata.page_table, first, page_size)
     if metadata.window_page_table is not None:
         first = backend.pool.translate_loc_from_full_to_swa(first)
         token_slots.write_page_table(metadata.window_page_table, first, page_size)
@@ -270,9 +271,11 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
 
 def refuse(runner: Any) -> None:
     """Raise for a model, or an option of the server, that has no kernel."""
-    if runner.page_size % PAGE_STEP:
+    device = runner.req_to_token_pool.req_to_token.device
+    step = page_step(device)
+    if runner.page_size % step:
         raise ValueError(
-            f"{NAME} needs pages of a multiple of {PAGE_STEP} tokens, got pages of "
+            f"{NAME} needs pages of a multiple of {step} tokens on this GPU, got pages of "
             f"{runner.page_size}: start SGLang with --page-size 64"
         )
     found = missing_for_server(runner)

@@ -16,9 +16,10 @@ def num_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def first_slots(slots: Tensor, rows: Tensor, page_size: int) -> Tensor:
-    """The slot of the first token of each page, `[requests, pages]`, for the requests in `rows`."""
-    return slots[:, ::page_size].index_select(0, rows)
+def first_slots(slots: Tensor, rows: Tensor, page_size: int, out: Tensor | None = None) -> Tensor:
+    """The slot of the first token of each page, `[requests, pages]`, for the requests in `rows`;
+    written to `out` if `out` is given."""
+    return torch.index_select(slots[:, ::page_size], 0, rows, out=out)
 
 
 def write_page_table(out: Tensor, first: Tensor, page_size: int) -> None:

@@ -28,7 +28,6 @@ from vllm.v1.attention.backend import (
 )
 
 from ..ops.attention import flash_attn_varlen_func
-from ..ops.attention.arguments import PAGE_STEP
 from ..ops.attention.support import equal_head_dims
 from .vllm import NAME
 
@@ -39,6 +38,8 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
 
 # Head sizes that have a kernel, by the compute capability's major number.
 HEAD_SIZES = equal_head_dims()
+# vLLM makes the blocks of a hybrid model a multiple of this number. TMA loads 16 rows at once.
+BLOCK_STEP = 16
 # The fp8 of a cache by vLLM's names; vLLM allocates such a cache as bytes.
 FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -74,7 +75,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(PAGE_STEP)]
+        return [MultipleOf(BLOCK_STEP)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -88,8 +89,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        if block_size % PAGE_STEP:
-            raise ValueError(f"block_size is {block_size}, must be a multiple of {PAGE_STEP}")
+        if block_size % BLOCK_STEP:
+            raise ValueError(f"block_size is {block_size}, must be a multiple of {BLOCK_STEP}")
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod

@@ -98,7 +98,7 @@ def test_the_issues_cases_are_all_there():
     assert {b for b, _ in decode} >= {1, 256} and {s for _, s in decode} >= {1024, 131072}
     assert all(c.group == 8 for c in found if c.part in ("decode", "pages"))
     assert {c.kv_dtype for c in found if c.part == "fp8"} == {"float8_e4m3fn", "float8_e5m2"}
-    assert {c.page_size for c in found if c.part == "decode"} == {0, 64}
+    assert {c.page_size for c in found if c.part == "decode"} == {0, 1, 16, 48, 64}
     assert set(cases.short_cases()) <= set(found)
 
 
@@ -251,9 +251,12 @@ def test_targets():
     rows = [whole(seqlen=16384, causal=False, tflops=559.0), whole(head_dim=128, time_us=None)]
     assert [v.passed for v in cases.verdicts({"backward": rows})] == [False, False, None]
     decode = {"head_dim": 64, "batch": 64, "keys": 8192, "kv_mib": 62.0, "time_us": 1.0}
-    decode |= {"share_of_copy": 0.89, "speedup_vs_fa4": None}
+    decode |= {"share_of_copy": 0.89, "speedup_vs_fa4": None, "page_size": 64}
     assert [v.passed for v in cases.verdicts({"decode": [decode]})] == [False, None]
     assert len(cases.verdicts({"decode": [decode | {"kv_mib": 61.0}]})) == 1
+    small = [decode | {"page_size": size, "time_us": us} for size, us in ((1, 1.17), (48, 1.18))]
+    judged = cases.verdicts({"decode": [decode, *small]})
+    assert [v.passed for v in judged] == [False, None, True, None, False, None]
     ragged = [decode | {"kv_mib": mib, "share_of_copy": 0.87} for mib in (127.0, 128.0, 256.0)]
     assert [v.passed for v in cases.verdicts({"ragged": ragged})] == [True, False]
     fp8 = [decode | {"kv_mib": mib, "speedup_vs_bfloat16": 1.69} for mib in (127.0, 128.0)]

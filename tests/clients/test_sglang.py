@@ -184,11 +184,14 @@ def test_the_engine(sglang: Any, tmp_path: Path):
         ("llama", torch.bfloat16, 16),
         ("qwen3", torch.float16, 64),
         ("gemma2", torch.bfloat16, 32),
+        ("llama", torch.bfloat16, None),  # SGLang's default: 1
+        ("qwen3", torch.float16, 4),
     ],
-    ids=["64", "128", "256"],
+    ids=["64", "128", "256", "64, pages of one token", "128, pages of four"],
 )
-def test_prefill_and_decode(start: Start, model: str, dtype: torch.dtype, page_size: int):
+def test_prefill_and_decode(start: Start, model: str, dtype: torch.dtype, page_size: int | None):
     served = start(model, dtype, page_size=page_size)
+    assert served.server.backend.page_size == (page_size or 1)
     for seed, length in enumerate((70, 3, 16)):
         served.server.send(prompt(length, seed), 20)
     served.server.run()
@@ -403,8 +406,6 @@ def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, fp8: torch.dt
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"page_size": None}, ValueError, "pages of 1: start SGLang with --page-size 64"),
-        ({"page_size": 8}, ValueError, "a multiple of 16 tokens, got pages of 8"),
         ({"dtype": "float32"}, NotImplementedError, "a model of torch.float32"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 2},
@@ -424,6 +425,16 @@ def test_refused_options(
 ):
     with pytest.raises(error, match=message):
         start("llama", **options)
+
+
+@pytest.mark.clients("An error at the start for what has no kernel")
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_refused_pages(start: Start, page_size: int | None, monkeypatch: pytest.MonkeyPatch):
+    """On Blackwell."""
+    monkeypatch.setattr("cute_attn.integrations.sglang_backend.page_step", lambda device: 16)
+    message = f"a multiple of 16 tokens on this GPU, got pages of {page_size or 1}: start SGLang"
+    with pytest.raises(ValueError, match=message):
+        start("llama", page_size=page_size)
 
 
 @pytest.mark.clients("An error at the start for what has no kernel")

@@ -339,6 +339,43 @@ def test_a_lane_copies_what_the_others_have_written(
         assert "bar.warp.sync" in found.message
 
 
+COPIED = """
+    ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [in];
+    mov.u32 %r6, tile; mov.u32 %r8, landed; setp.eq.u32 %p1, %r1, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r8], 32;
+    bar.warp.sync -1;
+    shl.b32 %r5, %r1, 4; add.s32 %r7, %r6, %r5; cvt.u64.u32 %rd3, %r5; add.s64 %rd2, %rd2, %rd3;
+    cp.async.cg.shared.global [%r7], [%rd2], 16;
+    {wait}
+    {fence}
+    bar.warp.sync -1;
+    @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r6], 512;
+    @%p1 cp.async.bulk.commit_group;
+    @%p1 cp.async.bulk.wait_group 0;
+"""
+LANDED = """
+    cp.async.mbarrier.arrive.noinc.shared.b64 [%r8];
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r8], 0;
+    @!%p2 bra WAIT;
+"""
+
+
+@pytest.mark.parametrize("wait", ["cp.async.wait_all;", LANDED], ids=["wait_all", "mbarrier"])
+@pytest.mark.parametrize("fence", ["fence.proxy.async.shared::cta;", ""])
+def test_what_cp_async_writes_needs_a_proxy_fence(wait: str, fence: str) -> None:
+    """Before a bulk copy reads it: cp.async writes through the generic proxy."""
+    body = THREAD + COPIED.format(wait=wait, fence=fence)
+    before = ".shared .align 128 .b8 tile[512];\n.shared .align 8 .b8 landed[8];"
+    out, given = np.zeros(128, np.uint32), np.arange(128, dtype=np.uint32)
+    run = run_ptx(
+        module(body, parameters=".param .u64 out, .param .u64 in", before=before),
+        args=[Buffer(out, False), given], block=32,
+    )  # fmt: skip
+    assert out.tolist() == given.tolist()
+    assert {found.check for found in run.findings} == (set() if fence else {"proxy-fence"})
+
+
 def test_a_lane_by_itself_and_parts_of_a_word_do_not_race() -> None:
     body = """
         shl.b32 %r5, %r1, 1; mov.u32 %r6, tile; add.s32 %r6, %r6, %r5;

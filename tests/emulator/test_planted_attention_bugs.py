@@ -1,9 +1,9 @@
 """Bugs planted in attention's forward on SM90: every schedule must find each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
-change the result. Five kernels: "dense" (causal, with lse; two stages of Q, O through shared
-memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), "splits", and "few"
-(the tile of few rows).
+change the result. The kernels: "dense" (causal, with lse; two stages of Q, O through shared
+memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), "splits", "few"
+(the tile of few rows), "pieces", and "gather" (rows from pages of any size).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from cute_attn import cache
 from cute_attn.kernels.attention.configs import PART_COLUMNS
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
-from cute_attn.kernels.attention.spec import Sm90ForwardSpec
+from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 
 from .mutations import (
@@ -83,13 +83,14 @@ SPECS = {
         k_descale=True,
         v_descale=True,
     ),
+    "gather": Sm90ForwardSpec(**PLAIN | {"tile_m": 64, "seqused_k": True, "page_rows": GATHERED}),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
     "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
-    "few": (20, 130, 2), "pieces": (20, 400, 1), "fp8": (20, 300, 2),
+    "few": (20, 130, 2), "pieces": (20, 400, 1), "fp8": (20, 300, 2), "gather": (20, 193, 3),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -153,7 +154,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits, few, pieces, fp8 = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few, pieces, fp8, gather = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -610,8 +611,52 @@ def _(p: Edged) -> Planted:
     return p.swap(line, "e4m3x2", "e5m2x2"), [line]
 
 
+# -- gathered rows: four warps copy them, the last of which is the load warp
+
+COPY = r"cp\.async\.cg"
+LANDED = r"cp\.async\.mbarrier"
+PROXY_FENCE = r"fence\.proxy\.async"  # the first one follows the ones beside V
+
+for edge in ("k", "v"):
+
+    @gather(f"wait for {edge}_full dropped", "race proxy-fence")
+    def _(p: Edged, edge: str = edge) -> Planted:
+        return p.drop(*p.of(f"{edge}_full", WAIT)), lines_of(p, COPY, WGMMA)
+
+    @gather(f"wait for {edge}_empty dropped", "race barrier")
+    def _(p: Edged, edge: str = edge) -> Planted:
+        return p.drop(*p.of(f"{edge}_empty", WAIT)), lines_of(p, COPY, LANDED, WGMMA)
+
+    @gather(f"release of {edge} dropped", "deadlock")
+    def _(p: Edged, edge: str = edge) -> Planted:
+        return p.drop(*p.of(f"{edge}_empty", ARRIVE)), all_waits(p)
+
+    @gather(f"count of {edge}_full a warp too few", "race barrier deadlock proxy-fence")
+    def _(p: Edged, edge: str = edge) -> Planted:
+        line = p.of(f"{edge}_full", r"mbarrier\.init")[0]
+        changed = p.changed_operand(line, operand(p, line), "sub.s32", 32)
+        return changed, [*all_waits(p), *lines_of(p, COPY, LANDED, WGMMA)]
+
+
+for nth, name in enumerate(("the first K", "K", "V", "the last V"), 1):
+
+    @gather(f"proxy fence of {name} dropped", "proxy-fence")
+    def _(p: Edged, nth: int = nth) -> Planted:
+        return p.drop(p.all(PROXY_FENCE)[nth]), lines_of(p, COPY, WGMMA)
+
+
+@gather("the page of another row", "value")
+def _(p: Edged) -> Planted:
+    shuffle = r"shfl\.sync\.idx"  # of both halves of a row's place
+    copy = p.one(COPY, nth=4)  # K in the loop; of the last K/V tile, the load warp has no rows
+    line = p.before(shuffle, p.before(shuffle, copy))
+    lane = p[line].split(",")[2].strip()
+    return p.changed_operand(line, lane, "xor.b32", 1), [line]
+
+
 BUGS = [
     *dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs, *fp8.bugs,
+    *gather.bugs,
 ]  # fmt: skip
 QUICK = {
     "dense: wait for k_full dropped",
@@ -629,7 +674,8 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
-                                             for n in ("pages", "hd256", "splits", "few", "fp8"))])  # fmt: skip
+                                             for n in ("pages", "hd256", "splits", "few", "fp8",
+                                                       "gather"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)

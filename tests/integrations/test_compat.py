@@ -200,16 +200,6 @@ ANGLES = randn(ROWS, 16)
             NotImplementedError,
             "^cache_batch_idx is given with cache_leftpad",
         ),
-        (
-            {"cache_batch_idx": int32(0), "k_cache": ROW, "v_cache": ROW},
-            NotImplementedError,
-            "^cache_batch_idx needs a seqlen_cache that is a multiple of 16",
-        ),
-        (
-            {"block_table": int32(0)[None], "k_cache": ROW, "v_cache": ROW},
-            ValueError,
-            "pages of 2 rows, must be a positive multiple of 16",
-        ),
         ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, ValueError, "needs k and v to be appended"),
         (
             {"k": ROW, "v": ROW, "cache_seqlens": 3, "rotary_cos": ANGLES},

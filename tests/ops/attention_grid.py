@@ -2,9 +2,9 @@
 
 Their lengths, numbers of heads and sequences, masks, softcap, sinks, pages and splits are those of
 its tests/cute/test_flash_attn.py (of 15 August 2026). Left out is what has no counterpart here:
-other head dimensions, such as 96 and 192, and those of v that differ from q's; qv; fp8; pages of
-fewer than 16 rows; queries that are padded and not packed; and windows with a negative bound, such
-as (5, -1), which is an offset there and no bound here.
+other head dimensions, such as 96 and 192, and those of v that differ from q's; qv; fp8; queries
+that are padded and not packed; and windows with a negative bound, such as (5, -1), which is an
+offset there and no bound here.
 
 Results are compared by the error rule with the reference, and, where PyTorch has the function, with
 its scaled_dot_product_attention in float64: a second opinion of what the masks mean.
@@ -121,7 +121,7 @@ def cache_points(shape: tuple[int, int]) -> list[Point]:
             seqused_k=True, page_size=page_size,
         )
         for heads_k, mask, splits, sink, packed_q, page_size in itertools.product(
-            HEADS_K, masks, SPLITS, (False, True), (False, True), (0, 128)
+            HEADS_K, masks, SPLITS, (False, True), (False, True), (0, 1, 4, 128)
         )
         if not page_size or shape[1] % page_size == 0
     ]  # fmt: skip

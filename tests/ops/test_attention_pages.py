@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
+from cute_attn.kernels.attention.spec import GATHERED
 from cute_attn.ops.attention import plan_attention
 
 from .attention_cases import (
@@ -204,7 +205,11 @@ def good() -> dict[str, Any]:
             ValueError,
             r"page_table has strides \(1, 2\), must have contiguous rows",
         ),
-        ({"k": torch.zeros(9, 24, 1, 256).bfloat16()}, ValueError, "k has pages of 24 rows, must"),
+        (
+            {name: torch.zeros(9, 0, 1, 256).bfloat16() for name in "kv"},
+            ValueError,
+            "k has pages of 0 rows, must have at least 1",
+        ),
         ({"v": torch.zeros(9, 16, 1, 256).bfloat16()}, ValueError, "v has shape"),
         (
             {"page_table": torch.zeros(1, dtype=torch.int32).expand(2, 2**26)},
@@ -216,6 +221,18 @@ def good() -> dict[str, Any]:
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str):
     with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
         cute_attn.flash_attn_varlen_func(**good() | change)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 24])
+def test_a_kernel_may_take_multiples_of_16_alone(page_size: int):
+    args = in_pages(of_kind(PLAIN, (5, 40), 3).arguments(), page_size, 0)
+    message = f"k has pages of {page_size} rows; on sm_100a the kernel takes multiples of 16"
+    with (
+        cute_attn.emulated("sm_100a") as emulator,
+        pytest.raises(NotImplementedError, match=message),
+    ):
+        cute_attn.flash_attn_varlen_func(**args)
+    assert not emulator.report.launches
 
 
 class Passing(TorchDispatchMode):
@@ -262,6 +279,7 @@ def test_the_plan_depends_on_what_divides_pages_and_tiles():
         return {spec.page_rows for _, spec in planned}
 
     assert [rows(n, ARCH, 64) for n in (16, 48, 64, 256)] == [{16}, {16}, {64}, {128}]
+    assert {r for n in (1, 2, 8, 17, 100) for r in rows(n, ARCH, 128)} == {GATHERED}
     assert [rows(n, ARCH, 128) for n in (16, 48, 256)] == [{16}, {16}, {64}]
     assert [rows(n, ARCH, 256) for n in (16, 64, 160)] == [{16}, {64}, {32}]
     assert [rows(n, "sm_100a", 256) for n in (16, 96, 256)] == [{16}, {32}, {64}]

@@ -34,6 +34,7 @@ RAGGED: Mapping[str, tuple[int, ...]] = {
 RAGGED_HEADS = {64: (64, 8), 128: (64, 8), 256: (32, 2)}
 PAGE_SIZE = 64
 PAGE_SIZES = (16, 64, 128, 256)
+SMALL_PAGES = (1, 16, 48)  # of decode steps: gathered, or in boxes of 16 rows
 SHORT_QUERIES = 128  # heads share tiles up to this many queries
 
 ELEMENT = 2  # bytes
@@ -56,6 +57,7 @@ WIDE = "bfloat16"  # ours, over the cache in bfloat16 that has the numbers of an
 # Speed over WIDE, from so many bytes of fp8 K and V on.
 FP8_SPEEDUP, FP8_BYTES = 1.7, 128 * 2**20
 FP8_CACHES = ("8 of 2k", "32 of 8k", "32 of 1k to 8k")
+SMALL_PAGE_SHARE = 0.85  # of the rate with pages of PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,11 @@ def all_cases() -> list[Case]:
         for keys in DECODE_KEYS
         for batch in DECODE_BATCHES
     ]
+    decode += [
+        _decode(head_dim, 64, 8192, page_size)
+        for head_dim in HEAD_DIMS
+        for page_size in SMALL_PAGES
+    ]
     pages = [
         _pages(head_dim, *sizes, page_size)
         for head_dim in HEAD_DIMS
@@ -233,7 +240,7 @@ def short_cases() -> list[Case]:
             for causal in (False, True)
         ),
         *(_whole("backward", head_dim, 4096, 1, True) for head_dim in HEAD_DIMS),
-        *(_decode(head_dim, 64, 8192, PAGE_SIZE) for head_dim in HEAD_DIMS),
+        *(_decode(head_dim, 64, 8192, size) for head_dim in HEAD_DIMS for size in (1, PAGE_SIZE)),
         *(_ragged(head_dim, RAGGED["32k among 63 of 512"]) for head_dim in HEAD_DIMS),
         *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
         *(_fp8(head_dim, "32 of 8k") for head_dim in HEAD_DIMS),
@@ -334,8 +341,11 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
             judged = (row["head_dim"], row["seqlen"], row["causal"]) == (256, TOKENS, False)
             if part == "backward" and judged:
                 found.append(_at_least(part, row, "tflops", BACKWARD_TFLOPS))
-    for row in tables.get("decode", ()):
-        if _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
+    decode = tables.get("decode", ())
+    for row in decode:
+        if row["page_size"] in SMALL_PAGES:
+            found += _small_page_verdicts(row, decode)
+        elif _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
             found.append(_at_least("decode", row, "share_of_copy", DECODE_SHARE))
         found.append(_at_least("decode", row, f"speedup_vs_{FA4}", 1.0))
     for row in tables.get("ragged", ()):
@@ -355,6 +365,21 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
             name = f"pages, {_label(row)}: at most {MAX_PAGE_LOSS_PCT:g} % slower than contiguous"
             found.append(Verdict(name, loss <= MAX_PAGE_LOSS_PCT, f"{loss:+.1f} %"))
     return found
+
+
+def _small_page_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
+    """The verdict on a row beside the row with the same sizes and pages of PAGE_SIZE, if there is
+    one."""
+    same = ("head_dim", "batch", "keys", "mode", "flush")
+    return [
+        _at_least(
+            "decode", row | {"share_of_large_pages": share}, "share_of_large_pages",
+            SMALL_PAGE_SHARE,
+        )
+        for other in rows
+        if other["page_size"] == PAGE_SIZE and all(row.get(x) == other.get(x) for x in same)
+        for share in [_number(other, "time_us") / _number(row, "time_us")]
+    ]  # fmt: skip
 
 
 def _label(row: Row) -> str:

@@ -89,10 +89,14 @@ static inline void raise_to(Clock *c, Clock value) {
   if (*c < value) *c = value;
 }
 
-void view_add(View *v, uint32_t agent, Clock clock) {
+void view_add_generic(View *v, uint32_t agent, Clock clock) {
   raise_to(&v->vc[agent], clock);
-  raise_to(&v->pvc[agent], clock);
   raise_to(&v->tvc[agent], clock);
+}
+
+void view_add(View *v, uint32_t agent, Clock clock) {
+  view_add_generic(v, agent, clock);
+  raise_to(&v->pvc[agent], clock);
 }
 
 void view_release(Warp *w, View *into) {

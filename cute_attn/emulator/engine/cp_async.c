@@ -134,7 +134,7 @@ static int wait_cp_async(Warp *w, Mask m, const uint32_t number[32], uint64_t pe
   if (w->cp_done < latest) return wait_for(w, WAIT_CP_ASYNC, latest, pending);
   struct Copies *state = copies_of(w);
   FOR_SET(l, m) if (state->cp_waited[l] < number[l]) state->cp_waited[l] = number[l];
-  if (latest) view_add(&w->view, agent_of(w, AG_CP_ASYNC), cp_clock(w, latest));
+  if (latest) view_add_generic(&w->view, agent_of(w, AG_CP_ASYNC), cp_clock(w, latest));
   return DONE;
 }
 
@@ -159,7 +159,7 @@ static void run_late_arrival(AsyncOp *op, int stage) {
     Mbarrier *b = find_mbarrier(op->warp, op->insn, a->at[i].cta, a->at[i].offset);
     if (b)
       mbarrier_async_arrive(op->warp, op->insn, a->at[i].cta, b, a->at[i].lanes, &op->view,
-                            op->access.agent, op->access.clock);
+                            op->access.agent, op->access.clock, true);
   }
 }
 

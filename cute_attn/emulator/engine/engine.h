@@ -701,6 +701,8 @@ View view_with_fenced(Warp *w);  // a copy that includes effects ordered only by
 void view_join(Emu *e, View *into, const View *from);
 // Component-wise maximum of one agent, in all three clocks.
 void view_add(View *v, uint32_t agent, Clock clock);
+// As view_add, of effects that the asynchronous proxy sees only after a fence.
+void view_add_generic(View *v, uint32_t agent, Clock clock);
 // A release by the warp ends its current epoch: joins w's view and own clock into `into`, then
 // ticks. An acquire joins `from` into w's view.
 void view_release(Warp *w, View *into);
@@ -750,7 +752,7 @@ Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
-                           const View *from, uint32_t agent, Clock clock);
+                           const View *from, uint32_t agent, Clock clock, bool generic);
 // The signals that an mbarrier has received; for reports.
 const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
 const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"

@@ -246,12 +246,12 @@ void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t
 }
 
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
-                           const View *from, uint32_t agent, Clock clock) {
+                           const View *from, uint32_t agent, Clock clock, bool generic) {
   Emu *e = cta->emu;
   if (ordering(e)) {
     join_into(e, &b->next, from);
     if (!b->next.vc) b->next = view_new(e);
-    view_add(&b->next, agent, clock);
+    (generic ? view_add_generic : view_add)(&b->next, agent, clock);
   }
   take_arrivals(w, I, cta, b, count);
 }

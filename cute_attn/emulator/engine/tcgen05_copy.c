@@ -223,7 +223,7 @@ static void run_commit(AsyncOp *op, int stage) {
     Mbarrier *b = find_mbarrier(op->warp, op->insn, cta, c->barriers[i].offset);
     if (b)
       mbarrier_async_arrive(op->warp, op->insn, cta, b, 1, &op->view, op->access.agent,
-                            op->access.clock);
+                            op->access.clock, false);
   }
   progress(op->emu);
 }

@@ -121,6 +121,7 @@ class ForwardRow(Row):
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
         page_keys: the most keys that TMA loads from a page at once.
+        page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
@@ -132,6 +133,7 @@ class ForwardRow(Row):
     capped_m: int | None = None
     most_packed_heads: int
     page_keys: int
+    page_step: int = 1
     held: int = 0
     fma_step: int = 0
     sums_by_product: bool = False
@@ -206,7 +208,7 @@ FORWARD = _by_key(
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),
-        most_packed_heads=64, page_keys=64,
+        most_packed_heads=64, page_keys=64, page_step=16,
     ),
 )  # fmt: skip
 

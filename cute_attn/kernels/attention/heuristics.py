@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from . import configs, ds_tiles
 from .configs import SplitCosts
 from .spec import (
+    GATHERED,
     TILE_M,
     BackwardSpec,
     ForwardSpec,
@@ -58,6 +59,8 @@ NEARLY = 1.03
 # Fixed costs of a CTA and of the combination, in units of a K/V tile's time, about 1 us.
 _START = 3
 _COMBINATION = 3
+
+LEAST_BOX_ROWS = 16  # rows of a page that TMA loads at once; fewer are gathered
 
 # Bytes of K and V in 16 bits: a CTA alone reads them in 9 us on an H100. Pieces of fp8 have as many
 # keys, whose products take as long.
@@ -102,6 +105,23 @@ def has_few_rows(*, heads: int, heads_k: int, most_queries: int) -> bool:
     tile for few rows. Without this tile, two of three warpgroups had no row in a decode step at
     head_dim 64: the products held the step to 58 % of an H200's copy bandwidth."""
     return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= FEW_ROWS
+
+
+def page_rows(arch: str, head_dim: int, head_dim_v: int | None = None, *, page_size: int) -> int:
+    """How many rows of a page are loaded at a time: as many as divide the page and a K/V tile,
+    `GATHERED` where these are few.
+
+    Raises:
+        NotImplementedError: the kernel takes no pages of this size.
+    """
+    row = configs.forward(arch, head_dim, head_dim_v)
+    if page_size % row.page_step:
+        raise NotImplementedError(
+            f"k has pages of {page_size} rows; on {arch} the kernel takes multiples of "
+            f"{row.page_step}"
+        )
+    rows = math.gcd(page_size, row.page_keys)
+    return rows if rows >= LEAST_BOX_ROWS else GATHERED
 
 
 def has_clc(arch: str) -> bool:
@@ -181,9 +201,16 @@ def forward_spec(
     parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
-    page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
+    rows = 0
+    if page_size is not None:
+        rows = page_rows(arch, head_dim, head_dim_v, page_size=page_size)
+    if fp8 != "none" and rows == GATHERED:
+        raise NotImplementedError(
+            f"k is fp8 and has pages of {page_size} rows; the kernel for fp8 takes multiples of "
+            f"{LEAST_BOX_ROWS}"
+        )
     scheduler = "pieces" if pieces else row.scheduler or scheduler
-    fields |= {"scheduler": scheduler, "page_rows": page_rows}
+    fields |= {"scheduler": scheduler, "page_rows": rows}
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
     tile_m, tile_n, stages = row.tile_for(few, fp8 != "none")

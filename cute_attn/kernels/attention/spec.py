@@ -23,6 +23,7 @@ DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
+GATHERED = 1  # page_rows: K and V are gathered row by row, from pages of any size
 
 HEAD_DIMS_V = head_dims_v("forward")
 # The dK/dV kernel of SM100 swaps the sides: a cluster has 256 keys, and loops over 128 queries.
@@ -53,7 +54,8 @@ class ForwardSpec(Spec):
         varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         lse: the kernel writes the log-sum-exp.
-        page_rows: k and v are pages, loaded `page_rows` rows at a time; 0: k and v are not pages.
+        page_rows: k and v are pages, loaded `page_rows` rows at a time; GATHERED: pages may have
+            any size; 0: k and v are not pages.
         split: a tile's K/V tiles are split; the kernel writes each split's o and lse, in float32.
 
     Raises:
@@ -144,6 +146,7 @@ class Sm90ForwardSpec(ForwardSpec):
         **ForwardSpec.ALLOWED,
         "scheduler": ("single", "counter", "pieces"),
         "packed_heads": _powers_of_two(most_packed_heads(SM90)),
+        "page_rows": (GATHERED, *ForwardSpec.ALLOWED["page_rows"]),
         "head_dim": head_dims("forward", SM90),
         "head_dim_v": head_dims_v("forward", SM90),
         "tile_m": (64, 128, 192),
@@ -177,6 +180,8 @@ class Sm90ForwardSpec(ForwardSpec):
             )
         if self.fp8 == "none" and (self.k_descale or self.v_descale):
             raise ValueError("k_descale or v_descale is True, they need fp8")
+        if self.fp8 != "none" and self.page_rows == GATHERED:
+            raise ValueError("page_rows is GATHERED, and fp8 k and v are loaded by TMA alone")
         for name in ("loaded", "k_warps"):
             if (self.fp8 != "none") != (getattr(self, name) > 0):
                 raise ValueError(

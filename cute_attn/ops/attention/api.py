@@ -152,8 +152,9 @@ def flash_attn_varlen_func(
             `[batch, seqlen_q, heads, head_dim]`.
         k: `[total_k, heads_k, head_dim]` with cu_seqlens_k, else
             `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
-            seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, page_size a
-            multiple of 16. The dtype is as for `flash_attn_func`.
+            seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, where
+            page_size is any number on Hopper, and a multiple of 16 on Blackwell and for fp8. The
+            dtype is as for `flash_attn_func`.
         v: of k's shape but for head_dim_v, dtype of k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.

@@ -35,7 +35,6 @@ MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 ALIGNMENT = 16  # bytes: TMA requires aligned addresses and strides
 _MAX_TILES = 2**31
 MAX_SPLITS = 256
-PAGE_STEP = 16  # page_size is a multiple of PAGE_STEP
 
 
 def dims_of(a: Any) -> tuple[int, int]:
@@ -347,10 +346,8 @@ def _check_pages(a: Arguments, page_table: Tensor) -> None:
     if page_table.dim() != 2:
         raise ValueError(f"page_table has shape {_shape(page_table)}, must be [batch, max_pages]")
     page_size = a.k.shape[1]
-    if page_size % PAGE_STEP or not page_size:
-        raise ValueError(
-            f"k has pages of {page_size} rows, must be a positive multiple of {PAGE_STEP}"
-        )
+    if not page_size:
+        raise ValueError("k has pages of 0 rows, must have at least 1")
     if exceeds(page_table.shape[1] * page_size, MAX_SEQLEN - 1):
         raise ValueError(
             f"page_table has {page_table.shape[1]} pages of {page_size} rows, must be fewer than "

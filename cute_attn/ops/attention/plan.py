@@ -81,7 +81,7 @@ def plan_attention(
         varlen_k: whether cu_seqlens_k is given.
         seqused_q: whether seqused_q is given.
         seqused_k: whether seqused_k is given.
-        page_size: rows of a page of k and v, a multiple of 16; None without page_table.
+        page_size: rows of a page of k and v; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
         num_splits: 1 for calls without splits, more for calls with splits, 0 for calls that leave
             the number to the operator.

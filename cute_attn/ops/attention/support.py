@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention import table
+from ...kernels.attention import configs, table
 from ...kernels.attention.configs import SM90, SM100, has_fp8
 from ...kernels.attention.spec import DTYPES
 from ..checks import DTYPE_NAMES
@@ -31,6 +31,12 @@ def forward_head_dims(device: torch.device, *, fp8: bool = False) -> tuple[tuple
     arch = launch.arch_for(device)
     found = tuple(dims for dims in table.shapes("forward") if table.has("forward", arch, *dims))
     return tuple(dims for dims in found if has_fp8(arch, *dims)) if fp8 else found
+
+
+def page_step(device: torch.device) -> int:
+    """The number of rows of which the page sizes of the device's forward are multiples."""
+    arch = launch.arch_for(device)
+    return max(row.page_step for key, row in configs.FORWARD.items() if key[1] == arch)
 
 
 def equal_head_dims() -> dict[int, tuple[int, ...]]:

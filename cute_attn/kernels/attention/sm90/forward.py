@@ -21,7 +21,8 @@ products.
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
     the one after     load        finds the next tile; Q, then each K/V tile, by TMA
 
-The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q's
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Where
+pages are too small for TMA, all four gather the rows of K and V, see `gather`. Q's
 buffer is free after the last product of Q, so the next tile's Q is loaded beside the end of this
 tile. O is staged in shared memory where there is room (not at head_dim 256), and otherwise stored
 from registers.
@@ -76,13 +77,14 @@ from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ..parts.gather import Gather
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
 from ..parts.pieces import PieceMap, PieceWork
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
-from ..spec import Sm90ForwardSpec
+from ..spec import GATHERED, Sm90ForwardSpec
 from .dequantise import Dequantiser
 from .mma import (
     ONES_BYTES,
@@ -105,6 +107,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224), 3: (56, 152)}
+GATHER_REGISTERS = {**REGISTERS, 2: (32, 240)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -174,8 +177,9 @@ class Operands(Carried):
     """The tensors that the device code reads and writes.
 
     Attributes:
-        q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged.
-        q, k, v: coordinates for TMA.
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; o_tma only where o is staged, k_tma and v_tma only
+            where TMA loads K and V.
+        q, k, v: coordinates for TMA; k and v may be the tensors, whose rows are gathered.
         o: coordinates for TMA where o is staged, otherwise the tensor.
         num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
         parts: results of pieces, see `Arguments`.
@@ -184,9 +188,9 @@ class Operands(Carried):
 
     q_tma: cute.CopyAtom
     q: cute.Tensor
-    k_tma: cute.CopyAtom
+    k_tma: cute.CopyAtom | None
     k: cute.Tensor
-    v_tma: cute.CopyAtom
+    v_tma: cute.CopyAtom | None
     v: cute.Tensor
     o_tma: cute.CopyAtom | None
     o: cute.Tensor
@@ -246,6 +250,8 @@ class Sm90Forward:
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
         self.registers = REGISTERS_WITH_FP8 if self.fp8 else REGISTERS
+        if spec.page_rows == GATHERED:
+            self.registers = GATHER_REGISTERS
         self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
@@ -265,15 +271,22 @@ class Sm90Forward:
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
-        self.workers = self.consumers  # the warps that take tiles from the load warp
+        # The warps that load K and V, and the warps that take tiles from the load warp.
+        self.loaders, self.takers = self.load, self.consumers
+        self.gathers = spec.page_rows == GATHERED
+        if self.gathers:
+            warps = range(consumer_warps, consumer_warps + WARPGROUP_WARPS)
+            self.load = Role("load", warps[-1:])
+            self.loaders = Role("gather", warps)
+            self.takers = Role("consumers and gather", range(warps[-1]))
         if self.fp8:
             # bfloat16 K takes four times as many instructions as float16 V.
             first_v = consumer_warps + spec.k_warps
             end = first_v + spec.k_warps // 2
             self.k_warps = Role("K's conversion", range(consumer_warps, first_v))
             self.v_warps = Role("V's conversion", range(first_v, end))
-            self.workers = Role("consumers and conversion", range(end))
-            self.load = Role("load", range(end, end + 1))
+            self.takers = Role("consumers and conversion", range(end))
+            self.load = self.loaders = Role("load", range(end, end + 1))
         # Rounded up to whole warpgroups; the other warps idle.
         self.num_threads = -(-(self.load.warps.stop) // WARPGROUP_WARPS) * WARPGROUP
         self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
@@ -305,17 +318,18 @@ class Sm90Forward:
 
     def edges(self, q_stages: int) -> tuple[Edge, ...]:
         load, consumers, stages = self.load, self.consumers, self.spec.stages
-        queue = TileQueue.edges(load, self.workers)
+        loaders, by = self.loaders, Kind.THREADS if self.gathers else Kind.BYTES
+        queue = TileQueue.edges(load, self.takers)
         if self.fp8:
             return (*queue, *self.edges_with_fp8(q_stages))
         return (
             *queue,
             Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
-            Edge("k_full", load, consumers, stages, Kind.BYTES, payload="K"),
-            Edge("k_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
-            Edge("v_full", load, consumers, stages, Kind.BYTES, payload="V"),
-            Edge("v_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
+            Edge("k_full", loaders, consumers, stages, by, payload="K"),
+            Edge("k_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", loaders, consumers, stages, by, payload="V"),
+            Edge("v_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
         )
 
     def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
@@ -361,7 +375,7 @@ class Sm90Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles: tuple[Role, ...] = (self.consumers, self.load)
+        roles: tuple[Role, ...] = (self.consumers, self.loaders)
         if self.fp8:
             roles = (*roles, self.k_warps, self.v_warps)
         return report_names(self.smem, self.pipeline, roles, shared_base)
@@ -419,8 +433,10 @@ class Sm90Forward:
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
-        k_tma, k = self.k_rows.atom(load, a.k)
-        v_tma, v = self.v_rows.atom(load, a.v)
+        k_tma, k, v_tma, v = None, a.k, None, a.v
+        if cutlass.const_expr(not self.gathers):
+            k_tma, k = self.k_rows.atom(load, a.k)
+            v_tma, v = self.v_rows.atom(load, a.v)
         o_tma, o = None, a.o
         if cutlass.const_expr(self.o_staged):
             o_tma, o = self.o_rows.atom(store, a.o)
@@ -460,7 +476,8 @@ class Sm90Forward:
                 prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             if cutlass.const_expr(self.pieces):
                 self.prefetch(x.pages, tiles)
-            prepare((x.q_tma, x.k_tma, x.v_tma, *((x.o_tma,) if self.o_staged else ())), barriers)
+            copies = (x.q_tma, x.k_tma, x.v_tma, x.o_tma)
+            prepare(tuple(tma for tma in copies if tma is not None), barriers)
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
             at = shared_address(storage.ones)
@@ -474,6 +491,8 @@ class Sm90Forward:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
                 self.load_warp(x, storage, barriers, tiles, visible)
+            elif cutlass.const_expr(self.gathers):
+                self.gather_warps(x, storage, barriers, visible)
             elif cutlass.const_expr(self.fp8 is not None):
                 if warp < self.k_warps.warps.stop:
                     of_k = self.dequantiser("k", storage, barriers, warp)
@@ -563,6 +582,22 @@ class Sm90Forward:
             start_dependents()  # the combination waits for this grid's end
 
     @cute.jit
+    def gather_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, visible: Visibility
+    ) -> None:
+        """Gather K and V of the load warp's tiles, beside the load warp."""
+        spec = self.spec
+        k_smem = self.ring(storage.k, spec.head_dim, x.pages)
+        v_smem = self.ring(storage.v, spec.head_dim_v, x.pages)
+        queue = TileQueue(self.work, storage.work, barriers)
+        taken, n = Int32(0), Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            smem = None, k_smem, v_smem
+            taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+            work = queue.take(taken)
+
+    @cute.jit
     def load_pieces(
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
         visible: Visibility,
@@ -589,9 +624,12 @@ class Sm90Forward:
             if count_arrival(at + 4, ctas) == ctas - 1:
                 store_global(Int32, at, [Int32(0)])
 
-    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
-        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
+    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
+        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
+        the shared address of the stages, where rows are gathered."""
         spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
+        if self.gathers:
+            return shared_address(buffer)
         if pages is not None:
             return pages.view(buffer, columns, stages, swizzle)
         across = (columns // BOX, spec.tile_n * BOX)
@@ -609,25 +647,30 @@ class Sm90Forward:
 
     @cute.jit
     def load_work(
-        self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, visible: Visibility,
+        self, x: Operands, smem: tuple[Any, ...], queue: TileQueue, visible: Visibility,
         work: Any, taken: Int32, n: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Publish a tile as work `taken`, and load its K/V tiles, which are uses n and up. Return
         the next values of `taken` and n. K/V tiles come from the last to the first. Loads follow
         the order in which stages become free: Q comes after the first K. Each V comes after the
-        next tile's K, whose scores come before this tile's P V."""
-        pages, barriers = x.pages, queue.barriers
+        next tile's K, whose scores come before this tile's P V. A warp without memory for Q, in
+        `smem`, only gathers its rows of K and V."""
+        pages: Any = x.pages
+        barriers = queue.barriers
         q_smem, k_smem, v_smem = smem
-        queue.publish_work(taken, work)
+        if cutlass.const_expr(self.gathers):
+            pages = Gather.of_warp(pages)
+        if cutlass.const_expr(q_smem is not None):
+            queue.publish_work(taken, work)
         queries = self.q_rows.box(x.q, work.block, *work.queries)
         first, end = self.key_tiles(visible, work)
         if first >= end:
-            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+            self.load_queries(x, queries, q_smem, barriers, taken)
         else:
             found = self.found(pages, end - 1, work)
             use = (barriers, n, pages, found)
             self.load_keys("k", x.k_tma, x.k, end - 1, work, k_smem, *use)
-            load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+            self.load_queries(x, queries, q_smem, barriers, taken)
             for i in cutlass.range(end - 1 - first, unroll=1):
                 key_tile = end - 2 - i
                 before, found = found, self.found(pages, key_tile, work)
@@ -641,32 +684,48 @@ class Sm90Forward:
             n += 1
         return taken + 1, n
 
-    def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
-        """The pages of a K/V tile's boxes."""
+    def load_queries(
+        self, x: Operands, rows: cute.Tensor, smem: Any, barriers: Barriers, taken: Int32
+    ) -> None:
+        """Load Q of work `taken`, unless the warp has no memory for Q."""
+        if smem is not None:
+            load_use("q", x.q_tma, rows, smem, barriers, taken)
+
+    def found(self, pages: Pages | Gather | None, key_tile: Any, work: Any) -> Any:
+        """The pages of a K/V tile's boxes, or of the gathered rows."""
         if pages is None:
             return None
+        if isinstance(pages, Gather):
+            return pages.of_tile(key_tile, work.sequence, work.seqlen_k)
         return pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.k_rows)
 
     @cute.jit
     def load_keys(
         self,
         name: cutlass.Constexpr[str],
-        tma: cute.CopyAtom,
+        tma: cute.CopyAtom | None,
         x: cute.Tensor,
         key_tile: Int32,
         work: Any,
-        smem: cute.Tensor,
+        smem: Any,
         barriers: Barriers,
         n: Int32,
-        pages: Pages | None,
+        pages: Pages | Gather | None,
         found: Any,
     ) -> None:
-        """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes."""
+        """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes or
+        rows."""
         rows = self.k_rows if name == "k" else self.v_rows
         ring, element_bytes = name + self.loaded, self.loaded_bytes
         if cutlass.const_expr(pages is None):
             box = rows.box(x, key_tile, *work.keys)
             load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
+        elif cutlass.const_expr(self.gathers):
+            barriers.wait_previous(f"{name}_empty", n)
+            stage = barriers.stage(f"{name}_full", n)
+            tile = smem + stage * (2 * self.spec.tile_n * rows.columns)
+            full = barriers.address(f"{name}_full", stage)
+            pages.load(x, found, work.kv_head, rows.columns, tile, full)
         else:
             full = f"{ring}_full"
             barriers.wait_previous(f"{ring}_empty", n)
@@ -783,7 +842,7 @@ class Sm90Forward:
             fragments.assign(own.held, held)
         key_tile = end - 1
         # The last K/V tile: there is no P yet for a second product.
-        own.barriers.wait("k_full", n)
+        self.wait_keys(own, "k_full", n)
         scores = self.start_scores(own, q, n)
         fragments.assign(own.s, wgmma.wait(scores))
         own.barriers.warp_arrives("k_empty", n)
@@ -811,7 +870,7 @@ class Sm90Forward:
                 n += 1
         if cutlass.const_expr(self.q_stages == 1):
             own.barriers.warp_arrives("q_empty", taken)
-        own.barriers.wait("v_full", n - 1)
+        self.wait_keys(own, "v_full", n - 1)
         out = self.start_output(own, n - 1)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
@@ -844,10 +903,10 @@ class Sm90Forward:
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """Compute P from Q at `q` and use n of K, beside the product P V of the previous use."""
-        own.barriers.wait("k_full", n)
+        self.wait_keys(own, "k_full", n)
         own.turns.wait()
         scores = self.start_scores(own, q, n)
-        own.barriers.wait("v_full", n - 1)
+        self.wait_keys(own, "v_full", n - 1)
         out = self.start_output(own, n - 1)
         own.turns.give()
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
@@ -864,6 +923,12 @@ class Sm90Forward:
             fragments.scale_rows(
                 own.acc, [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
             )
+
+    def wait_keys(self, own: Consumer, edge: str, n: Any) -> None:
+        """Wait for a K/V tile, use n of `edge`, so that products may read it."""
+        own.barriers.wait(edge, n)
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
 
     def start_scores(self, own: Consumer, q: Any, n: Any) -> list[Any]:
         """Start S = Q K^T, with Q at `q` and use n of K."""
