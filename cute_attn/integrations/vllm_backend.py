@@ -304,8 +304,7 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             softcap=self.softcap,
             num_splits=0,
             out=output[:rows],
-            k_descale=layer._k_scale if self.fp8 else None,
-            v_descale=layer._v_scale if self.fp8 else None,
+            **self.factors(layer),
         )
         return output
 
@@ -324,9 +323,10 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         if reshape_and_cache_flash is not None and key.is_cuda:
             # vLLM's kernel takes an fp8 cache as bytes.
             name = self.kv_cache_dtype if self.fp8 else "auto"
-            pages = [x.view(torch.uint8) for x in (k, v)] if self.fp8 else (k, v)
+            if self.fp8:
+                k, v = k.view(torch.uint8), v.view(torch.uint8)
             reshape_and_cache_flash(
-                key, value, *pages, slot_mapping, name, layer._k_scale, layer._v_scale
+                key, value, k, v, slot_mapping, name, layer._k_scale, layer._v_scale
             )
             return
         block_size = k.shape[1]
@@ -342,6 +342,12 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
                 rows = (rows / getattr(layer, name)).clamp(-most, most).to(self.fp8)
                 pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
             pages[where] = torch.where(valid, rows, pages[where])
+
+    def factors(self, layer: Any) -> dict[str, Any]:
+        """The factors of the keys and values in a layer's cache, for the operator."""
+        if self.fp8 is None:
+            return {}
+        return {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a cache, `[num_blocks, block_size, heads_k, head_size]` each."""
