@@ -309,6 +309,10 @@ def test_plans():
     )
     assert isinstance(spec, Sm90ForwardSpec)
     assert (spec.fp8, spec.k_descale, spec.v_descale) == ("float8_e5m2", False, True)
+    with pytest.raises(NotImplementedError, match="pages of 8 rows; the kernel for fp8 takes mul"):
+        plan_attention(
+            ARCH, head_dim=128, kv_dtype="float8_e5m2", seqused_k=True, page_size=8, short=False
+        )
     for changes in ({"loaded": 0}, {"k_warps": 0}, {"fp8": "none"}):
         with pytest.raises(ValueError, match=r"must be positive with fp8|need fp8"):
             replace(spec, **changes)
