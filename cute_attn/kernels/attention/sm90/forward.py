@@ -104,7 +104,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
-REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224), 3: (56, 152)}
+REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
