@@ -102,7 +102,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
-GATHER_REGISTERS = {**REGISTERS, 2: (32, 240)}
+GATHER_REGISTERS = {**REGISTERS, 2: (40, 232)}  # where the load warp's warpgroup gathers rows
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -238,6 +238,7 @@ class Sm90Forward:
         # The warps that load K and V, and the warps that take tiles from the load warp.
         self.loaders, self.takers = self.load, self.consumers
         self.gathers = spec.page_rows == GATHERED
+        self.registers = (GATHER_REGISTERS if self.gathers else REGISTERS)[self.warpgroups]
         if self.gathers:
             warps = range(consumer_warps, consumer_warps + WARPGROUP_WARPS)
             self.load = Role("load", warps[-1:])
@@ -401,8 +402,7 @@ class Sm90Forward:
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        registers = GATHER_REGISTERS if self.gathers else REGISTERS
-        load_registers, consumer_registers = registers[self.warpgroups]
+        load_registers, consumer_registers = self.registers
         if warp >= self.loaders.warps[0]:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
