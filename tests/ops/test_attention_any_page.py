@@ -66,6 +66,15 @@ def test_prefill_from_pages_of_five_tokens():
         assert_agrees(args, *run(in_pages(args, 5, 0)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("kind", [CAUSAL, WINDOW], ids=["causal", "window"])
+def test_prefill_of_two_and_three_warpgroups(head_dim: int, kind: Kind):
+    """More than a warpgroup's rows: warpgroups trade registers with the gathering warps."""
+    with on_target(Target(ARCH, head_dim)):
+        assert_same_in_pages(of_kind(kind, (150, 70), 140, left=60), 7, Machine())
+
+
 def test_all_sizes_of_small_pages_share_a_kernel():
     sizes = (1, 2, 3, 4, 8, 17, 40)
     for head_dim in (64, 128, 192, 256):

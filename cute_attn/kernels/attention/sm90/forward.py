@@ -107,7 +107,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224)}
-GATHER_REGISTERS = {**REGISTERS, 2: (32, 240)}
+GATHER_REGISTERS = {**REGISTERS, 2: (40, 232)}  # where the load warp's warpgroup gathers rows
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -249,9 +249,6 @@ class Sm90Forward:
         self.p_dtype = DTYPE[self.p_dtype_name]
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
-        self.registers = REGISTERS_WITH_FP8 if self.fp8 else REGISTERS
-        if spec.page_rows == GATHERED:
-            self.registers = GATHER_REGISTERS
         self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
@@ -274,6 +271,8 @@ class Sm90Forward:
         # The warps that load K and V, and the warps that take tiles from the load warp.
         self.loaders, self.takers = self.load, self.consumers
         self.gathers = spec.page_rows == GATHERED
+        registers = GATHER_REGISTERS if self.gathers else REGISTERS
+        self.registers = (REGISTERS_WITH_FP8 if self.fp8 else registers)[self.warpgroups]
         if self.gathers:
             warps = range(consumer_warps, consumer_warps + WARPGROUP_WARPS)
             self.load = Role("load", warps[-1:])
@@ -486,7 +485,7 @@ class Sm90Forward:
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        load_registers, consumer_registers = self.registers[self.warpgroups]
+        load_registers, consumer_registers = self.registers
         if warp >= self.consumers.warps.stop:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
