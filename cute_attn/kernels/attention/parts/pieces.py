@@ -169,6 +169,10 @@ class PieceMap(Carried):
             cute.arch.warp_redux_sync(longest, "max"),
         )
 
+    def start(self) -> Window:
+        """The empty window before all sequences."""
+        return Window(self.first, Int32(-WARP_SIZE), Int32(0), Int32(0), Int32(1), Int32(0))
+
     def window(self, order: Int32, first: Int32, before: Int32) -> Window:
         """The window whose first sequence is `first`; `before` as in `Window`."""
         segments, key_tiles = self.sizes(first + cute.arch.lane_idx())

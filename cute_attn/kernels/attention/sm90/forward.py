@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.carried import Carried
@@ -100,6 +100,8 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+# The load warp of a kernel with pieces computes where pieces begin.
+PIECES_REGISTERS = {1: (56, 240), 2: (40, 232)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -111,7 +113,9 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "pieces": CounterScheduler,
 }
 
-AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
+# Rows that a thread adds up at a time: their loads are in flight together. With eight rows, the
+# code took longer to come from memory than the rows.
+AT_ONCE = 2
 
 
 class Arguments(NamedTuple):
@@ -222,7 +226,7 @@ class Sm90Forward:
         # a warpgroup without existing rows passes over all K/V tiles but one.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
-        self.held = 0 if self.few_rows else row.held
+        self.held = 0 if self.few_rows or self.pieces else row.held
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
@@ -273,7 +277,8 @@ class Sm90Forward:
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
-            o = (Buffer("arrived", Int32, 1, holds="the number of pieces that have arrived"), *o)
+            holds = "the number of pieces that have arrived"
+            o = (Buffer("arrived", Int32, self.warpgroups, holds=holds), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -314,7 +319,7 @@ class Sm90Forward:
             pages = Pages.of(a.page_table, a.k, spec, spec.tile_n)
             keys = Sequences(pages.most_keys, a.cu_seqlens_k, a.seqused_k)
         tiles = self.tile_map(a, queries, keys, batch)
-        if cutlass.const_expr(not (spec.split or self.few_rows)):
+        if cutlass.const_expr(not (spec.split or self.few_rows or self.pieces)):
             tiles = tiles.balanced(spec, a.num_ctas)
         scaling = Scaling.of(
             a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
@@ -369,7 +374,7 @@ class Sm90Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            if cutlass.const_expr(spec.seqused_k and self.few_rows):
+            if cutlass.const_expr(spec.seqused_k and (self.few_rows or self.pieces)):
                 prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             if cutlass.const_expr(self.pieces):
                 self.prefetch(x.pages, tiles)
@@ -384,7 +389,8 @@ class Sm90Forward:
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        load_registers, consumer_registers = REGISTERS[self.warpgroups]
+        registers = PIECES_REGISTERS if self.pieces else REGISTERS
+        load_registers, consumer_registers = registers[self.warpgroups]
         if warp >= self.load.warps[0]:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
@@ -421,7 +427,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
-            arrived=shared_address(storage.arrived) if self.pieces else None,
+            arrived=shared_address(storage.arrived) + group * 4 if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -474,18 +480,20 @@ class Sm90Forward:
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
         pieces = PieceMap.of(tiles, visible, x.num_tiles, self.spec.least_key_tiles)
-        window = pieces.window(pieces.first, Int32(0), Int32(0))
-        number = cute.arch.block_idx()[0]
-        window = pieces.window_of(number, window)
+        number, window = cute.arch.block_idx()[0], pieces.start()
         taken, n = Int32(0), Int32(0)
-        while window.order < pieces.orders:
-            work = pieces.work(number, window)
-            taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-            number = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                number = increment_global(x.counter.iterator.toint(), NEVER)
-            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+        # The code is cold, and comes from memory: each part of it stands once.
+        exists = Boolean(True)
+        while exists:
             window = pieces.window_of(number, window)
+            exists = window.order < pieces.orders
+            if exists:
+                work = pieces.work(number, window)
+                taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+                number = Int32(0)
+                if cute.arch.lane_idx() == 0:
+                    number = increment_global(x.counter.iterator.toint(), NEVER)
+                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -831,9 +839,10 @@ class Sm90Forward:
             self.finish_rows(x, own, work, True)
             self.store_rows(x, own, work, True)
             group_barrier(own.group)
-            if cute.arch.thread_idx()[0] == 0:
+            if cute.arch.thread_idx()[0] % WARPGROUP == 0:
                 # All threads' stores come before the arrival, which a later arrival sees.
-                at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
+                of_group = work.first_slot * self.warpgroups + own.group
+                at = x.counter.iterator.toint() + (2 + of_group) * 4
                 store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
             group_barrier(own.group)
             if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
@@ -841,20 +850,23 @@ class Sm90Forward:
 
     @cute.jit
     def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Add up the pieces of a query tile: a thread has four columns of AT_ONCE rows at a
-        time."""
+        """Add up the warpgroup's rows of the pieces of a query tile: a thread has four columns of
+        AT_ONCE rows at a time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
         abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
-        thread = cute.arch.thread_idx()[0]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
         in_row, vector = thread // across, thread % across
-        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        rows = cutlass.min(rows, spec.tile_m)
+        group_row = own.group * ROWS
+        first_row = work.block * spec.tile_m + group_row
+        rows = cutlass.min(work.seqlen_q * spec.packed_heads - first_row, ROWS)
         step = Int64(work.apart) * (x.parts.stride[0] * 4)
         for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
             of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
             starts = [
-                x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
+                x.parts[
+                    work.first_slot, group_row + cutlass.min(row, rows - 1), None
+                ].iterator.toint()
                 for row in of_thread
             ]
             parts = [
@@ -870,7 +882,7 @@ class Sm90Forward:
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
-                row = work.block * spec.tile_m + of_thread[i]
+                row = first_row + of_thread[i]
                 token = own.visible.token(row)
                 head = self.head(work, row)
                 if of_thread[i] < rows:
