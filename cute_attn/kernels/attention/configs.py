@@ -12,8 +12,6 @@ from typing import NamedTuple, TypeVar
 
 from .statistics import STATS_ROWS
 
-# Rows of a piece whose results are added up together: a warpgroup's.
-PART_ROWS = 64
 # Columns of a row of a piece's results, beside o: the log-sum-exp, and padding to 16 bytes.
 PART_COLUMNS = 4
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import configs, table
-from ...kernels.attention.configs import PART_COLUMNS, PART_ROWS
+from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
     PIECE_ROWS,
@@ -311,8 +311,8 @@ def shared_memory(
     if layout is None:
         return counter_for(q, device), None
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    pieces, tile_m, _ = layout[0]
-    return counter_for(q, device, 2 + pieces * (tile_m // PART_ROWS)), parts
+    pieces, _, _ = layout[0]
+    return counter_for(q, device, 2 + pieces), parts
 
 
 @functools.lru_cache(maxsize=4096)

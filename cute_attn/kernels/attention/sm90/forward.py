@@ -30,8 +30,9 @@ With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O
 and its log-sum-exp in float32. `combine` adds up the results.
 
 With pieces (few query rows, as in decode), only the K/V tiles of long sequences are shared out,
-see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. The CTA that arrives
-last adds up the segment's pieces, in the order of the keys.
+see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. When all of a
+segment's pieces have arrived, CTAs add them up, each CTA for a part of the rows, in the order of
+the keys.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ from ...common.ptx.memory import (
     NEVER,
     count_arrival,
     increment_global,
-    load_shared,
+    load_acquire,
     prefetch_global,
     shared_address,
+    sleep,
     store_global,
     store_shared,
 )
@@ -75,7 +77,7 @@ from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
-from ..parts.pieces import PieceMap, PieceWork
+from ..parts.pieces import PieceMap, PieceWork, parts_of_sum
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -101,7 +103,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 # The load warp of a kernel with pieces computes where pieces begin.
-PIECES_REGISTERS = {1: (56, 240), 2: (40, 232)}
+PIECES_REGISTERS = {1: (56, 240), 2: (48, 232)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -116,6 +118,7 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
 # Rows that a thread adds up at a time: their loads are in flight together. With eight rows, the
 # code took longer to come from memory than the rows.
 AT_ONCE = 2
+POLL = 32  # nanoseconds between looks at the number of arrivals
 
 
 class Arguments(NamedTuple):
@@ -124,8 +127,9 @@ class Arguments(NamedTuple):
     Attributes:
         num_ctas: how many CTAs are resident at once.
         counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
-            the next piece, the number of CTAs that are done, and for each segment's first piece the
-            number of pieces that have arrived. All are 0 before and after the launch.
+            the next number of `pieces`, the number of CTAs that are done, and for each segment's
+            first piece the arrivals of warpgroups, with pieces and then with sums. All are 0
+            before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
     """
@@ -189,7 +193,6 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
-        arrived: the shared address of the number of a segment's pieces that have arrived.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -202,7 +205,6 @@ class Consumer(Carried):
     k: Int32
     v: Int32
     ones: Int32 | None
-    arrived: Int32 | None
     o: Int32 | None
     held: cute.Tensor | None
     s: cute.Tensor
@@ -230,6 +232,8 @@ class Sm90Forward:
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
+        # Rows that a warpgroup adds up at once.
+        self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // spec.head_dim_v)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
         self.sums = SUMS if row.sums_by_product and not spec.lse else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
@@ -276,9 +280,6 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
-        if self.pieces:
-            holds = "the number of pieces that have arrived"
-            o = (Buffer("arrived", Int32, self.warpgroups, holds=holds), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -427,7 +428,6 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
-            arrived=shared_address(storage.arrived) + group * 4 if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -479,21 +479,22 @@ class Sm90Forward:
         visible: Visibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        pieces = PieceMap.of(tiles, visible, x.num_tiles, self.spec.least_key_tiles)
-        number, window = cute.arch.block_idx()[0], pieces.start()
+        number = self.take_number(x)
+        pieces = PieceMap.of(
+            tiles, visible, x.num_tiles, self.spec.least_key_tiles, self.warpgroups * self.rows_once
+        )
+        window = pieces.start()
         taken, n = Int32(0), Int32(0)
         # The code is cold, and comes from memory: each part of it stands once.
         exists = Boolean(True)
         while exists:
+            number = cute.arch.shuffle_sync(number, 0)
             window = pieces.window_of(number, window)
-            exists = window.order < pieces.orders
+            exists = window.order < pieces.end
             if exists:
                 work = pieces.work(number, window)
                 taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-                number = Int32(0)
-                if cute.arch.lane_idx() == 0:
-                    number = increment_global(x.counter.iterator.toint(), NEVER)
-                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+                number = self.take_number(x)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -501,6 +502,14 @@ class Sm90Forward:
             ctas = cute.arch.grid_dim()[0]
             if count_arrival(at + 4, ctas) == ctas - 1:
                 store_global(Int32, at, [Int32(0)])
+
+    @cute.jit
+    def take_number(self, x: Operands) -> Int32:
+        """The next number, in lane 0."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = increment_global(x.counter.iterator.toint(), NEVER)
+        return number
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
@@ -830,43 +839,58 @@ class Sm90Forward:
 
     @cute.jit
     def finish_piece(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Store the result of a whole query tile, or of a piece. After the last piece of a query
-        tile, add up its pieces."""
-        if work.pieces == 1:
+        """Store the result of a whole query tile or of a piece, or add up a part of the rows of a
+        query tile's pieces."""
+        if work.slot < 0:
+            self.add_pieces(x, own, work)
+        elif work.pieces == 1:
             self.finish_rows(x, own, work)
             self.store_rows(x, own, work)
         else:
             self.finish_rows(x, own, work, True)
             self.store_rows(x, own, work, True)
-            group_barrier(own.group)
-            if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-                # All threads' stores come before the arrival, which a later arrival sees.
-                of_group = work.first_slot * self.warpgroups + own.group
-                at = x.counter.iterator.toint() + (2 + of_group) * 4
-                store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
-            group_barrier(own.group)
-            if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
-                self.add_pieces(x, own, work)
+            self.arrive(x, own, work)
+
+    @cute.jit
+    def arrive(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Count the warpgroup's arrival at the query tile, after the warpgroup's accesses. After
+        the last arrival the count is 0."""
+        group_barrier(own.group)
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            arrivals = (work.pieces + self.parts(work)) * self.warpgroups
+            count_arrival(self.arrivals(x, work), arrivals)
+
+    def arrivals(self, x: Operands, work: PieceWork) -> Int64:
+        """The address of the number of arrivals at a query tile."""
+        return x.counter.iterator.toint() + (2 + work.first_slot) * 4
+
+    def parts(self, work: PieceWork) -> Int32:
+        """The number of parts in which the rows of a query tile's pieces are added up."""
+        rows = work.seqlen_q * self.spec.packed_heads
+        return parts_of_sum(work.pieces, rows, self.spec.tile_m, self.warpgroups * self.rows_once)
 
     @cute.jit
     def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Add up the warpgroup's rows of the pieces of a query tile: a thread has four columns of
-        AT_ONCE rows at a time."""
+        """Add up the warpgroup's rows in a part of a sum: a thread has four columns of AT_ONCE rows
+        at a time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
         abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         in_row, vector = thread // across, thread % across
-        group_row = own.group * ROWS
-        first_row = work.block * spec.tile_m + group_row
-        rows = cutlass.min(work.seqlen_q * spec.packed_heads - first_row, ROWS)
+        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
+        rows = cutlass.min(rows, spec.tile_m)
         step = Int64(work.apart) * (x.parts.stride[0] * 4)
-        for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
+        if thread == 0:
+            while load_acquire(self.arrivals(x, work)) < work.pieces * self.warpgroups:
+                sleep(POLL)
+        group_barrier(own.group)
+        begin = (-1 - work.slot) * self.warpgroups + own.group
+        stride = self.parts(work) * (self.warpgroups * self.rows_once)
+        for first in cutlass.range(begin * self.rows_once, rows, stride, unroll=1):
             of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
             starts = [
-                x.parts[
-                    work.first_slot, group_row + cutlass.min(row, rows - 1), None
-                ].iterator.toint()
+                x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
                 for row in of_thread
             ]
             parts = [
@@ -882,13 +906,14 @@ class Sm90Forward:
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
-                row = first_row + of_thread[i]
+                row = work.block * spec.tile_m + of_thread[i]
                 token = own.visible.token(row)
                 head = self.head(work, row)
                 if of_thread[i] < rows:
                     self.store_sum(
                         x, work, head, token, vector, sums[None, i], maxima[i], totals[i]
                     )
+        self.arrive(x, own, work)
 
     @cute.jit
     def store_sum(
