@@ -103,7 +103,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 # The load warp of a kernel with pieces computes where pieces begin.
-PIECES_REGISTERS = {1: (56, 240), 2: (48, 232)}
+PIECES_REGISTERS = {1: (56, 240), 2: (56, 224)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
