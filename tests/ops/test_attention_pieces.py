@@ -53,10 +53,12 @@ def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     rows and in two. The bits depend on the lengths and the number of CTAs, not on the schedule."""
     with on_target(Target(ARCH, 64)):
         args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, queries, group=2).arguments()
+        args["max_seqlen_q"] = queries
         emulator = Emulator(num_sms=5, schedule="adversarial")
         with cute_attn.emulated(ARCH, emulator):
             first = cute_attn.flash_attn_varlen_func(**args, num_splits=0)
-        assert len(launched(emulator)) == 1
+        (launch,) = emulator.report.launches
+        assert launch.block[0] == (256 if queries == 1 else 384)
         assert not emulator.report.findings
         assert_agrees(args, *first)
         for seed in range(2):
@@ -93,7 +95,7 @@ def test_any_lengths(
             kind, queries, (most,) * len(keys), (), tuple(most - n for n in keys), heads_k, 2,
             left=left, seed=seed,
         )  # fmt: skip
-        args = case.arguments()
+        args = case.arguments() | {"max_seqlen_q": max(queries)}
         on = Machine(num_sms=num_sms, schedule=schedule, seed=seed % 1000)
         if sum(queries):
             assert_agrees(args, *run(args, on=on, num_splits=0))
