@@ -5,7 +5,8 @@ segment is cut into pieces of about `length` K/V tiles, a little more than a CTA
 K/V tiles. CTAs take pieces and whole segments one after the other, in classes of length: first the
 pieces, then segments with more than half of `length` K/V tiles, then segments with more than a
 quarter, then all others. Where there are many segments, all whole segments are one class. Last
-come the sums: a segment's pieces are added up in at most as many parts of rows as there are pieces.
+come the sums of segments with many rows: the pieces are added up in at most as many parts of rows
+as there are pieces. Otherwise the CTA of a segment's last piece adds the pieces up.
 
 Pieces, segments and sums are numbered in this order, and CTAs take the numbers one after the other
 from a counter. So a CTA that waits with a sum for the segment's pieces waits for running CTAs only.
@@ -216,6 +217,7 @@ class PieceMap(Carried):
         pieces = Int32(self.pieces(key_tiles))
         rows = seqlen_q * self.tiles.packed_heads
         parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
+        parts = cutlass.select_(parts > 1, parts, 0)
         items = Int32(cutlass.select_(of_sums, parts, pieces))
         return Window(
             order, first, before, slots_before, segments, pieces, items,

@@ -31,8 +31,8 @@ and its log-sum-exp in float32. `combine` adds up the results.
 
 With pieces (few query rows, as in decode), only the K/V tiles of long sequences are shared out,
 see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. When all of a
-segment's pieces have arrived, CTAs add them up, each CTA for a part of the rows, in the order of
-the keys.
+segment's pieces have arrived, the CTA that arrived last adds them up, in the order of the keys. If
+there are many rows, CTAs add up a part of the rows each.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from ...common.ptx.memory import (
     count_arrival,
     increment_global,
     load_acquire,
+    load_shared,
     prefetch_global,
     shared_address,
     sleep,
@@ -193,6 +194,7 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
+        arrived: the shared address of the number of earlier arrivals at a query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -205,6 +207,7 @@ class Consumer(Carried):
     k: Int32
     v: Int32
     ones: Int32 | None
+    arrived: Int32 | None
     o: Int32 | None
     held: cute.Tensor | None
     s: cute.Tensor
@@ -280,6 +283,8 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
+        if self.pieces:
+            o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -428,6 +433,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
+            arrived=shared_address(storage.arrived) + group * 4 if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -839,26 +845,48 @@ class Sm90Forward:
 
     @cute.jit
     def finish_piece(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Store the result of a whole query tile or of a piece, or add up a part of the rows of a
-        query tile's pieces."""
+        """Store the result of a whole query tile or of a piece, and add up pieces: all rows after
+        the last piece, or a part of the rows as work of its own."""
+        parts = self.parts(work)
+        adds, first, parts_once = Boolean(False), Int32(0), Int32(1)
         if work.slot < 0:
-            self.add_pieces(x, own, work)
+            self.wait_for_pieces(x, own, work)
+            adds = Boolean(True)
+            first = (-1 - work.slot) * self.warpgroups + own.group
+            parts_once = parts * self.warpgroups
         elif work.pieces == 1:
             self.finish_rows(x, own, work)
             self.store_rows(x, own, work)
         else:
             self.finish_rows(x, own, work, True)
             self.store_rows(x, own, work, True)
-            self.arrive(x, own, work)
+            adds = self.arrive(x, own, work, parts) and parts == 1
+        if adds:
+            self.add_pieces(x, own, work, first * self.rows_once, parts_once * self.rows_once)
+        if work.slot < 0:
+            self.arrive(x, own, work, parts)
 
     @cute.jit
-    def arrive(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Count the warpgroup's arrival at the query tile, after the warpgroup's accesses. After
-        the last arrival the count is 0."""
+    def arrive(self, x: Operands, own: Consumer, work: PieceWork, parts: Int32) -> Boolean:
+        """Count the warpgroup's arrival at the query tile, after the warpgroup's accesses, and
+        return whether it is the last one. After the last arrival the count is 0."""
         group_barrier(own.group)
+        # Sums arrive too, if they are work of their own.
+        arrivals = work.pieces + cutlass.select_(parts > 1, parts, 0)
+        arrivals *= self.warpgroups
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            arrivals = (work.pieces + self.parts(work)) * self.warpgroups
-            count_arrival(self.arrivals(x, work), arrivals)
+            earlier = count_arrival(self.arrivals(x, work), arrivals)
+            store_shared(Int32, own.arrived, [earlier])
+        group_barrier(own.group)
+        return load_shared(Int32, own.arrived)[0] == arrivals - 1
+
+    @cute.jit
+    def wait_for_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Wait until all pieces of the query tile have arrived."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            while load_acquire(self.arrivals(x, work)) < work.pieces * self.warpgroups:
+                sleep(POLL)
+        group_barrier(own.group)
 
     def arrivals(self, x: Operands, work: PieceWork) -> Int64:
         """The address of the number of arrivals at a query tile."""
@@ -870,9 +898,11 @@ class Sm90Forward:
         return parts_of_sum(work.pieces, rows, self.spec.tile_m, self.warpgroups * self.rows_once)
 
     @cute.jit
-    def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Add up the warpgroup's rows in a part of a sum: a thread has four columns of AT_ONCE rows
-        at a time."""
+    def add_pieces(
+        self, x: Operands, own: Consumer, work: PieceWork, begin: Int32, stride: Int32
+    ) -> None:
+        """Add up rows of the pieces of a query tile: `rows_once` from `begin` on, and after every
+        `stride` rows. A thread has four columns of AT_ONCE rows at a time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
         abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
@@ -881,13 +911,7 @@ class Sm90Forward:
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
         rows = cutlass.min(rows, spec.tile_m)
         step = Int64(work.apart) * (x.parts.stride[0] * 4)
-        if thread == 0:
-            while load_acquire(self.arrivals(x, work)) < work.pieces * self.warpgroups:
-                sleep(POLL)
-        group_barrier(own.group)
-        begin = (-1 - work.slot) * self.warpgroups + own.group
-        stride = self.parts(work) * (self.warpgroups * self.rows_once)
-        for first in cutlass.range(begin * self.rows_once, rows, stride, unroll=1):
+        for first in cutlass.range(begin, rows, stride, unroll=1):
             of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
             starts = [
                 x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
@@ -913,7 +937,6 @@ class Sm90Forward:
                     self.store_sum(
                         x, work, head, token, vector, sums[None, i], maxima[i], totals[i]
                     )
-        self.arrive(x, own, work)
 
     @cute.jit
     def store_sum(
