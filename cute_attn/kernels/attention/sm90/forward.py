@@ -860,16 +860,17 @@ class Sm90Forward:
         else:
             self.finish_rows(x, own, work, True)
             self.store_rows(x, own, work, True)
-            adds = self.arrive(x, own, work, parts) and parts == 1
+            last = cutlass.select_(parts == 1, work.pieces * self.warpgroups - 1, NEVER)
+            adds = Boolean(self.arrive(x, own, work, parts) == last)
         if adds:
             self.add_pieces(x, own, work, first * self.rows_once, parts_once * self.rows_once)
         if work.slot < 0:
             self.arrive(x, own, work, parts)
 
     @cute.jit
-    def arrive(self, x: Operands, own: Consumer, work: PieceWork, parts: Int32) -> Boolean:
+    def arrive(self, x: Operands, own: Consumer, work: PieceWork, parts: Int32) -> Int32:
         """Count the warpgroup's arrival at the query tile, after the warpgroup's accesses, and
-        return whether it is the last one. After the last arrival the count is 0."""
+        return the number of earlier arrivals. After the last arrival the count is 0."""
         group_barrier(own.group)
         # Sums arrive too, if they are work of their own.
         arrivals = work.pieces + cutlass.select_(parts > 1, parts, 0)
@@ -878,7 +879,7 @@ class Sm90Forward:
             earlier = count_arrival(self.arrivals(x, work), arrivals)
             store_shared(Int32, own.arrived, [earlier])
         group_barrier(own.group)
-        return load_shared(Int32, own.arrived)[0] == arrivals - 1
+        return load_shared(Int32, own.arrived)[0]
 
     @cute.jit
     def wait_for_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
