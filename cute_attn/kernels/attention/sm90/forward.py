@@ -485,7 +485,7 @@ class Sm90Forward:
         visible: Visibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        number = self.take_number(x)
+        number, barriers = self.take_number(x), queue.barriers
         pieces = PieceMap.of(
             tiles, visible, x.num_tiles, self.spec.least_key_tiles, self.warpgroups * self.rows_once
         )
@@ -500,6 +500,9 @@ class Sm90Forward:
             if exists:
                 work = pieces.work(number, window)
                 taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+                if work.slot < 0:
+                    # A CTA that took sums ahead would keep them from idle CTAs.
+                    barriers.wait_previous("q_empty", taken - 1 + self.q_stages)
                 number = self.take_number(x)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
@@ -616,11 +619,16 @@ class Sm90Forward:
             first, end = self.key_tiles(own.visible, work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
-            if first >= end or self.q_stages > 1:
-                own.barriers.warp_arrives("q_empty", taken)
             if cutlass.const_expr(self.pieces):
+                if work.slot >= 0:
+                    if first >= end or self.q_stages > 1:
+                        own.barriers.warp_arrives("q_empty", taken)
                 self.finish_piece(x, own, work)
+                if work.slot < 0:
+                    own.barriers.warp_arrives("q_empty", taken)
             else:
+                if first >= end or self.q_stages > 1:
+                    own.barriers.warp_arrives("q_empty", taken)
                 self.finish_rows(x, own, work)
                 if cutlass.const_expr(self.o_staged):
                     self.store_tile(x, own, storage, work)
