@@ -96,9 +96,7 @@ def _packed(group: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)  # each call of the operator comes here
-def has_few_rows(
-    *, heads: int, heads_k: int, most_queries: int, few_rows: int = FEW_ROWS
-) -> bool:
+def has_few_rows(*, heads: int, heads_k: int, most_queries: int, few_rows: int = FEW_ROWS) -> bool:
     """Whether the query rows of a K/V head in a sequence of at most `most_queries` queries fit the
     tile of `few_rows` rows. Without the tile of FEW_ROWS, two of three warpgroups had no row in a
     decode step at head_dim 64: the products held the step to 58 % of an H200's copy bandwidth."""
