@@ -500,7 +500,7 @@ class Sm90Forward:
             if exists:
                 work = pieces.work(number, window)
                 taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-                if work.slot < 0:
+                if self.is_sum(work):
                     # A CTA that took sums ahead would keep them from idle CTAs.
                     barriers.wait_previous("q_empty", taken - 1 + self.q_stages)
                 number = self.take_number(x)
@@ -620,11 +620,9 @@ class Sm90Forward:
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if cutlass.const_expr(self.pieces):
-                if work.slot >= 0:
-                    if first >= end or self.q_stages > 1:
-                        own.barriers.warp_arrives("q_empty", taken)
+                self.release_empty(own, work, first >= end, taken)
                 self.finish_piece(x, own, work)
-                if work.slot < 0:
+                if self.is_sum(work):
                     own.barriers.warp_arrives("q_empty", taken)
             else:
                 if first >= end or self.q_stages > 1:
@@ -639,6 +637,17 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
+
+    def is_sum(self, work: Any) -> Any:
+        """Whether the work of a kernel with pieces is a sum of pieces."""
+        return work.slot < 0
+
+    @cute.jit
+    def release_empty(self, own: Consumer, work: Any, empty: Any, taken: Int32) -> None:
+        """Release Q of a piece, if `compute_tile` has not: Q of a sum is released after the sum."""
+        if work.slot >= 0:
+            if empty or self.q_stages > 1:
+                own.barriers.warp_arrives("q_empty", taken)
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
