@@ -64,6 +64,7 @@ def plan_chunk_kda(
     A_log: bool = True,
     dt_bias: bool = True,
     split: bool | None = None,
+    decays: str = "channel",
 ) -> list[launch.Request]:
     """The kernels that `chunk_kda` uses for these arguments, for `cute_attn.warmup` and spec files.
     The choice does not depend on batch, lengths or numbers of heads, except through `split`.
@@ -97,6 +98,8 @@ def plan_chunk_kda(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         split: whether to include the three kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
+        decays: what has a decay of its own: "channel", or "head" as in a Gated Delta Net. With
+            "head", g is `[B, T, HV]` and dt_bias `[HV]`, and there are no intermediate states.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -106,6 +109,8 @@ def plan_chunk_kda(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
+    if decays == "head" and return_intermediate_states:
+        raise ValueError('return_intermediate_states is True, must be False with decays="head"')
     for name, value in (
         ("gradient", gradient),
         ("return_intermediate_states", return_intermediate_states),
@@ -136,6 +141,7 @@ def plan_chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
         split=split,
+        decays=decays,
     )
     if return_intermediate_states:
         return call.stages()
@@ -304,6 +310,7 @@ class _Call:
         A_log: bool,
         dt_bias: bool,
         split: bool | None,
+        decays: str = "channel",
     ) -> None:
         gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
         if gate == "softplus" and not A_log:
@@ -325,6 +332,7 @@ class _Call:
             "has_A_log": bool(A_log and use_gate_in_kernel),
             "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
         }
+        self.decays = decays
         self.state_fields: dict[str, Any] = {
             "state_v_first": bool(state_v_first),
             "has_initial_state": bool(has_initial_state),
@@ -343,6 +351,7 @@ class _Call:
             "beta_dtype": self.beta_dtype,
             "l2norm": self.l2norm,
             "beta_sigmoid": self.beta_sigmoid,
+            "decays": self.decays,
         }
 
     def prepare(self, *, for_backward: bool) -> launch.Request:

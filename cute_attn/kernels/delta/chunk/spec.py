@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...common.spec import Spec
-from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
+from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 CHUNK = 64  # tokens
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_k": HEAD_DIMS,
     "head_dim_v": HEAD_DIMS_V,
     "gate": GATES,
+    "decays": DECAYS,
     "index_dtype": INDEX_DTYPES,
     "copies": ("cp_async", "bulk"),
     "products": ("mma", "wgmma"),
@@ -73,6 +74,8 @@ class InputsSpec(ChunkSpec):
         has_A_log, has_dt_bias: whether the gate has A_log, dt_bias.
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
+        decays: "channel" (g is [B, T, HV, K], dt_bias [HV, K]) or "head" (g is [B, T, HV] with any
+            strides, dt_bias [HV]): what has a decay of its own.
     """
 
     gate_dtype: str
@@ -82,6 +85,7 @@ class InputsSpec(ChunkSpec):
     has_dt_bias: bool
     l2norm: bool
     beta_sigmoid: bool
+    decays: str = field(default="channel", kw_only=True)
 
 
 @dataclass(frozen=True)

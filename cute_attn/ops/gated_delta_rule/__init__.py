@@ -1,0 +1,1 @@
+"""The Gated Delta Net's operators."""

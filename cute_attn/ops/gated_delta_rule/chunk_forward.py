@@ -1,0 +1,98 @@
+"""Launches the kernels of the chunked Gated Delta Net's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.spec import record_elements
+from ..kda.chunk_passes import num_slots, run_in_segments
+
+_new_empty = Tensor.new_empty
+
+
+class ChunkForward(NamedTuple):
+    """The loaded kernels of `plan_chunk_gated_delta_rule`.
+
+    Attributes:
+        prepare: the kernel that prepares all chunks.
+        whole: the pass over whole sequences.
+        split: the kernels for split sequences; loaded when a call first splits sequences.
+        num_sms: 0 if sequences may not be split.
+    """
+
+    prepare: Callable[..., None]
+    whole: Callable[..., None]
+    split: tuple[launch.Request, ...]
+    num_sms: int
+
+    @staticmethod
+    def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
+        prepare, whole, *split = requests
+        return ChunkForward(
+            launch.get_for(device, *prepare),
+            launch.get_for(device, *whole),
+            tuple(split),
+            launch.num_sms(device) if split else 0,
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        beta_scale: float,
+        written: tuple[Tensor | None, ...],
+        carried: tuple[Any, ...],
+        records: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ) -> None:
+        """Launch the forward. Rows of q, k and v are 16-byte aligned, g and beta have any strides;
+        A_log and dt_bias are float32 `[HV]`, None without the gate.
+
+        Args:
+            scale: factor of q.
+            beta_scale: factor of the sigmoid of beta.
+            written: o, and without a pool also states and v_new, which are None except for a
+                gradient (see `chunk_pass.Arguments`).
+            carried: initial_state and final_state; with a pool instead pool, state_indices,
+                checkpoint_indices, chunks from one checkpoint to the next, has_initial_state.
+            records: with a gradient, the memory for KDA's records (`chunk_passes.empty_records`).
+        """
+        batch, tokens, heads, dim_v = v.shape
+        dim_k = q.shape[-1]
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        length = 0
+        if 2 * sequences * heads <= self.num_sms:
+            length = chunks_per_segment(
+                sequences=sequences,
+                tokens=tokens,
+                heads=heads,
+                head_dim_v=dim_v,
+                packed=cu_seqlens is not None,
+                num_sms=self.num_sms,
+            )
+        if records is None:
+            slots = num_slots(v, cu_seqlens)
+            tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+            decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+            records = tiles, decay, None
+        tiles, decay, inverse_norms = records
+        self.prepare(
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, inverse_norms, scale, 0.0,
+            beta_scale,
+        )  # fmt: skip
+        if length:
+            run_in_segments(self.split, length, v, tiles, decay, written, carried, cu_seqlens)
+        else:
+            self.whole(v, tiles, decay, *written, *carried, cu_seqlens, None, None, 0, 1)

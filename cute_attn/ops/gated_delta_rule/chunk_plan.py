@@ -1,0 +1,101 @@
+"""The kernels of the chunked Gated Delta Net's forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import launch
+from ..kda.chunk_plan import plan_chunk_kda
+
+
+@launch.planner
+def plan_chunk_gated_delta_rule(
+    arch: str,
+    *,
+    dtype: str = "bfloat16",
+    gate_dtype: str | None = None,
+    beta_dtype: str | None = None,
+    head_dim_k: int = 128,
+    head_dim_v: int = 128,
+    initial_state: bool = False,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    gradient: bool = False,
+    state_v_first: bool = False,
+    state_indices: bool = False,
+    state_dtype: str = "float32",
+    checkpoint_indices: bool = False,
+    has_initial_state: bool = False,
+    slot_dtype: str = "int32",
+    strided_slots: bool = False,
+    null_slot: bool = False,
+    index_dtype: str = "none",
+    dt_bias: bool = True,
+    split: bool | None = None,
+) -> list[launch.Request]:
+    """The kernels that `chunk_gated_delta_rule` uses for these arguments, for `cute_attn.warmup`
+    and spec files. The choice does not depend on batch, lengths or numbers of heads, except through
+    `split`. `ChunkForward` launches these kernels.
+
+    Args:
+        arch: architecture, such as "sm_90a".
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
+        initial_state: whether initial_state is given.
+        output_final_state: as in the operator.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: whether the gate is -exp(A_log) softplus(g + dt_bias).
+        use_beta_sigmoid_in_kernel: as in the operator.
+        gradient: whether the call needs a gradient.
+        state_v_first: as in the operator.
+        state_indices: whether state_indices is given: initial_state is a pool. The parameters
+            initial_state and output_final_state are ignored then.
+        state_dtype: dtype of the pool; ignored without state_indices.
+        checkpoint_indices: whether checkpoint_indices is given.
+        has_initial_state: whether has_initial_state is given.
+        slot_dtype: dtype of state_indices.
+        strided_slots: whether state_indices is not contiguous.
+        null_slot: whether pad_slot_id is 0.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+        split: whether to include the three kernels that split a few long sequences with few heads
+            among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
+    """
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "gate_dtype": gate_dtype,
+        "beta_dtype": beta_dtype,
+        "head_dim_k": head_dim_k,
+        "head_dim_v": head_dim_v,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "gradient": gradient,
+        "state_v_first": state_v_first,
+        "state_indices": state_indices,
+        "state_dtype": state_dtype,
+        "checkpoint_indices": checkpoint_indices,
+        "has_initial_state": has_initial_state,
+        "slot_dtype": slot_dtype,
+        "strided_slots": strided_slots,
+        "null_slot": null_slot,
+        "index_dtype": index_dtype,
+        "dt_bias": dt_bias,
+        "split": split,
+    }
+    return plan_chunk_kda(arch, decays="head", **options)
