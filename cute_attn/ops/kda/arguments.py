@@ -316,7 +316,9 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
     check_dtypes_are(given, ("k", "v", "out"), given["q"].dtype)
 
 
-def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
+def check_step_shapes(
+    sizes: Sizes, given: dict[str, Tensor], step: str, head_gate: bool = False
+) -> None:
     """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
     dimensions."""
     sizes.take("q", given["q"], f"{step} HQK K")
@@ -324,7 +326,7 @@ def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
     sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
-    sizes.take("g", given["g"], f"{step} HV K")
+    sizes.take("g", given["g"], f"{step} HV" if head_gate else f"{step} HV K")
     sizes.take("beta", given["beta"], f"{step} HV")
 
 
