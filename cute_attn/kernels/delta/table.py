@@ -19,6 +19,11 @@ ADJOINT_PASS = KernelDef(
 )
 GRADIENTS = KernelDef(name="kda_gradients", target=f"{_HERE}.chunk.backward.gradients:KdaGradients")
 
+HEAD_GRADIENTS = KernelDef(
+    name="gated_delta_gradients",
+    target=f"{_HERE}.chunk.backward.head_gradients:GatedDeltaGradients",
+)
+
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(
     name="kda_gate_cumsum", target=f"{_HERE}.chunk.stages.gate_cumsum:KdaGateCumsum"

@@ -14,6 +14,7 @@ from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
+    head_gradients_config,
     output_config,
     segments_config,
     state_pass_config,
@@ -23,6 +24,7 @@ from ...kernels.delta.chunk.spec import (
     DeltaHSpec,
     GateSpec,
     GradientsSpec,
+    HeadGradientsSpec,
     IntraSpec,
     OutputSpec,
     PassSpec,
@@ -278,7 +280,9 @@ def backward_requests(
         adjoint_pass=call.adjoint_pass(),
         gradients=call.gradients(grouped=grouped) if inputs else None,
         sum_A_log=SUM_A_LOG if inputs and gate["has_A_log"] else None,
-        sum_dt_bias=SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
+        sum_dt_bias=(SUM_A_LOG if call.decays == "head" else SUM_DT_BIAS)
+        if inputs and gate["has_dt_bias"]
+        else None,
         zero_unused=_ZERO_UNUSED if inputs and call.base["index_dtype"] != "none" else None,
     )
 
@@ -397,6 +401,11 @@ class _Call:
         ]
 
     def gradients(self, *, grouped: bool) -> launch.Request:
+        if self.decays == "head":
+            of_head = head_gradients_config(**self.dims, grouped=grouped)
+            return table.HEAD_GRADIENTS, HeadGradientsSpec(
+                **self.inputs, grouped=grouped, **of_head
+            )
         config = gradients_config(**self.dims)
         spec = GradientsSpec(**self.inputs, grouped=grouped, **config)
         return table.GRADIENTS, spec

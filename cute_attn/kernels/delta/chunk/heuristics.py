@@ -72,6 +72,30 @@ def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     return {"cluster": cluster, "copies": "bulk" if bulk else "cp_async"}
 
 
+def head_gradients_config(
+    *, arch: str, head_dim_k: int, head_dim_v: int, grouped: bool
+) -> dict[str, Any]:
+    """The tuning fields of a HeadGradientsSpec.
+
+    Raises:
+        NotImplementedError: the kernel's shared memory does not fit.
+    """
+    del head_dim_v  # a multiple of a stage's columns
+    bulk = has_bulk_copies(arch)
+    cluster = head_dim_k // 64 if bulk else 1
+    channels = head_dim_k // cluster
+    # A test compares these numbers with the kernel's declaration.
+    nbytes = 43_000 + 528 * channels + 16 * head_dim_k
+    if smem_bytes(arch) < nbytes:
+        raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
+    keeps_sums = grouped and nbytes + 512 * channels <= smem_bytes(arch)
+    return {
+        "cluster": cluster,
+        "copies": "bulk" if bulk else "cp_async",
+        "keeps_sums": keeps_sums,
+    }
+
+
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of a SegmentsSpec: narrow tiles, and two stages where they fit."""
     del head_dim_v  # a multiple of the tile

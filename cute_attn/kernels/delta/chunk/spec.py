@@ -219,6 +219,24 @@ class GradientsSpec(InputsSpec):
 
 
 @dataclass(frozen=True)
+class HeadGradientsSpec(GradientsSpec):
+    """`GradientsSpec` for one decay a head (`backward.head_gradients`).
+
+    Attributes:
+        keeps_sums: whether the sums of dq and dk over a group lie in shared memory.
+    """
+
+    keeps_sums: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decays != "head":
+            raise ValueError(f"decays is {self.decays}, must be head: each head has one decay")
+        if self.keeps_sums and not self.grouped:
+            raise ValueError("keeps_sums is True, must be False without groups")
+
+
+@dataclass(frozen=True)
 class GateSpec(CheckedSpec):
     """The gate and its sums within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
 

@@ -328,9 +328,7 @@ class ChunkGradients:
         return Rows(rows.start + Int64(cta * (self.channels * width)), rows.pitch)
 
     @cute.jit
-    def load_beta(
-        self, a: Arguments, place: Any, head: Int32, smem: Int32, thread: Int32
-    ) -> Any:
+    def load_beta(self, a: Arguments, place: Any, head: Int32, smem: Int32, thread: Int32) -> Any:
         """Store beta as given and its factor m, and return beta as given of the thread's token."""
         own_beta = Float32(0.0)
         if thread < place.length:
@@ -575,6 +573,16 @@ class ChunkGradients:
                     remote_address(at, cta ^ 1), [x.bitcast(Int32) for x in sums],
                     remote_address(full, cta ^ 1),
                 )  # fmt: skip
+
+    def sums_along(self, smem: Int32, barriers: Any) -> list[Any]:
+        """The sums over all channels of q dq, then of k dk, for the thread's two rows."""
+        if self.spec.exchanges:
+            barriers.wait("along_full", 0)
+        along = [Float32(0.0)] * 4
+        for n in range(self.memory.all_parts):
+            values = load_shared(Float32, self.along(smem) + n * ALONG_STEP, 4)
+            along = [x + y for x, y in zip(along, values, strict=True)]
+        return along
 
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:

@@ -43,7 +43,7 @@ from ....common.ptx.memory import load_shared, store_shared
 from ..spec import GradientsSpec
 from ..sub_chunks import SUB_CHUNK, row_and_part
 from ..tiles import LINE_BYTES, tile_offset
-from .chunk_gradients import ALONG_STEP, Arguments, ChunkGradients
+from .chunk_gradients import Arguments, ChunkGradients
 from .decayed_products import DecayedProducts
 from .gate_gradients import GateGradients
 from .layout import PAIRS, SUMS, GradientMemory
@@ -279,12 +279,7 @@ class KdaGradients(ChunkGradients):
     @cute.jit
     def norm_gradients(self, smem: Int32, barriers: Any, dq: cute.Tensor, dk: cute.Tensor) -> None:
         """Make the gradients of q and k from the gradients of normalised q and k."""
-        if cutlass.const_expr(self.spec.exchanges):
-            barriers.wait("along_full", 0)
-        along = [Float32(0.0)] * 4
-        for n in cutlass.range_constexpr(self.memory.all_parts):
-            values = load_shared(Float32, self.along(smem) + n * ALONG_STEP, 4)
-            along = [x + y for x, y in zip(along, values, strict=True)]
+        along = self.sums_along(smem, barriers)
         for which, name, x in ((0, "q", dq), (1, "k", dk)):
             for half in cutlass.range_constexpr(2):
                 row = self.memory.rows()[half]

@@ -19,7 +19,7 @@ from ....common.ptx.convert import unpack
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, WARP_SIZE
-from ..spec import CHUNK, GradientsSpec
+from ..spec import CHUNK, GradientsSpec, HeadGradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import SUB_TILE_BYTES, right_fragments, right_offsets, thread_and_warp, tile_offset
 
@@ -185,7 +185,9 @@ class GradientMemory(ChunkGradientMemory):
             gates=[
                 Buffer("p", Float32, CHUNK * channels_of(spec)),
                 sums("first", "the gate of a sub-chunk's first token"),
-                sums("steps", "G from there to the next sub-chunk's first token, or the chunk's end"),
+                sums(
+                    "steps", "G from there to the next sub-chunk's first token, or the chunk's end"
+                ),
                 sums("to_end", "G from there to the end of the chunk"),
                 sums("into_state", "sum over a sub-chunk of kg dkg"),
                 sums("of_state", "the state times its gradient, summed over a part of V"),
@@ -235,3 +237,39 @@ class GradientMemory(ChunkGradientMemory):
             return []
         thread, _, _ = cute.arch.thread_idx()
         return [(at + (n * self.num_threads + thread * 4) * 4, n) for n in range(0, SUMS, 4)]
+
+
+class HeadGradientMemory(ChunkGradientMemory):
+    """The shared memory for a gate of each head.
+
+    The stage holds no operands, so the next head's tiles are loaded while a head is finished. With
+    `spec.keeps_sums` the gradients of q and k, summed over the group, lie in shared memory.
+    """
+
+    def __init__(self, spec: HeadGradientsSpec):
+        warps = all_warps(spec)
+        edges = []
+        if spec.cluster > 1:
+            payload = "the other CTA's part of dg, for half of the tokens"
+            edges.append(Edge("gates_full", warps, warps, 2, Kind.BYTES, payload=payload))
+        threads = len(warps) * WARP_SIZE
+
+        def rows(name: str, holds: str) -> Buffer:
+            return Buffer(name, Float32, channels_of(spec) // PART * CHUNK, holds=holds)
+
+        super().__init__(
+            spec,
+            gates=[
+                tokens("gate", "G, the sum of gates from the chunk's start (base 2)"),
+                tokens("gate_input", "g as given"),
+                tokens("m", "m of each beta"),
+                rows(
+                    "of_tokens", "q dq + k row - k col, without products with the state's gradient"
+                ),
+                rows("of_end", "k col, the products with the state's gradient alone"),
+                Buffer("of_state", Float32, len(warps), holds="a warp's sum of S dS'"),
+                *([Buffer("gates_received", Float32, 2 * CHUNK // 2)] if edges else []),
+                *([Buffer("sums", Float32, 2 * threads * SUMS)] if spec.keeps_sums else []),
+            ],
+            edges=edges,
+        )
