@@ -244,7 +244,7 @@ class GatedDeltaArguments(NamedTuple):
 def check_gated_delta_rule(a: Any, given: dict[str, Tensor]) -> Sizes:
     """Raise the documented exception if no kernel can take these arguments; return their sizes."""
     sizes = check_sequences(a, given, gate="B T HV")
-    check_gate(given, sizes, a.use_gate_in_kernel, False, None, bias=("HV",))
+    check_gate(given, sizes, a.use_gate_in_kernel, False, None, head_gate=True)
     return sizes
 
 

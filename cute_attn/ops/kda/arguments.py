@@ -246,10 +246,9 @@ def check_gate(
     use_gate_in_kernel: bool,
     safe_gate: bool,
     lower_bound: float | None,
-    bias: tuple[str, ...] = ("HV", "K"),
+    head_gate: bool = False,
 ) -> None:
-    """Check A_log, dt_bias and lower_bound, which are used only with use_gate_in_kernel. dt_bias
-    has the sizes `bias`."""
+    """Check A_log, dt_bias and lower_bound, which are used only with use_gate_in_kernel."""
     if not use_gate_in_kernel:
         return
     check_has_A_log(given, lower_bound)
@@ -261,7 +260,8 @@ def check_gate(
                 f"lower_bound is {lower_bound}, must be in [{low:g}, {high:g}) with safe_gate and "
                 "use_gate_in_kernel"
             )
-    for name, letters in (("A_log", ("HV",)), ("dt_bias", bias)):
+    of_bias = ("HV",) if head_gate else ("HV", "K")
+    for name, letters in (("A_log", ("HV",)), ("dt_bias", of_bias)):
         if name not in given:
             continue
         x, count = given[name], math.prod(sizes[letter] for letter in letters)

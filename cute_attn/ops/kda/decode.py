@@ -13,7 +13,7 @@ __all__ = ["kda_decode", "plan_kda_decode"]
 
 class _KdaDecode(Decode):
     name = "kda_decode"
-    head_gate = False
+    decays = "channel"
 
 
 _decode = _KdaDecode()
@@ -260,4 +260,4 @@ def plan_kda_decode(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
-    return decode_requests(False, **locals())
+    return decode_requests("channel", **locals())

@@ -61,7 +61,7 @@ from .arguments import (
 
 
 def decode_requests(
-    head_gate: bool,
+    decays: str,
     *,
     arch: str,
     dtype: str,
@@ -90,7 +90,7 @@ def decode_requests(
     conv_dtype: str,
     conv_bias: bool,
 ) -> list[launch.Request]:
-    """The kernels of a plan; see `plan_kda_decode`. With head_gate, g has one number a head."""
+    """The kernels of a plan; see `plan_kda_decode`. `decays` is as in `StepSpec`."""
     del arch
     tuned: dict[str, Any] = {
         "state_dtype": state_dtype,
@@ -124,7 +124,7 @@ def decode_requests(
         indexed=indexed,
         accepted=accepted if slots == "positions" else slots == "records",
         index_dtype=index_dtype,
-        head_gate=head_gate,
+        decays=decays,
         conv_dtype=conv_dtype,
         conv_bias=conv_bias and conv_dtype != "none",
         **of_slots,
@@ -142,7 +142,7 @@ def decode_requests(
             gate_dtype=spec.gate_dtype,
             head_dim_k=head_dim_k,
             indexed=spec.indexed,
-            head_gate=head_gate,
+            decays=decays,
             **of_slots | {"fresh": False},
         )
         requests.append((table.DECODE_RECORDS, records))
@@ -199,12 +199,12 @@ class Decode(Operator[Arguments]):
     """Base class of both operators.
 
     Class attribute of a subclass:
-        head_gate: g has one number a head, not K.
+        decays: what has a decay of its own, "channel" or "head".
     """
 
     arguments = Arguments
     written = ("state", "out", *_RECORDS, "draft_states", "conv_state")
-    head_gate: ClassVar[bool]
+    decays: ClassVar[str]
 
     def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
@@ -221,9 +221,10 @@ class Decode(Operator[Arguments]):
         check_dtype("state", a.state, STATE_DTYPES)
         check_int32(given, ("num_accepted_tokens", "draft_indices"))
         check_slots(given, a.pad_slot_id)
-        _check_shapes(a, given, self.head_gate)
+        head_gate = self.decays == "head"
+        _check_shapes(a, given, head_gate)
         rows = ("q", "k", "v", "out", "record_k", "record_u")
-        check_rows(given, rows if self.head_gate else (*rows, "g", "record_g"))
+        check_rows(given, rows if head_gate else (*rows, "g", "record_g"))
         indices = ("num_accepted_tokens", "cu_seqlens", "has_initial_state", "draft_indices")
         check_contiguous(given, (*indices, "conv_weight", "conv_bias"))
         check_state_strides(a.state, VECTOR_BYTES)
@@ -273,7 +274,7 @@ class Decode(Operator[Arguments]):
         else:
             slots = "positions" if _has_positions(a.state_indices) else "indexed"
         requests = decode_requests(
-            self.head_gate,
+            self.decays,
             arch=launch.arch_for(a.q.device),
             dtype=DTYPE_NAMES[a.q.dtype],
             gate_dtype=DTYPE_NAMES[a.g.dtype],

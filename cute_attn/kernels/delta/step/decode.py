@@ -318,8 +318,10 @@ class KdaDecode:
                 if cutlass.const_expr(self.convolves):
                     tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, sequence, 0, head, head_qk)
                     windows = self.convolution.load(conv, tokens, tile_index)
-                    fetched = self.convolution.apply(windows, fetched)
-                self.reader.prepare(stage, fetched, gate, x.beta_scale)
+                    convolved = self.convolution.apply(windows, fetched)
+                    self.reader.prepare(stage, convolved, gate, x.beta_scale)
+                else:
+                    self.reader.prepare(stage, fetched, gate, x.beta_scale)
                 cute.arch.sync_threads()
                 if cutlass.const_expr(self.convolves):
                     self.convolution.arrive(conv, arrived)
@@ -531,5 +533,7 @@ class KdaDecode:
                 self.reader.prepare(stage, fetched, gate, beta_scale)
         else:
             if cutlass.const_expr(self.convolves):
-                fetched = self.convolution.apply(windows, fetched)
-            self.reader.prepare(stage, fetched, gate, beta_scale)
+                convolved = self.convolution.apply(windows, fetched)
+                self.reader.prepare(stage, convolved, gate, beta_scale)
+            else:
+                self.reader.prepare(stage, fetched, gate, beta_scale)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE, Spec
-from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
+from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_k": HEAD_DIMS,
     "head_dim_v": HEAD_DIMS,
     "gate": GATES,
+    "decays": DECAYS,
     "slots": SLOTS,
     "hints": HINTS,
     "index_dtype": INDEX_DTYPES,
@@ -50,8 +51,8 @@ class StepSpec(Spec):
         state_dtype: dtype of the state in memory; arithmetic is always float32.
         A_log_dtype, dt_bias_dtype: dtypes of the gate's parameters; "none" for an absent parameter.
         dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 without dt_bias.
-        head_gate: g has one number a head, as in the Gated Delta Net, and dt_bias is [HV].
-            Otherwise g has a number for each channel of K, as in KDA.
+        decays: what has a decay of its own: "channel" (g has K numbers a head, as in KDA), or
+            "head" (g has one number a head, as in the Gated Delta Net, and dt_bias is [HV]).
         head_dim_k, head_dim_v: K and V.
         state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
         gate: "none" (g is the logarithm of the decay), "softplus" or "lower_bound" (g is the input
@@ -93,12 +94,12 @@ class StepSpec(Spec):
     blocks_per_sm: int
     hints: str
 
-    head_gate: bool = field(default=False, kw_only=True)
+    decays: str = field(default="channel", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_gate and self.dt_bias_dims == 2:
-            raise ValueError("dt_bias_dims is 2, must be 0 or 1 with head_gate")
+            raise ValueError("dt_bias_dims is 2, must be 0 or 1 with decays='head'")
         if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
             raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
         if self.gate == "softplus" and self.A_log_dtype == "none":
@@ -161,6 +162,10 @@ class StepSpec(Spec):
         if self.state_v_first:
             return self.tile_v // (self.num_warps * self.rows_per_step)
         return self.vector
+
+    @property
+    def head_gate(self) -> bool:
+        return self.decays == "head"
 
     @property
     def gates_of_head(self) -> int:
@@ -228,7 +233,11 @@ class RecordsSpec(SlotsSpec):
     gate_dtype: str
     head_dim_k: int
     indexed: bool
-    head_gate: bool = False
+    decays: str = "channel"
+
+    @property
+    def head_gate(self) -> bool:
+        return self.decays == "head"
 
 
 @dataclass(frozen=True)
