@@ -1,11 +1,11 @@
-"""The kernels of the chunked Gated Delta Net's forward."""
+"""The kernels of `chunk_gated_delta_rule` and of its gradient."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ... import launch
-from ..kda.chunk_plan import plan_chunk_kda
+from ..kda.chunk_plan import backward_requests, plan_chunk_kda
 
 
 @launch.planner
@@ -99,3 +99,81 @@ def plan_chunk_gated_delta_rule(
         "split": split,
     }
     return plan_chunk_kda(arch, decays="head", **options)
+
+
+@launch.planner
+def plan_chunk_gated_delta_rule_backward(
+    arch: str,
+    *,
+    dtype: str = "bfloat16",
+    gate_dtype: str | None = None,
+    beta_dtype: str | None = None,
+    head_dim_k: int = 128,
+    head_dim_v: int = 128,
+    dfinal_state: bool = False,
+    dinitial_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_v_first: bool = False,
+    index_dtype: str = "none",
+    dt_bias: bool = True,
+    inputs: bool = True,
+    grouped: bool = False,
+    split: bool | None = None,
+) -> list[launch.Request]:
+    """The kernels that the gradient of `chunk_gated_delta_rule` uses. `plan_chunk_gated_delta_rule`
+    gives the forward's kernels.
+
+    Args:
+        arch: architecture, such as "sm_90a".
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
+        dfinal_state: whether final_state has a gradient.
+        dinitial_state: whether initial_state requires a gradient.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
+        state_v_first: as in the operator.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+        inputs: whether any other argument than initial_state requires a gradient.
+        grouped: whether there are more value heads than heads of q and k.
+        split: as for `plan_chunk_gated_delta_rule`.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
+        NotImplementedError: there is no kernel for this K on this architecture.
+    """
+    found = backward_requests(
+        arch,
+        dtype=dtype,
+        gate_dtype=gate_dtype,
+        beta_dtype=beta_dtype,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        dfinal_state=dfinal_state,
+        dinitial_state=dinitial_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=False,
+        disable_recompute=False,
+        state_v_first=state_v_first,
+        index_dtype=index_dtype,
+        A_log=True,
+        dt_bias=dt_bias,
+        inputs=inputs,
+        grouped=grouped,
+        split=split,
+        decays="head",
+    )
+    return found.listed()

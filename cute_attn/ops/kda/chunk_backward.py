@@ -30,7 +30,7 @@ split, as in the forward, each segment takes 4 (K + V) K bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,8 +115,8 @@ class BackwardArguments(NamedTuple):
     def of_gate(self) -> tuple[Tensor | None, Tensor | None]:
         """The kernels' arguments A_log and dt_bias, None if not used."""
         A, bias = (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
-        heads, dim_k = self.g.shape[2:]
-        return None if A is None else A.view(heads), None if bias is None else bias.view(-1, dim_k)
+        gates = self.g.shape[2:]  # HV K, or HV alone
+        return None if A is None else A.view(gates[:1]), None if bias is None else bias.view(gates)
 
 
 class _Ready(NamedTuple):
@@ -134,7 +134,11 @@ class _Ready(NamedTuple):
 
 
 class Backward(Operator[BackwardArguments]):
+    """The gradient of `chunk_kda`; a subclass computes the gradient of `chunk_gated_delta_rule`."""
+
     name = "chunk_kda_backward"
+    of = "chunk_kda"
+    decays: ClassVar[str] = "channel"  # what has a decay of its own, see `plan_chunk_kda`
     arguments = BackwardArguments
     results = (
         *((f"d{name}", "need_inputs") for name in _INPUTS),
@@ -144,7 +148,7 @@ class Backward(Operator[BackwardArguments]):
     )
 
     def check(self, a: BackwardArguments, given: dict[str, Tensor]) -> None:
-        check(a.forward, given)
+        self.check_forward(a.forward, given)
         needs = {name: getattr(a, name) for name in BackwardArguments._fields[-4:]}
         check_flags(**needs)
         if not any(needs.values()):
@@ -175,6 +179,9 @@ class Backward(Operator[BackwardArguments]):
             )
         check_shapes(given, {name: expected[name].shape for name in (*_STATES, *records)})
 
+    def check_forward(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
+        check(a, given)
+
     def prepare(self, a: BackwardArguments) -> _Ready:
         device = a.q.device
         plan = sequence_plan(a.forward)
@@ -188,6 +195,7 @@ class Backward(Operator[BackwardArguments]):
             inputs=a.from_tokens,
             grouped=a.q.shape[2] != a.v.shape[2],
             split=None,
+            decays=self.decays,
         )
 
         def load(request: launch.Request | None) -> _Function | None:
@@ -249,23 +257,28 @@ class Backward(Operator[BackwardArguments]):
         results = dq, dk, dv, dg, dbeta
         if ready.zero_unused is not None:
             _zero_unused(ready.zero_unused, results, cu_seqlens)
-        parts = (num_slots(v, cu_seqlens), *a.g.shape[2:])
+        slots, gates = num_slots(v, cu_seqlens), a.g.shape[2:]
+        heads, per_head = gates[0], self.decays == "head"
         dA_log = ddt_bias = A_parts = bias_parts = None
+        of_heads = slots, ready.cluster, heads
         if A is not None:
-            shape = parts[0], ready.cluster, parts[1]
-            A_parts = _empty(shape, dtype=torch.float32, device=v.device)
+            A_parts = _empty(of_heads, dtype=torch.float32, device=v.device)
         if bias is not None:
-            bias_parts = _empty(parts, dtype=torch.float32, device=v.device)
+            shape = of_heads if per_head else (slots, *gates)
+            bias_parts = _empty(shape, dtype=torch.float32, device=v.device)
         ready.gradients(
             *inputs, inverse_norms, a.do, a.states, adjoints, a.v_new, dv, dq, dk, dg, dbeta,
             A_parts, bias_parts, cu_seqlens, *ready.scalars,
         )  # fmt: skip
         if ready.sum_A_log is not None and A_parts is not None:
-            dA_log = _empty(parts[1:2], dtype=torch.float32, device=v.device)
-            ready.sum_A_log(A_parts.view(-1, 1, parts[1]), dA_log[None])
+            dA_log = _empty((heads,), dtype=torch.float32, device=v.device)
+            ready.sum_A_log(A_parts.view(-1, 1, heads), dA_log[None])
         if ready.sum_dt_bias is not None and bias_parts is not None:
-            ddt_bias = _empty(parts[1:], dtype=torch.float32, device=v.device)
-            ready.sum_dt_bias(bias_parts, ddt_bias)
+            ddt_bias = _empty(gates, dtype=torch.float32, device=v.device)
+            if per_head:
+                ready.sum_dt_bias(bias_parts.view(-1, 1, heads), ddt_bias[None])
+            else:
+                ready.sum_dt_bias(bias_parts, ddt_bias)
         return *(results if a.need_inputs else [None] * 5), dA_log, ddt_bias, dinitial_state
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
@@ -279,9 +292,8 @@ class Backward(Operator[BackwardArguments]):
         )
 
     def readable(self, a: BackwardArguments) -> BackwardArguments:
-        changed: dict[str, Any] = {
-            name: readable(getattr(a, name)) for name in ("q", "k", "v", "g", "do")
-        }
+        rows = ("q", "k", "v", "do") if self.decays == "head" else ("q", "k", "v", "g", "do")
+        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in rows}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
         for name in (*_STATES, *RECORDS, "cu_seqlens"):
@@ -307,8 +319,53 @@ class Backward(Operator[BackwardArguments]):
         needed: frozenset[str],
     ) -> Mapping[str, Tensor]:
         raise NotImplementedError(
-            "chunk_kda has no second derivative: take the first one without create_graph=True"
+            f"{self.of} has no second derivative: take the first one without create_graph=True"
         )
+
+    def of_forward(
+        self,
+        saved: Mapping[str, Any],
+        do: Tensor | None,
+        dfinal_state: Tensor | None,
+        needed: frozenset[str],
+    ) -> dict[str, Tensor]:
+        """The gradients of the forward's arguments named in `needed`.
+
+        Args:
+            saved: the tensors that `SAVED` names.
+            do, dfinal_state: the gradients of o and final_state; None is 0.
+        """
+        a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES) if name in saved}
+        if saved.get("disable_recompute"):
+            # A result that was not requested is a tensor without elements.
+            records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
+            a |= {name: saved[name] for name in records}
+        if do is None:
+            do = torch.zeros_like(saved["v"])
+        needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}
+        if not needed:
+            return {}
+        found = dict(
+            zip(
+                (*_INPUTS, "A_log", "dt_bias", "initial_state"),
+                self.routed(
+                    *BackwardArguments(
+                        **a,
+                        do=do,
+                        dfinal_state=dfinal_state,
+                        need_inputs=not needed.isdisjoint(_INPUTS),
+                        need_dA_log="A_log" in needed,
+                        need_ddt_bias="dt_bias" in needed,
+                        need_dinitial_state="initial_state" in needed,
+                    )
+                ),
+                strict=True,
+            )
+        )
+        for name in ("A_log", "dt_bias", "initial_state"):  # convert from float32
+            if name in needed:
+                found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
+        return {name: found[name] for name in needed}
 
 
 def _sequences(a: BackwardArguments) -> int:
@@ -342,48 +399,3 @@ def _zero_unused(kernel: _Function, results: tuple[Tensor, ...], cu_seqlens: Ten
 
 
 BACKWARD = Backward()
-
-
-def backward(
-    saved: Mapping[str, Any],
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    needed: frozenset[str],
-) -> dict[str, Tensor]:
-    """The gradients of the arguments of `chunk_kda` named in `needed`.
-
-    Args:
-        saved: the tensors that `SAVED` names.
-        do, dfinal_state: the gradients of o and final_state; None is 0.
-    """
-    a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES)}
-    if saved["disable_recompute"]:
-        # A result that was not requested is a tensor without elements.
-        records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
-        a |= {name: saved[name] for name in records}
-    if do is None:
-        do = torch.zeros_like(saved["v"])
-    needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}
-    if not needed:
-        return {}
-    found = dict(
-        zip(
-            (*_INPUTS, "A_log", "dt_bias", "initial_state"),
-            BACKWARD.routed(
-                *BackwardArguments(
-                    **a,
-                    do=do,
-                    dfinal_state=dfinal_state,
-                    need_inputs=not needed.isdisjoint(_INPUTS),
-                    need_dA_log="A_log" in needed,
-                    need_ddt_bias="dt_bias" in needed,
-                    need_dinitial_state="initial_state" in needed,
-                )
-            ),
-            strict=True,
-        )
-    )
-    for name in ("A_log", "dt_bias", "initial_state"):  # convert from float32
-        if name in needed:
-            found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
-    return {name: found[name] for name in needed}

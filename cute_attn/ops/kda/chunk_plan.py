@@ -241,8 +241,7 @@ def plan_chunk_kda_backward(
         grouped=grouped,
         split=split,
     )
-    single = (found.prepare, found.gradients, found.sum_A_log, found.sum_dt_bias, found.zero_unused)
-    return [*found.adjoint_pass, *filter(None, single)]
+    return found.listed()
 
 
 SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
@@ -260,6 +259,13 @@ class BackwardRequests(NamedTuple):
     sum_A_log: launch.Request | None
     sum_dt_bias: launch.Request | None
     zero_unused: launch.Request | None
+
+    def listed(self) -> list[launch.Request]:
+        """All kernels, those for the state's gradient first."""
+        single = (
+            self.prepare, self.gradients, self.sum_A_log, self.sum_dt_bias, self.zero_unused
+        )  # fmt: skip
+        return [*self.adjoint_pass, *filter(None, single)]
 
 
 def backward_requests(
