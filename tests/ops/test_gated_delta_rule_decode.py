@@ -16,17 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_attn
-from cute_attn.kernels.delta.step import convolution
-from cute_attn.kernels.delta.step.convolution import Convolution
 from cute_attn.reference.gated_delta_rule import gated_delta_rule_reference
 
 from .kda_decode_cases import (
     GATED_DELTA_RULE,
-    POOLS,
-    RECORDS,
     Case,
     Kernel,
-    Result,
     assert_agrees,
     assert_equal,
     cases,
@@ -171,7 +166,7 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(device: str, se
     case = Case(POSITIONS, batch=2, tokens=4, seed=seed, packing="separate")
     args = case.inputs(device)
     first = args["state_indices"][:, 0]
-    plain = {"state": args["state"], "conv_state": args["conv_state"][..., : 3].contiguous()}
+    plain = {"state": args["state"], "conv_state": args["conv_state"][..., :3].contiguous()}
     accepted = torch.ones(2, dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(seed)
     for i in range(3):
@@ -182,7 +177,9 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(device: str, se
         args |= {"state": result.state, "conv_state": result.conv_state}
         accepted = torch.randint(1, 5, (2,), generator=generator).to(device, torch.int32)
         for b in range(2):
-            one = {name: x for name, x in args.items() if name not in ("num_accepted_tokens", "out")}
+            one = {
+                name: x for name, x in args.items() if name not in ("num_accepted_tokens", "out")
+            }
             one |= {name: args[name][b : b + 1] for name in ("q", "k", "v", "g", "beta")}
             one = of_tokens(one, slice(0, int(accepted[b])))
             one |= plain | {"state_indices": first[b : b + 1].clone()}
@@ -326,29 +323,3 @@ def test_decode_is_the_recurrent_form_bitwise(device: str):
     )
     assert torch.equal(result.o, o)
     assert torch.equal(result.state, final_state)
-
-
-# ---- planted bugs
-
-
-def assert_found(args: dict[str, Any]) -> None:
-    """The emulator reports a race, or a result is wrong."""
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_agrees(args, run(args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", ["no arrival", "an arrival too early"])
-def test_a_window_written_while_it_is_read_is_found(monkeypatch: Any, bug: str):
-    """Without the count of arrivals, each CTA writes what others have yet to read."""
-    args = replace(case_of(CONV), batch=2, padded=0).inputs("cpu")
-
-    def never(self: Any, place: Any, arrived: Any) -> None:
-        arrived[0] = place.readers - 1
-
-    kernel = replace(CONV, conv_bias=bug == "no arrival")
-    monkeypatch.setattr(Convolution, "arrive", never)
-    if bug != "no arrival":
-        monkeypatch.setattr(convolution, "count_arrival", lambda address, count: count - 1)
-    with cute_attn.emulated("sm_90a"):
-        assert_found(replace(case_of(kernel), batch=2, padded=0).inputs("cpu") or args)
