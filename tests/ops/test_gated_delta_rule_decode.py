@@ -291,6 +291,10 @@ def sequences(device: str, decays_in_kernel: bool) -> dict[str, Any]:
 @pytest.mark.everywhere
 @pytest.mark.parametrize("in_kernel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_recurrent_form_agrees_with_the_reference(device: str, in_kernel: bool):
+    assert_recurrent_agrees(device, in_kernel)
+
+
+def assert_recurrent_agrees(device: str, in_kernel: bool) -> None:
     args = sequences(device, in_kernel)
     o, state = cute_attn.fused_recurrent_gated_delta_rule(**args, output_final_state=True)
     exact = gated_delta_rule_reference(**args)
