@@ -206,6 +206,10 @@ class Decode(Operator[Arguments]):
     written = ("state", "out", *_RECORDS, "draft_states", "conv_state")
     decays: ClassVar[str]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_gate = self.decays == "head"
+
     def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
         check_number("lower_bound", a.lower_bound)
@@ -221,7 +225,7 @@ class Decode(Operator[Arguments]):
         check_dtype("state", a.state, STATE_DTYPES)
         check_int32(given, ("num_accepted_tokens", "draft_indices"))
         check_slots(given, a.pad_slot_id)
-        head_gate = self.decays == "head"
+        head_gate = self.head_gate
         _check_shapes(a, given, head_gate)
         rows = ("q", "k", "v", "out", "record_k", "record_u")
         check_rows(given, rows if head_gate else (*rows, "g", "record_g"))
@@ -363,13 +367,15 @@ class Decode(Operator[Arguments]):
                 key = (
                     # The key has whole shapes: extracting the head dimensions would cost more.
                     q.shape, v.shape, q.dtype, g.dtype, beta.dtype, beta.is_neg(), state.dtype,
+                    self.head_gate and _any_is_neg(g, record_g),
                     q.get_device(), scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
                     None if state_indices is None else state_indices.dtype,
                     num_accepted_tokens is None, record_k is None,
                     None if cu_seqlens is None else cu_seqlens.dtype, has_initial_state is None,
-                    pad_slot_id, type(pad_slot_id), draft_states is None, conv_state is None,
+                    pad_slot_id, type(pad_slot_id), draft_states is None,
+                    None if conv_state is None else conv_state.is_neg(),
                     None if conv_weight is None else conv_weight.dtype, conv_bias is None,
                 )  # fmt: skip
                 ready = self.ready[key]
@@ -430,6 +436,12 @@ _OF_A_STEP = ("q", "k", "v", "g", "beta", "out")
 
 def _any_requires_grad(*tensors: Any) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _any_is_neg(*tensors: Tensor | None) -> bool:
+    """Whether a tensor is a negated view. Host code refuses such a view only where rows must be
+    contiguous."""
+    return any(x is not None and x.is_neg() for x in tensors)
 
 
 def _has_positions(state_indices: Tensor | None) -> bool:

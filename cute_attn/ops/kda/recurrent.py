@@ -274,6 +274,11 @@ class Recurrent(Operator[Arguments]):
     arguments = Arguments
     decays: ClassVar[str]
     dt_bias_dims: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_gate = self.decays == "head"
+
     results = (("o", ""), ("final_state", "output_final_state"))
 
     def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
@@ -290,11 +295,10 @@ class Recurrent(Operator[Arguments]):
         check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
         check_step_dtypes(given)
         sizes = Sizes()
-        head_gate = self.decays == "head"
-        check_step_shapes(sizes, given, "B T", head_gate)
+        check_step_shapes(sizes, given, "B T", self.head_gate)
         sizes.check_sequences(a.cu_seqlens)
         check_state(sizes, a.initial_state, a.state_v_first)
-        check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound, head_gate)
+        check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound, self.head_gate)
 
     def prepare(self, a: Arguments) -> _Ready:
         arch = launch.arch_for(a.q.device)
@@ -343,6 +347,7 @@ class Recurrent(Operator[Arguments]):
                     )  # fmt: skip
                 key = (
                     dim_k, shape[-1], q.dtype, g.dtype, beta.dtype, beta.is_neg(), q.get_device(),
+                    self.head_gate and g.is_neg(),
                     A_log is None, dt_bias is None, scale, type(scale), initial_state is None,
                     output_final_state, use_qk_l2norm_in_kernel,
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -378,7 +383,7 @@ class Recurrent(Operator[Arguments]):
         return _outputs(a.v, shape, dim_k, a.output_final_state, a.state_v_first, a.cu_seqlens)
 
     def readable(self, a: Arguments) -> Arguments:
-        rows = "qkv" if self.decays == "head" else "qkvg"
+        rows = "qkv" if self.head_gate else "qkvg"
         changed: dict[str, Any] = {name: _with_rows(getattr(a, name)) for name in rows}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
