@@ -1,4 +1,4 @@
-"""KDA and the Gated Delta Net token by token over whole sequences, with a tile of the state in a CTA's registers.
+"""KDA and the Gated Delta Net token by token, with a tile of the state in a CTA's registers.
 
 The arithmetic is `decode`'s. The initial state, if given, is read before a sequence's first token;
 the final state is written to a separate tensor after the last token.
