@@ -47,8 +47,8 @@ LN2_RECIPROCAL = 1.4426950408889634  # converts G to base 2
 
 
 def register() -> None:
-    """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention and
-    the Gated Delta Net.
+    """Make this package a backend of flash-linear-attention, for Kimi Delta Attention and the Gated
+    Delta Net.
 
     The backend takes calls of `chunk_kda`, with gradients and without. Without gradients the
     backend also takes `fused_recurrent_kda` and `fused_recurrent_kda_fwd`, which servers call with

@@ -1,7 +1,7 @@
 """The Gated Delta Net over whole sequences: the operator.
 
-`chunk_gated_delta_rule` shares with `chunk_kda` records, passes, gradients and checks, but g has one
-number a token and value head. `chunk_forward` launches the forward. The operator for a server's
+`chunk_gated_delta_rule` shares records, passes, gradients and checks with `chunk_kda`, but g has
+one number a token and value head. `chunk_forward` launches the forward. The operator for a server's
 pool, `chunk_gated_delta_rule_in_pool`, is separate because it writes an argument.
 
 A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
