@@ -415,6 +415,9 @@ class _Pool(Pool):
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
 
+    def key(self, a: PoolArguments) -> tuple[Any, ...]:
+        return *super().key(a), a.g.is_neg()  # no copy of g is made, which would look
+
     def launch(self, ready: _Ready, a: PoolArguments) -> Tensor:  # type: ignore[override]
         A, bias = parameters(a)
         inputs = {"q": a.q, "k": a.k, "g": a.g, "beta": a.beta, "A_log": A, "dt_bias": bias}
