@@ -292,7 +292,7 @@ class _Chunk(Operator[GatedDeltaArguments]):
     def prepare(self, a: GatedDeltaArguments) -> _Ready:
         device = a.q.device
         requests = plan_chunk_gated_delta_rule(
-            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states)
+            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states), recompute=True
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
 
@@ -328,7 +328,8 @@ class _Chunk(Operator[GatedDeltaArguments]):
         if a.keep_states:
             given = a.q, a.v, a.cu_seqlens
             states, v_new = empty_states(*given), empty_v_new(*given)
-            records = empty_records(*given, a.use_qk_l2norm_in_kernel)
+            if not ready.kernels.per_head:
+                records = empty_records(*given, a.use_qk_l2norm_in_kernel)
         final_state = _final_state(a)
         ready.kernels.run(
             a.q, a.k, a.v, a.g, a.beta, *parameters(a), a.cu_seqlens, ready.scale,
