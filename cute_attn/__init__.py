@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # public names for type checkers and editors, compared by tes
     from .ops.attention import flash_attn_combine as flash_attn_combine
     from .ops.attention import flash_attn_func as flash_attn_func
     from .ops.attention import flash_attn_varlen_func as flash_attn_varlen_func
+    from .ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
     from .ops.gated_delta_rule import (
         fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
     )

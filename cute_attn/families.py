@@ -154,6 +154,7 @@ FAMILIES = (
     Family(
         name="gated_delta_rule",
         functions=(
+            f"{_HERE}.ops.gated_delta_rule:chunk_gated_delta_rule",
             f"{_HERE}.ops.gated_delta_rule:fused_recurrent_gated_delta_rule",
             f"{_HERE}.ops.gated_delta_rule:gated_delta_rule_decode",
         ),
@@ -161,6 +162,21 @@ FAMILIES = (
         table=f"{_HERE}.kernels.delta.table",
         reference=(f"{_HERE}.reference.gated_delta_rule", f"{_HERE}.reference.convolution"),
         support=(
+            Support(
+                functions=("chunk_gated_delta_rule",),
+                direction="forward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule",
+                sizes=K_V,
+                states=("float32",),
+                summary="Gated Delta Net, prefill",
+            ),
+            Support(
+                functions=("chunk_gated_delta_rule",),
+                direction="backward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule_backward",
+                sizes=K_V,
+                summary="Gated Delta Net, backward",
+            ),
             Support(
                 functions=("fused_recurrent_gated_delta_rule",),
                 direction="forward",

@@ -12,6 +12,14 @@ STATE_PASS = KernelDef(name="kda_state_pass", target=f"{_HERE}.chunk.fused.state
 POOL_PASS = KernelDef(name="kda_pool_pass", target=f"{_HERE}.chunk.fused.pool_pass:KdaPoolPass")
 SEGMENTS = KernelDef(name="kda_segments", target=f"{_HERE}.chunk.fused.segments:KdaSegments")
 
+# The fused path for one decay a head.
+HEAD_PREPARE = KernelDef(
+    name="delta_head_prepare", target=f"{_HERE}.chunk.per_head.prepare:HeadPrepare"
+)
+HEAD_STATE_PASS = KernelDef(
+    name="delta_head_state_pass", target=f"{_HERE}.chunk.per_head.state_pass:HeadStatePass"
+)
+
 # The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",

@@ -1,7 +1,7 @@
 """The Gated Delta Net over whole sequences: the operator.
 
-`chunk_gated_delta_rule` shares with `chunk_kda` records, passes, gradients and checks, but g has one
-number a token and value head. `chunk_forward` launches the forward. The operator for a server's
+`chunk_gated_delta_rule` shares records, passes, gradients and checks with `chunk_kda`, but g has
+one number a token and value head. `chunk_forward` launches the forward. The operator for a server's
 pool, `chunk_gated_delta_rule_in_pool`, is separate because it writes an argument.
 
 A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
@@ -292,7 +292,7 @@ class _Chunk(Operator[GatedDeltaArguments]):
     def prepare(self, a: GatedDeltaArguments) -> _Ready:
         device = a.q.device
         requests = plan_chunk_gated_delta_rule(
-            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states)
+            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states), recompute=True
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
 
@@ -328,7 +328,8 @@ class _Chunk(Operator[GatedDeltaArguments]):
         if a.keep_states:
             given = a.q, a.v, a.cu_seqlens
             states, v_new = empty_states(*given), empty_v_new(*given)
-            records = empty_records(*given, a.use_qk_l2norm_in_kernel)
+            if not ready.kernels.per_head:
+                records = empty_records(*given, a.use_qk_l2norm_in_kernel)
         final_state = _final_state(a)
         ready.kernels.run(
             a.q, a.k, a.v, a.g, a.beta, *parameters(a), a.cu_seqlens, ready.scale,
@@ -414,6 +415,9 @@ class _Pool(Pool):
             **slots_plan(a),
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
+
+    def key(self, a: PoolArguments) -> tuple[Any, ...]:
+        return *super().key(a), a.g.is_neg()  # no copy of g is made, which would look
 
     def launch(self, ready: _Ready, a: PoolArguments) -> Tensor:  # type: ignore[override]
         A, bias = parameters(a)

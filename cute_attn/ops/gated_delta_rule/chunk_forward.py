@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment
-from ...kernels.delta.chunk.spec import record_elements
-from ..kda.chunk_passes import num_slots, run_in_segments
+from ...kernels.delta import table
+from ...kernels.delta.chunk.heuristics import chunks_per_segment, heads_per_cta
+from ...kernels.delta.chunk.spec import FACTORS, SUB_TILE, record_elements
+from ..kda.chunk_passes import launch_segments, num_slots
 
 _new_empty = Tensor.new_empty
 
@@ -23,13 +24,15 @@ class ChunkForward(NamedTuple):
         prepare: the kernel that prepares all chunks.
         whole: the pass over whole sequences.
         split: the kernels for split sequences; loaded when a call first splits sequences.
-        num_sms: 0 if sequences may not be split.
+        num_sms: the number of SMs.
+        per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
 
     prepare: Callable[..., None]
     whole: Callable[..., None]
     split: tuple[launch.Request, ...]
     num_sms: int
+    per_head: bool
 
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
@@ -38,7 +41,8 @@ class ChunkForward(NamedTuple):
             launch.get_for(device, *prepare),
             launch.get_for(device, *whole),
             tuple(split),
-            launch.num_sms(device) if split else 0,
+            launch.num_sms(device),
+            prepare[0] is table.HEAD_PREPARE,
         )
 
     def run(
@@ -67,13 +71,14 @@ class ChunkForward(NamedTuple):
                 gradient (see `chunk_pass.Arguments`).
             carried: initial_state and final_state; with a pool instead pool, state_indices,
                 checkpoint_indices, chunks from one checkpoint to the next, has_initial_state.
-            records: with a gradient, the memory for KDA's records (`chunk_passes.empty_records`).
+            records: with a gradient and without `recompute`, the memory for KDA's records
+                (`chunk_passes.empty_records`).
         """
         batch, tokens, heads, dim_v = v.shape
         dim_k = q.shape[-1]
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0
-        if 2 * sequences * heads <= self.num_sms:
+        if self.split and 2 * sequences * heads <= self.num_sms:
             length = chunks_per_segment(
                 sequences=sequences,
                 tokens=tokens,
@@ -82,17 +87,24 @@ class ChunkForward(NamedTuple):
                 packed=cu_seqlens is not None,
                 num_sms=self.num_sms,
             )
-        if records is None:
-            slots = num_slots(v, cu_seqlens)
-            tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
-            decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
-            records = tiles, decay, None
-        tiles, decay, inverse_norms = records
-        self.prepare(
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, inverse_norms, scale, 0.0,
-            beta_scale,
-        )  # fmt: skip
-        if length:
-            run_in_segments(self.split, length, v, tiles, decay, written, carried, cu_seqlens)
+        slots = num_slots(v, cu_seqlens)
+        inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
+        if self.per_head:
+            tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
+            factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
+            count = heads_per_cta(
+                chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=self.num_sms
+            )
+            self.prepare(*inputs, tiles, factors, scale, beta_scale, count)
+            given: tuple[Tensor, ...] = q, k, v, tiles, factors
         else:
-            self.whole(v, tiles, decay, *written, *carried, cu_seqlens, None, None, 0, 1)
+            if records is None:
+                tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+                decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+                records = tiles, decay, None
+            self.prepare(*inputs, *records, scale, 0.0, beta_scale)
+            given = v, *records[:2]
+        if length:
+            launch_segments(self.split, length, given, v, dim_k, written, carried, cu_seqlens)
+        else:
+            self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ... import launch
-from ..kda.chunk_plan import backward_requests, plan_chunk_kda
+from ...kernels.delta import table
+from ...kernels.delta.chunk.heuristics import has_head_path, head_pass_config
+from ...kernels.delta.chunk.spec import HeadPassSpec, HeadPrepareSpec
+from ..kda.chunk_plan import ChunkCall, backward_requests, plan_chunk_kda
 
 
 @launch.planner
@@ -33,6 +36,7 @@ def plan_chunk_gated_delta_rule(
     null_slot: bool = False,
     index_dtype: str = "none",
     dt_bias: bool = True,
+    recompute: bool = False,
     split: bool | None = None,
 ) -> list[launch.Request]:
     """The kernels that `chunk_gated_delta_rule` uses for these arguments, for `cute_attn.warmup`
@@ -63,6 +67,8 @@ def plan_chunk_gated_delta_rule(
         null_slot: whether pad_slot_id is 0.
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+        recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
+            forward has KDA's kernels, whose records the backward reads.
         split: whether to include the three kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
@@ -80,25 +86,60 @@ def plan_chunk_gated_delta_rule(
         "beta_dtype": beta_dtype,
         "head_dim_k": head_dim_k,
         "head_dim_v": head_dim_v,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "use_gate_in_kernel": use_gate_in_kernel,
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-        "gradient": gradient,
         "state_v_first": state_v_first,
-        "state_indices": state_indices,
-        "state_dtype": state_dtype,
-        "checkpoint_indices": checkpoint_indices,
-        "has_initial_state": has_initial_state,
-        "slot_dtype": slot_dtype,
-        "strided_slots": strided_slots,
-        "null_slot": null_slot,
         "index_dtype": index_dtype,
         "dt_bias": dt_bias,
         "split": split,
     }
-    return plan_chunk_kda(arch, decays="head", **options)
+    # With float16, KDA's backward takes corrections that have another share of beta.
+    keeps = gradient and not (recompute and dtype == "bfloat16")
+    if has_head_path(arch) and not (state_indices or keeps):
+        return _head_path(arch, initial_state, output_final_state, gradient, options)
+    return plan_chunk_kda(
+        arch,
+        decays="head",
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        gradient=gradient,
+        state_indices=state_indices,
+        state_dtype=state_dtype,
+        checkpoint_indices=checkpoint_indices,
+        has_initial_state=has_initial_state,
+        slot_dtype=slot_dtype,
+        strided_slots=strided_slots,
+        null_slot=null_slot,
+        **options,
+    )
+
+
+def _head_path(
+    arch: str,
+    initial_state: bool,
+    output_final_state: bool,
+    gradient: bool,
+    options: dict[str, Any],
+) -> list[launch.Request]:
+    """The kernels of `kernels.delta.chunk.per_head`."""
+    call = ChunkCall(
+        arch,
+        decays="head",
+        has_initial_state=initial_state,
+        has_final_state=output_final_state,
+        lower_bound=False,
+        A_log=True,
+        **options,
+    )
+    spec = HeadPassSpec(
+        **call.base,
+        **call.state_fields,
+        **head_pass_config(**call.dims),
+        store_states=bool(gradient),
+    )
+    prepare = table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs)
+    return [prepare, *call.with_segments(table.HEAD_STATE_PASS, spec)]
 
 
 @launch.planner

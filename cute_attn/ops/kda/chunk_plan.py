@@ -125,7 +125,7 @@ def plan_chunk_kda(
     ):
         if value and not state_indices:
             raise ValueError(f"{name} is True, must be False without state_indices")
-    call = _Call(
+    call = ChunkCall(
         arch,
         dtype=dtype,
         gate_dtype=gate_dtype,
@@ -279,7 +279,9 @@ def backward_requests(
     **options: Any,
 ) -> BackwardRequests:
     """The kernels of `plan_chunk_kda_backward` by their part; arguments and errors are equal."""
-    call = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
+    call = ChunkCall(
+        arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options
+    )
     gate = call.gate_fields
     return BackwardRequests(
         prepare=None if disable_recompute else call.prepare(for_backward=True),
@@ -293,7 +295,7 @@ def backward_requests(
     )
 
 
-class _Call:
+class ChunkCall:
     """The requests of a call with these parameters; see `plan_chunk_kda`.
 
     Args:
@@ -374,7 +376,7 @@ class _Call:
             **state_pass_config(**self.dims),
             store_states=store_states,
         )
-        return self._with_segments(table.STATE_PASS, spec)
+        return self.with_segments(table.STATE_PASS, spec)
 
     def pool_pass(self, **of_pool: Any) -> list[launch.Request]:
         """The requests of a pass in a pool; `of_pool` are the fields that only its spec has."""
@@ -384,13 +386,13 @@ class _Call:
             **state_pass_config(**self.dims),
             **of_pool,
         )
-        return self._with_segments(table.POOL_PASS, spec)
+        return self.with_segments(table.POOL_PASS, spec)
 
     def adjoint_pass(self) -> list[launch.Request]:
         spec = AdjointPassSpec(**self.base, **self.state_fields, **state_pass_config(**self.dims))
-        return self._with_segments(table.ADJOINT_PASS, spec)
+        return self.with_segments(table.ADJOINT_PASS, spec)
 
-    def _with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
+    def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,

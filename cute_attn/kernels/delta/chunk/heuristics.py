@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, record_elements
+from .spec import CHUNK, MOST_HEADS_PER_CTA, record_elements
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -29,6 +29,36 @@ def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[st
         "products": "wgmma" if arch == "sm_90a" else "mma",
         "segments": "none",
     }
+
+
+def has_head_path(arch: str) -> bool:
+    """Whether the fused path for one decay a head (`per_head`) has kernels."""
+    return arch == "sm_90a"
+
+
+def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a HeadPassSpec."""
+    del arch, head_dim_k, head_dim_v  # a stage takes at most 58 KiB
+    return {
+        "tile_v": 64,
+        "num_stages": MOST_STAGES,
+        "copies": "bulk",
+        "products": "wgmma",
+        "segments": "none",
+    }
+
+
+# CTAs of `per_head.prepare` for each SM below which CTAs have fewer value heads.
+PREPARE_CTAS_PER_SM = 1.5
+
+
+def heads_per_cta(*, chunks: int, heads_qk: int, heads: int, num_sms: int) -> int:
+    """Value heads of a CTA of `per_head.prepare`, which all have one head of q and k."""
+    group = heads // heads_qk
+    count = min(group, MOST_HEADS_PER_CTA)
+    while count > 1 and chunks * heads_qk * -(-group // count) < PREPARE_CTAS_PER_SM * num_sms:
+        count = -(-count // 2)
+    return count
 
 
 def has_bulk_copies(arch: str) -> bool:

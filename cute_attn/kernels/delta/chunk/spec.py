@@ -185,6 +185,36 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
 
 
 @dataclass(frozen=True)
+class HeadPrepareSpec(InputsSpec):
+    """The preparation of chunks for one decay a head (`per_head.prepare`)."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of a chunk's tiles: the inverse, and the decayed scores."""
+        return 2 * SUB_TILE
+
+
+MOST_HEADS_PER_CTA = 8  # value heads of a CTA of `per_head.prepare`: a warp has the gates of one
+
+# float32 that `per_head.prepare` writes for a chunk and value head: 4 factors of each token, and
+# the decay of the chunk; a multiple of 16 bytes.
+FACTORS = 4 * CHUNK + 4
+
+
+@dataclass(frozen=True)
+class HeadPassSpec(StatePassSpec):
+    """The pass of the state through chunks for one decay a head (`per_head.state_pass`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.copies != "bulk":
+            raise ValueError(f'copies is "{self.copies}", must be "bulk" with one decay a head')
+        if self.tile_v != 64:
+            # With 8 warps of 240 registers, TMA's warp would need a warpgroup of its own.
+            raise ValueError(f"tile_v is {self.tile_v}, must be 64 with one decay a head")
+
+
+@dataclass(frozen=True)
 class AdjointPassSpec(PassSpec):
     """The pass of the state's gradient backwards through chunks (`adjoint_pass`)."""
 

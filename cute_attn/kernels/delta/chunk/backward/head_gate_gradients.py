@@ -66,7 +66,9 @@ class HeadGateGradients:
             if first + t < place.length:
                 raw[t] = Float32(a.g[place.batch, place.start + first + t, head])
         gates = [log2_decay(self.spec.gate, raw[t], rate, bias, a.lower_bound) for t in range(OWN)]
-        store_shared(Float32, self._at(smem, "gate"), self._sums_before(gates, own=True))
+        sums = self._sums_before(gates, own=True)
+        cute.arch.sync_warp()  # all lanes have read the last head's
+        store_shared(Float32, self._at(smem, "gate"), sums)
         store_shared(Float32, self._at(smem, "gate_input"), [raw[t] for t in range(OWN)])
 
     def _sums_before(self, values: list[Any], *, own: bool) -> list[Any]:

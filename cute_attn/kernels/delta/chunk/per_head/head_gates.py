@@ -1,0 +1,103 @@
+"""Decays of the tokens of a chunk, one for each head.
+
+The decay from token j to token i is exp2(G_i - G_j), where G sums the gates of a chunk in base 2.
+A difference of large sums would lose the digits of later weak gates. So a gate is split into a
+multiple of STEP, whose sums are exact in float32, and a rest below STEP:
+
+    G_i - G_j = (coarse_i - coarse_j) + (fine_i - fine_j)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ....common.numbers import LOG2_E
+from ....common.ptx.math import exp2
+from ....common.ptx.memory import load_shared, store_shared
+from ....common.smem import SharedMemory
+from ....common.spec import WARP_SIZE
+from ...gates import log2_decay, sigmoid
+from ..spec import CHUNK, HeadPrepareSpec
+
+# 64 gates sum to 64 * 185 at most, which is less than 2^24 steps.
+STEP = 2.0**-9
+TOKENS = CHUNK // WARP_SIZE  # neighbouring tokens of a lane
+
+
+class HeadGates:
+    """Computes the gates and beta of value heads, a head in each warp. All methods run on the
+    device.
+
+    Attributes:
+        memory: has the buffers "coarse", "fine" and "beta", float32, CHUNK elements a warp.
+    """
+
+    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory):
+        self.spec, self.memory = spec, memory
+
+    @cute.jit
+    def store(
+        self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32
+    ) -> None:
+        """Store the sums of gates, and beta, of the value head that this warp has."""
+        lane = cute.arch.lane_idx()
+        spec = self.spec
+        rate, bias = Float32(1.0), Float32(0.0)
+        if cutlass.const_expr(spec.has_A_log):
+            rate = exp2(x.A_log[head] * LOG2_E)
+        if cutlass.const_expr(spec.has_dt_bias):
+            bias = x.dt_bias[head]
+        coarse, fine, betas = [], [], []
+        for t in cutlass.range_constexpr(TOKENS):
+            token = TOKENS * lane + t
+            present = token < place.length
+            at = place.start + cutlass.select_(present, token, Int32(0))
+            g = Float32(x.g[place.batch, at, head])
+            beta = Float32(x.beta[place.batch, at, head])
+            gate = log2_decay(spec.gate, g, rate, bias, Float32(0.0))
+            gate = Float32(cutlass.select_(present, gate, Float32(0.0)))
+            if cutlass.const_expr(spec.beta_sigmoid):
+                beta = x.beta_scale * sigmoid(beta)
+            betas.append(Float32(cutlass.select_(present, beta, Float32(0.0))))
+            steps = Float32(Int32(gate * Float32(1.0 / STEP))) * Float32(STEP)
+            coarse.append(steps)
+            fine.append(gate - steps)
+        at = smem + (warp * CHUNK + TOKENS * lane) * 4
+        for name, gates in (("coarse", coarse), ("fine", fine)):
+            store_shared(Float32, at + self.memory[name], self.summed(gates))
+        store_shared(Float32, at + self.memory["beta"], betas)
+
+    def summed(self, gates: list[Any]) -> list[Any]:
+        """Return the sums of all tokens up to each token of the lane."""
+        lane = cute.arch.lane_idx()
+        own = [gates[0], gates[0] + gates[1]]
+        before = own[1]
+        for bit in range(5):
+            got = cute.arch.shuffle_sync_up(before, offset=1 << bit, mask_and_clamp=0)
+            before = before + cutlass.select_(lane >= 1 << bit, got, Float32(0.0))
+        before = cute.arch.shuffle_sync_up(before, offset=1, mask_and_clamp=0)
+        before = cutlass.select_(lane >= 1, before, Float32(0.0))
+        return [Float32(before + y) for y in own]
+
+    def sums(self, smem: Int32, n: Any, token: Any, count: int = 1) -> list[Any]:
+        """Load (coarse, fine) of `count` tokens of the CTA's n-th head."""
+        at = smem + (n * CHUNK + token) * 4
+        both = [load_shared(Float32, at + self.memory[name], count) for name in ("coarse", "fine")]
+        return list(zip(*both, strict=True))
+
+    def betas(self, smem: Int32, n: Any, token: Any, count: int = 1) -> Any:
+        at = smem + (n * CHUNK + token) * 4
+        return load_shared(Float32, at + self.memory["beta"], count)
+
+
+def log2_between(later: Any, earlier: Any) -> Any:
+    """Return the base-2 logarithm of the decay between two tokens, from their sums."""
+    return (later[0] - earlier[0]) + (later[1] - earlier[1])
+
+
+def decay_between(later: Any, earlier: Any) -> Any:
+    return exp2(log2_between(later, earlier))
