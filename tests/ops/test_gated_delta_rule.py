@@ -215,14 +215,14 @@ def test_kda_with_equal_gates_agrees(device: str, kind: Any):
     if "dt_bias" in args:
         of_kda["dt_bias"] = args["dt_bias"].repeat_interleave(channels)
     of = weights(args)
-    o, state = run(args)
-    o_of_kda, state_of_kda = run(of_kda)
-    assert same(args, (o, state), (o_of_kda, state_of_kda))
+    eps = torch.finfo(args["q"].dtype).eps
+    for x, y in zip(run(args), run(of_kda), strict=True):
+        assert x is not None and y is not None
+        assert (x.float() - y.float()).norm() <= 4 * eps * y.float().norm()
     found, kda = differentiated(args, of), differentiated(of_kda, of)
     kda["g"] = kda["g"].float().sum(-1)
     if "dt_bias" in kda:
         kda["dt_bias"] = kda["dt_bias"].view(-1, channels).sum(-1)
-    eps = torch.finfo(args["q"].dtype).eps
     for name, x in found.items():
         assert (x.float() - kda[name]).norm() <= 8 * eps * kda[name].norm(), name
 

@@ -20,6 +20,10 @@ HEAD_STATE_PASS = KernelDef(
     name="delta_head_state_pass", target=f"{_HERE}.chunk.per_head.state_pass:HeadStatePass"
 )
 
+HEAD_ADJOINT_PASS = KernelDef(
+    name="delta_head_adjoint_pass", target=f"{_HERE}.chunk.per_head.adjoint_pass:HeadAdjointPass"
+)
+
 # The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",

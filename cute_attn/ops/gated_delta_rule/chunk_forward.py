@@ -17,6 +17,28 @@ from ..kda.chunk_passes import launch_segments, num_slots
 _new_empty = Tensor.new_empty
 
 
+def prepare_heads(
+    prepare: Callable[..., None],
+    inputs: tuple[Any, ...],
+    v: Tensor,
+    inverse_norms: Tensor | None,
+    scale: float,
+    beta_scale: float,
+    num_sms: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch `per_head.prepare`, and return its tiles and factors.
+
+    Args:
+        inputs: q, k, g, beta, A_log, dt_bias and cu_seqlens.
+    """
+    q, heads, slots = inputs[0], v.shape[2], num_slots(v, inputs[-1])
+    tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
+    factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
+    count = heads_per_cta(chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=num_sms)
+    prepare(*inputs, tiles, factors, inverse_norms, scale, beta_scale, count)
+    return tiles, factors
+
+
 class ChunkForward(NamedTuple):
     """The loaded kernels of `plan_chunk_gated_delta_rule`.
 
@@ -90,12 +112,9 @@ class ChunkForward(NamedTuple):
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
-            tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
-            factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
-            count = heads_per_cta(
-                chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=self.num_sms
+            tiles, factors = prepare_heads(
+                self.prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
-            self.prepare(*inputs, tiles, factors, scale, beta_scale, count)
             given: tuple[Tensor, ...] = q, k, v, tiles, factors
         else:
             if records is None:

@@ -7,8 +7,8 @@ from typing import Any
 from ... import launch
 from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import has_head_path, head_pass_config
-from ...kernels.delta.chunk.spec import HeadPassSpec, HeadPrepareSpec
-from ..kda.chunk_plan import ChunkCall, backward_requests, plan_chunk_kda
+from ...kernels.delta.chunk.spec import HeadAdjointSpec, HeadPassSpec, HeadPrepareSpec
+from ..kda.chunk_plan import BackwardRequests, ChunkCall, backward_requests, plan_chunk_kda
 
 
 @launch.planner
@@ -142,6 +142,29 @@ def _head_path(
     return [prepare, *call.with_segments(table.HEAD_STATE_PASS, spec)]
 
 
+def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:
+    """The kernels of `plan_chunk_gated_delta_rule_backward` by their part. `options` are those of
+    `backward_requests`."""
+    found = backward_requests(arch, **options)
+    if not has_head_path(arch) or options["dtype"] != "bfloat16":
+        return found
+    of_states = options["dinitial_state"], options["dfinal_state"]
+    names = ("inputs", "grouped", "disable_recompute", "dinitial_state", "dfinal_state")
+    call = ChunkCall(
+        arch,
+        has_initial_state=of_states[0],
+        has_final_state=of_states[1],
+        **{name: x for name, x in options.items() if name not in names},
+    )
+    spec = HeadAdjointSpec(
+        **call.base, **call.state_fields, **head_pass_config(**call.dims), store_states=True
+    )
+    return found._replace(
+        prepare=(table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs, for_backward=True)),
+        adjoint_pass=call.with_segments(table.HEAD_ADJOINT_PASS, spec),
+    )
+
+
 @launch.planner
 def plan_chunk_gated_delta_rule_backward(
     arch: str,
@@ -194,7 +217,7 @@ def plan_chunk_gated_delta_rule_backward(
             parameter.
         NotImplementedError: there is no kernel for this K on this architecture.
     """
-    found = backward_requests(
+    found = gated_delta_backward_requests(
         arch,
         dtype=dtype,
         gate_dtype=gate_dtype,

@@ -186,7 +186,17 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
 
 @dataclass(frozen=True)
 class HeadPrepareSpec(InputsSpec):
-    """The preparation of chunks for one decay a head (`per_head.prepare`)."""
+    """The preparation of chunks for one decay a head (`per_head.prepare`).
+
+    Attributes:
+        for_backward: as in `PrepareSpec`.
+    """
+
+    for_backward: bool = False
+
+    @property
+    def store_norms(self) -> bool:
+        return self.for_backward and self.l2norm
 
     @property
     def elements(self) -> int:
@@ -246,6 +256,22 @@ class GradientsSpec(InputsSpec):
     def exchanges(self) -> bool:
         """Whether a norm's gradient needs sums over the channels of both CTAs."""
         return self.l2norm and self.cluster > 1
+
+
+@dataclass(frozen=True)
+class HeadAdjointSpec(HeadPassSpec):
+    """The pass of the state's gradient for one decay a head (`per_head.adjoint_pass`).
+
+    Attributes:
+        has_initial_state: whether the gradient of the initial state is a result.
+        has_final_state: whether the call has the gradient of the final state.
+        store_states: whether the gradients of the states after chunks are a result.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype != "bfloat16":
+            raise ValueError(f'dtype is "{self.dtype}", must be "bfloat16": Aqk has factors beta')
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ....common.dtypes import DTYPE
 from ....common.numbers import LOG2_E
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.smem import SharedMemory
 from ....common.spec import WARP_SIZE
-from ...gates import log2_decay, sigmoid
+from ...gates import log2_decay, nonzero_beta, sigmoid
 from ..spec import CHUNK, HeadPrepareSpec
 
 # 64 gates sum to 64 * 185 at most, which is less than 2^24 steps.
@@ -62,6 +63,8 @@ class HeadGates:
             gate = Float32(cutlass.select_(present, gate, Float32(0.0)))
             if cutlass.const_expr(spec.beta_sigmoid):
                 beta = x.beta_scale * sigmoid(beta)
+            if cutlass.const_expr(spec.for_backward):
+                beta = nonzero_beta(DTYPE[spec.dtype], beta)
             betas.append(Float32(cutlass.select_(present, beta, Float32(0.0))))
             steps = Float32(Int32(gate * Float32(1.0 / STEP))) * Float32(STEP)
             coarse.append(steps)

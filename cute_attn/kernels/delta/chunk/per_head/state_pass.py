@@ -116,6 +116,7 @@ class HeadStatePass(KdaStatePass):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.outputs = spec.segments != "transitions"
         self.transitions = not self.outputs
+        self.scores = self.outputs or self.backwards  # whether the pass reads q and Aqk
         self.starts, self.ends = spec.has_initial_state, spec.has_final_state
         self.has_states = self.has_v_new = spec.store_states
         self.scores_have_beta = spec.dtype == "bfloat16"
@@ -139,9 +140,9 @@ class HeadStatePass(KdaStatePass):
         tile = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
             Buffer("k", self.dtype, tile, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("q", self.dtype, tile if self.outputs else 0),
+            Buffer("q", self.dtype, tile if self.scores else 0),
             Buffer("t", self.dtype, SUB_TILE, holds="T"),
-            Buffer("aqk", self.dtype, SUB_TILE if self.outputs else 0),
+            Buffer("aqk", self.dtype, SUB_TILE if self.scores else 0),
             Buffer("rows", self.dtype, CHUNK * spec.tile_v, holds="v"),
             Buffer("factors", Float32, FACTORS),
         )
@@ -153,8 +154,8 @@ class HeadStatePass(KdaStatePass):
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
         self.line = min(spec.tile_v * 2, 128)
         self.rows_bytes = 2 * CHUNK * spec.tile_v
-        self.tiles_bytes = (2 if self.outputs else 1) * SUB_TILE_BYTES
-        qk_bytes = (2 if self.outputs else 1) * 2 * tile
+        self.tiles_bytes = (2 if self.scores else 1) * SUB_TILE_BYTES
+        qk_bytes = (2 if self.scores else 1) * 2 * tile
         self.copied_bytes = qk_bytes + self.tiles_bytes + self.rows_bytes + 4 * FACTORS
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -173,7 +174,6 @@ class HeadStatePass(KdaStatePass):
         def rows(heads: Any, columns: int) -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, columns))
 
-        stored = spec.store_states
         return placeholders(
             Arguments(
                 q=rows(heads_qk, spec.head_dim_k),
@@ -182,8 +182,8 @@ class HeadStatePass(KdaStatePass):
                 tiles=of_chunks(2 * SUB_TILE),
                 factors=fake_rows(Float32, (slots, heads, FACTORS)),
                 o=rows(heads, spec.head_dim_v),
-                states=of_chunks(spec.head_dim_v * spec.head_dim_k) if stored else None,
-                v_new=of_chunks(CHUNK * spec.head_dim_v) if stored else None,
+                states=of_chunks(spec.head_dim_v * spec.head_dim_k) if self.has_states else None,
+                v_new=of_chunks(CHUNK * spec.head_dim_v) if self.has_v_new else None,
                 start=matrices(self.starts),
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
@@ -236,7 +236,7 @@ class HeadStatePass(KdaStatePass):
         keys, queries = (self.boxes(stages, name, across) for name in ("k", "q"))
         values = self.boxes(stages, "rows", spec.tile_v // BOX)
         for n in cutlass.range(end - first, unroll=1):
-            c = first + n
+            c = self.chunk_index(first + n, last)
             barriers.wait_previous("chunk_empty", n)
             nbytes = cutlass.select_(
                 has_rows, Int32(self.copied_bytes), Int32(self.copied_bytes - self.rows_bytes)
@@ -247,7 +247,7 @@ class HeadStatePass(KdaStatePass):
             shared = self.cluster > 1
             of_k = self.qk_rows.box(x.k, c, head_qk, *of_sequence)
             load_boxes(x.k_tma, of_k, keys, barriers, "chunk_full", n, shared)
-            if cutlass.const_expr(self.outputs):
+            if cutlass.const_expr(self.scores):
                 of_q = self.qk_rows.box(x.q, c, head_qk, *of_sequence)
                 load_boxes(x.q_tma, of_q, queries, barriers, "chunk_full", n, shared)
             if has_rows:
