@@ -271,7 +271,9 @@ def backward_requests(
     **options: Any,
 ) -> BackwardRequests:
     """The kernels of `plan_chunk_kda_backward` by their part; arguments and errors are equal."""
-    call = ChunkCall(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
+    call = ChunkCall(
+        arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options
+    )
     gate = call.gate_fields
     return BackwardRequests(
         prepare=None if disable_recompute else call.prepare(for_backward=True),
