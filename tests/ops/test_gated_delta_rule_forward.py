@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
@@ -198,7 +197,7 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
     ],
 )
 def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "chunks_per_segment", lambda **_: 2)
+    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 2)
     check(inputs(**case), "sm_90a", split=True)
 
 

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import chunks_per_segment, heads_per_cta
+from ...kernels.delta.chunk.heuristics import (
+    chunks_per_segment,
+    head_chunks_per_segment,
+    heads_per_cta,
+)
 from ...kernels.delta.chunk.spec import FACTORS, SUB_TILE, record_elements
 from ..kda.chunk_passes import launch_segments, num_slots
 
@@ -101,14 +105,7 @@ class ChunkForward(NamedTuple):
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0
         if self.split and 2 * sequences * heads <= self.num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
-                num_sms=self.num_sms,
-            )
+            length = self.chunks_per_segment(sequences, tokens, heads, dim_k, dim_v, cu_seqlens)
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
@@ -127,3 +124,25 @@ class ChunkForward(NamedTuple):
             launch_segments(self.split, length, given, v, dim_k, written, carried, cu_seqlens)
         else:
             self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1)
+
+    def chunks_per_segment(
+        self,
+        sequences: int,
+        tokens: int,
+        heads: int,
+        dim_k: int,
+        dim_v: int,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """Chunks of a segment, or 0 where sequences are not split."""
+        sizes = {
+            "sequences": sequences,
+            "tokens": tokens,
+            "heads": heads,
+            "head_dim_v": dim_v,
+            "packed": cu_seqlens is not None,
+            "num_sms": self.num_sms,
+        }
+        if self.per_head:
+            return head_chunks_per_segment(head_dim_k=dim_k, **sizes)
+        return chunks_per_segment(**sizes)

@@ -213,10 +213,23 @@ FACTORS = 4 * CHUNK + 4
 
 @dataclass(frozen=True)
 class HeadPassSpec(StatePassSpec):
-    """The pass of the state through chunks for one decay a head (`per_head.state_pass`)."""
+    """The pass of the state through chunks for one decay a head (`per_head.state_pass`).
+
+    Attributes:
+        cluster: 1, or 2 CTAs of a value head that share copies of what both read.
+    """
+
+    cluster: int = 1
+
+    ALLOWED = ALLOWED | {"cluster": (1, 2)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.cluster > 1 and (self.head_dim_k % 128 or self.head_dim_v % 128):
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}, "
+                f"head_dim_v={self.head_dim_v}"
+            )
         if self.copies != "bulk":
             raise ValueError(f'copies is "{self.copies}", must be "bulk" with one decay a head')
         if self.tile_v != 64:

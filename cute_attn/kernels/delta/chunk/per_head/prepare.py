@@ -8,8 +8,8 @@ products and m = beta, the kernel computes for each chunk of 64 tokens and each 
     T      = (I + L)^-1
     Aqk_ij = scale D_ij m_j (q_i . k_j)    j <= i
 
-and the factors of each token, with which `state_pass` multiplies its products in float32. `state_pass`
-reads q, k and v themselves. With float16, whose exponents are few, Aqk has no m.
+and the factors of each token, with which `state_pass` multiplies its products in float32.
+`state_pass` reads q, k and v themselves. With float16, whose exponents are few, Aqk has no m.
 
     CTA (part of the value heads of a head of q and k, chunk), 8 warps
       load      q and k by cp.async; a warp has the gates and beta of one value head

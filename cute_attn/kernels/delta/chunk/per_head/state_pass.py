@@ -17,10 +17,11 @@ in memory.
         store     o of the previous chunk, and S
         correct   r, then v_new
         update    S; and o, in registers
-      the next 4 warps              load: T, Aqk and the factors by bulk copies; q, k, v by cp.async
+      the next warp                 load: T, Aqk and the factors by bulk copies; q, k, v by TMA
 
-Shared memory of a stage at K = 128 and tile_v = 64: q and k 32 KiB, T and Aqk 16 KiB, v 8 KiB,
-factors 1 KiB.
+Shared memory of a stage at K = 128: q and k 32 KiB, T and Aqk 16 KiB, v 8 KiB, factors 1 KiB. The
+CTAs of a value head read the same q, k, T and Aqk. In a cluster of two, each CTA copies half of
+these tiles to both CTAs, since the bandwidth from L2 would limit the pass otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.pipeline import BOTH_CTAS, CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
+from ....common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk, copy_bulk_to_cluster
 from ....common.ptx.cluster import cta_rank
 from ....common.ptx.matrices import transpose_matrix
@@ -49,6 +50,7 @@ from ..fused.state_pass import KdaStatePass
 from ..spec import CHUNK, FACTORS, SUB_TILE, HeadPassSpec
 from ..state import TransposedState
 from ..tiles import SUB_TILE_BYTES
+
 
 class Arguments(NamedTuple):
     """The kernel's arguments; see `chunk_pass.Arguments` for the other arguments.
@@ -122,9 +124,7 @@ class HeadStatePass(KdaStatePass):
         self.scores_have_beta = spec.dtype == "bfloat16"
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         self.num_warps = spec.tile_v // 16
-        # Two CTAs with half of V each share copies of the rest.
-        shares = spec.head_dim_k > BOX and spec.head_dim_v % (CTAS * spec.tile_v) == 0
-        self.cluster = CTAS if shares else 1
+        self.cluster = spec.cluster
         self.bulk = True
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
@@ -202,9 +202,9 @@ class HeadStatePass(KdaStatePass):
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else op
         x = HeadOperands(
             *self.qk_rows.atom(shared, a.q), *self.qk_rows.atom(shared, a.k),
-            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors, Results(a.o, a.states, a.v_new), a.start,
-            a.result, None, a.cu_seqlens, a.segment_states, a.segment_transitions,
-            a.chunks_per_segment, a.num_segments,
+            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors,
+            Results(a.o, a.states, a.v_new), a.start, a.result, None, a.cu_seqlens,
+            a.segment_states, a.segment_transitions, a.chunks_per_segment, a.num_segments,
         )  # fmt: skip
         self.kernel(x).launch(**self.launch_config(a), stream=stream)
 
