@@ -8,7 +8,10 @@ from checks.common import HEAD_DIM, SLOTS, Check, Errors, relative_errors
 import cute_attn
 from cute_attn.reference.convolution import causal_convolution_reference
 from cute_attn.reference.gated_delta_rule import (
+    gated_delta_rule_chunk_gradients,
+    gated_delta_rule_chunk_reference,
     gated_delta_rule_decode_reference,
+    gated_delta_rule_gradients,
     gated_delta_rule_reference,
 )
 
@@ -75,7 +78,49 @@ def gdn_decode(device: str, heads: int) -> Errors:
     )
 
 
+IN_KERNEL = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+PLAIN = {"dtype": torch.float32, "stage_dtype": torch.bfloat16}
+
+
+def gdn_prefill(device: str, heads: int) -> Errors:
+    """Three packed sequences; `plain` is the chunked formula with bfloat16 between its stages."""
+    call = gdn_inputs(device, max(1, heads // 2), 1, 150) | IN_KERNEL
+    call |= {"cu_seqlens": torch.tensor([0, 70, 71, 150], device=device)}
+    exact, plain = (gated_delta_rule_chunk_reference(**call, **options) for options in ({}, PLAIN))
+    o, state = cute_attn.chunk_gated_delta_rule(**call, output_final_state=True)
+    exact_state, plain_state = exact.states.final_state, plain.states.final_state
+    return relative_errors(
+        o=(o, plain.o.to(o.dtype), exact.o), state=(state, plain_state, exact_state)
+    )
+
+
+def gdn_backward(device: str, heads: int) -> Errors:
+    """The gradients of one sequence; `plain` is the chunked formula as above."""
+    inputs = gdn_inputs(device, max(1, heads // 2), 1, 70)
+    do = torch.randn_like(inputs["v"])
+    call = inputs | IN_KERNEL
+    exact = gated_delta_rule_gradients(**call, do=do)
+    plain = gated_delta_rule_chunk_gradients(**call, do=do, **PLAIN)
+    names = ("q", "k", "v", "g", "beta")
+    leaves = {name: inputs[name].requires_grad_() for name in names}
+    o, _ = cute_attn.chunk_gated_delta_rule(**call | leaves)
+    gradients = torch.autograd.grad(o, list(leaves.values()), do)
+    found = {f"d{name}": x for name, x in zip(names, gradients, strict=True)}
+    return relative_errors(
+        **{
+            name: (x, getattr(plain, name).to(x.dtype), getattr(exact, name))
+            for name, x in found.items()
+        }
+    )
+
+
 CHECKS = {
+    "Gated Delta Net, prefill": Check(gdn_prefill),
+    "Gated Delta Net, gradients": Check(gdn_backward),
     "Gated Delta Net, recurrent": Check(gdn_recurrent),
     "Gated Delta Net, decode": Check(gdn_decode),
 }

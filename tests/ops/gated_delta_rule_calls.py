@@ -9,6 +9,7 @@ import torch
 import cute_attn
 from tests.ops import kda_calls
 from tests.ops.calls import INT32, Operator, values
+from tests.ops.gated_delta_rule_chunk_calls import CHUNKS
 
 
 def decode() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def recurrent() -> dict[str, Any]:
     }
 
 
-OPERATORS = {
+OPERATORS = CHUNKS | {
     "gated_delta_rule_decode": Operator(
         cute_attn.gated_delta_rule_decode,
         decode,
