@@ -59,7 +59,8 @@ def fused_recurrent_gated_delta_rule(
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay,
             or with use_gate_in_kernel the input of the gate. None is no decay.
-        gk, gv: must be None. `fused_recurrent_kda` has a decay for each channel of K.
+        gk: must be None; `fused_recurrent_kda` has a decay for each channel of K.
+        gv: must be None.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. None is 1.
         scale: factor of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
