@@ -221,7 +221,7 @@ class HeadPassSpec(StatePassSpec):
 
     cluster: int = 1
 
-    ALLOWED = ALLOWED | {"cluster": (1, 2)}
+    ALLOWED = PoolPassSpec.ALLOWED | {"cluster": (1, 2)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,6 +235,11 @@ class HeadPassSpec(StatePassSpec):
         if self.tile_v != 64:
             # With 8 warps of 240 registers, TMA's warp would need a warpgroup of its own.
             raise ValueError(f"tile_v is {self.tile_v}, must be 64 with one decay a head")
+
+
+@dataclass(frozen=True)
+class HeadPoolPassSpec(HeadPassSpec, PoolPassSpec):
+    """The pass of states that are in a pool, for one decay a head (`per_head.pool_pass`)."""
 
 
 @dataclass(frozen=True)

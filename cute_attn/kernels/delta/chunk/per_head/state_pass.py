@@ -160,7 +160,7 @@ class HeadStatePass(KdaStatePass):
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        batch, tokens, heads, heads_qk, slots, sequences = (cute.sym_int() for _ in range(6))
+        heads, slots, sequences = (cute.sym_int() for _ in range(3))
 
         def matrices(present: bool) -> Any:
             matrix = (spec.head_dim_k, spec.head_dim_v)
@@ -168,9 +168,11 @@ class HeadStatePass(KdaStatePass):
                 matrix = matrix[::-1]
             return fake_matrices((sequences, heads), matrix) if present else None
 
-        def of_chunks(elements: int) -> Any:
-            return fake_rows(self.dtype, (slots, heads, elements))
+        def stored(elements: int) -> Any:
+            rows = (slots, heads, elements)
+            return fake_rows(self.dtype, rows) if spec.store_states else None
 
+<<<<<<< HEAD
         def rows(heads: Any, columns: int) -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, columns))
 
@@ -184,6 +186,13 @@ class HeadStatePass(KdaStatePass):
                 o=rows(heads, spec.head_dim_v),
                 states=of_chunks(spec.head_dim_v * spec.head_dim_k) if self.has_states else None,
                 v_new=of_chunks(CHUNK * spec.head_dim_v) if self.has_v_new else None,
+=======
+        return placeholders(
+            Arguments(
+                **self.fake_inputs(heads, slots),
+                states=stored(spec.head_dim_v * spec.head_dim_k),
+                v_new=stored(CHUNK * spec.head_dim_v),
+>>>>>>> gdnf
                 start=matrices(self.starts),
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
@@ -193,20 +202,44 @@ class HeadStatePass(KdaStatePass):
             )
         )
 
+    def fake_inputs(self, heads: Any, slots: Any) -> dict[str, Any]:
+        """Placeholders of the arguments from q to o."""
+        spec = self.spec
+        batch, tokens, heads_qk = (cute.sym_int() for _ in range(3))
+
+        def rows(heads: Any, columns: int) -> Any:
+            return fake_rows(self.dtype, (batch, tokens, heads, columns))
+
+        return {
+            "q": rows(heads_qk, spec.head_dim_k),
+            "k": rows(heads_qk, spec.head_dim_k),
+            "rows": rows(heads, spec.head_dim_v),
+            "tiles": fake_rows(self.dtype, (slots, heads, 2 * SUB_TILE)),
+            "factors": fake_rows(Float32, (slots, heads, FACTORS)),
+            "o": rows(heads, spec.head_dim_v),
+        }
+
     @entry(Arguments)
     @cute.jit
     def __call__(self, *args: Any) -> None:
         """Run the pass."""
         a, stream = gathered(Arguments, args)
+        results = Results(a.o, a.states, a.v_new)
+        x = self.operands(a, results, a.start, a.result, None)
+        self.kernel(x).launch(**self.launch_config(a), stream=stream)
+
+    def operands(
+        self, a: Any, results: Results, start: Any, result: Any, slots: Any
+    ) -> HeadOperands:
+        """The operands of a call with the arguments a; for host code."""
         op = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else op
-        x = HeadOperands(
+        return HeadOperands(
             *self.qk_rows.atom(shared, a.q), *self.qk_rows.atom(shared, a.k),
-            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors,
-            Results(a.o, a.states, a.v_new), a.start, a.result, None, a.cu_seqlens,
-            a.segment_states, a.segment_transitions, a.chunks_per_segment, a.num_segments,
+            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors, results,
+            start, result, slots, a.cu_seqlens, a.segment_states, a.segment_transitions,
+            a.chunks_per_segment, a.num_segments,
         )  # fmt: skip
-        self.kernel(x).launch(**self.launch_config(a), stream=stream)
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         return super().launch_config(a) | {"cluster": [self.cluster, 1, 1]}
