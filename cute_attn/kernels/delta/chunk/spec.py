@@ -186,7 +186,15 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
 
 @dataclass(frozen=True)
 class HeadPrepareSpec(InputsSpec):
-    """The preparation of chunks for one decay a head (`per_head.prepare`)."""
+    """The preparation of chunks for one decay a head (`per_head.prepare`).
+
+    Attributes:
+        ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
+    """
+
+    ctas_per_sm: int = 3
+
+    ALLOWED = ALLOWED | {"ctas_per_sm": (2, 3)}
 
     @property
     def elements(self) -> int:
