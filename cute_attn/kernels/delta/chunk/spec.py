@@ -190,9 +190,13 @@ class HeadPrepareSpec(InputsSpec):
 
     Attributes:
         for_backward: as in `PrepareSpec`.
+        ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
     """
 
     for_backward: bool = False
+    ctas_per_sm: int = 3
+
+    ALLOWED = ALLOWED | {"ctas_per_sm": (2, 3)}
 
     @property
     def store_norms(self) -> bool:
