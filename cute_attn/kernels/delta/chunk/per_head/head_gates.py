@@ -40,9 +40,7 @@ class HeadGates:
         self.spec, self.memory = spec, memory
 
     @cute.jit
-    def store(
-        self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32
-    ) -> None:
+    def store(self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32) -> None:
         """Store the sums of gates, and beta, of the value head that this warp has."""
         lane = cute.arch.lane_idx()
         spec = self.spec

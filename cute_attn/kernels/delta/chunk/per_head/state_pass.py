@@ -50,6 +50,7 @@ from ..spec import CHUNK, FACTORS, SUB_TILE, HeadPassSpec
 from ..state import TransposedState
 from ..tiles import SUB_TILE_BYTES
 
+
 class Arguments(NamedTuple):
     """The kernel's arguments; see `chunk_pass.Arguments` for the other arguments.
 
