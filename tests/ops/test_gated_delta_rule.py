@@ -58,6 +58,7 @@ def in_segments(length: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunk_forward, chunk_passes):
             patch.setattr(module, "chunks_per_segment", lambda **_: length)
+        patch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, chunk.BACKWARD, chunk._pool):
             patch.setattr(one, "ready", {})
@@ -215,14 +216,14 @@ def test_kda_with_equal_gates_agrees(device: str, kind: Any):
     if "dt_bias" in args:
         of_kda["dt_bias"] = args["dt_bias"].repeat_interleave(channels)
     of = weights(args)
-    o, state = run(args)
-    o_of_kda, state_of_kda = run(of_kda)
-    assert same(args, (o, state), (o_of_kda, state_of_kda))
+    eps = torch.finfo(args["q"].dtype).eps
+    for x, y in zip(run(args), run(of_kda), strict=True):
+        assert x is not None and y is not None
+        assert (x.float() - y.float()).norm() <= 4 * eps * y.float().norm()
     found, kda = differentiated(args, of), differentiated(of_kda, of)
     kda["g"] = kda["g"].float().sum(-1)
     if "dt_bias" in kda:
         kda["dt_bias"] = kda["dt_bias"].view(-1, channels).sum(-1)
-    eps = torch.finfo(args["q"].dtype).eps
     for name, x in found.items():
         assert (x.float() - kda[name]).norm() <= 8 * eps * kda[name].norm(), name
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
@@ -198,7 +197,7 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
     ],
 )
 def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "chunks_per_segment", lambda **_: 2)
+    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 2)
     check(inputs(**case), "sm_90a", split=True)
 
 
@@ -217,3 +216,54 @@ def test_rows_of_other_sequences_do_not_leak() -> None:
     both, one = forward(x, "sm_90a"), forward(alone, "sm_90a")
     assert torch.equal(both["o"][:, :70], one["o"])
     assert torch.equal(both["final_state"][:1], one["final_state"])
+
+
+@pytest.mark.parametrize(
+    ("dims", "split"), [((64, 64), False), pytest.param((128, 128), True, marks=pytest.mark.slow)]
+)
+def test_states_in_a_pool(
+    dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 1)
+    x = inputs([130, 0, 70], packed=True, dims=dims)
+    pool = torch.randn(6, 2, *dims).to(torch.bfloat16)
+    before = pool.clone()
+    state_indices = torch.tensor([4, -1, 2], dtype=torch.int32)
+    checkpoints = torch.tensor([[0, 1], [-1, -1], [5, -1]], dtype=torch.int32)
+    fresh = torch.tensor([1, 1, 0], dtype=torch.uint8)
+    o = torch.full_like(x["v"], math.nan)
+    with emulated("sm_90a", Emulator(num_sms=132)):
+        requests = plan_chunk_gated_delta_rule(
+            "sm_90a",
+            gate_dtype="float32",
+            beta_dtype="float32",
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            state_indices=True,
+            state_dtype="bfloat16",
+            checkpoint_indices=True,
+            has_initial_state=True,
+            index_dtype="int32",
+            split=split,
+        )
+        ChunkForward.load(o.device, requests).run(
+            x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["cu_seqlens"],
+            dims[0] ** -0.5, 1.0, (o,), (pool, state_indices, checkpoints, 1, fresh),
+        )  # fmt: skip
+    starts = torch.zeros(3, 2, *dims)
+    starts[0] = before[4].float()
+    exact = gated_delta_rule_reference(**x | {"initial_state": starts})
+    first = {name: x[name][:, :64] for name in ("q", "k", "v", "g", "beta")}
+    checkpoint = gated_delta_rule_reference(
+        **x | first | {"initial_state": starts[:1], "cu_seqlens": None}
+    )
+    for ours, right in (
+        (o, exact.o),
+        (pool[4], exact.final_state[0]),
+        (pool[2], exact.final_state[2]),
+        (pool[0], checkpoint.final_state[0]),
+    ):
+        assert (ours.double() - right).norm() <= 2.0**-8 * right.norm()
+    assert torch.equal(pool[3], before[3])  # no index names this slot

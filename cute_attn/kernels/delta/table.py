@@ -19,6 +19,13 @@ HEAD_PREPARE = KernelDef(
 HEAD_STATE_PASS = KernelDef(
     name="delta_head_state_pass", target=f"{_HERE}.chunk.per_head.state_pass:HeadStatePass"
 )
+HEAD_POOL_PASS = KernelDef(
+    name="delta_head_pool_pass", target=f"{_HERE}.chunk.per_head.pool_pass:HeadPoolPass"
+)
+
+HEAD_ADJOINT_PASS = KernelDef(
+    name="delta_head_adjoint_pass", target=f"{_HERE}.chunk.per_head.adjoint_pass:HeadAdjointPass"
+)
 
 # The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(

@@ -34,8 +34,9 @@ from ..kda.arguments import (
     unchanged,
 )
 from ..kda.chunk_arguments import ChunkArguments, check_sequences, refuse_chunks_and_contexts
-from ..kda.chunk_backward import SAVED, Backward
-from ..kda.chunk_passes import empty_records, empty_states, empty_v_new
+from ..kda.chunk_backward import SAVED, Backward, BackwardArguments, Ready
+from ..kda.chunk_passes import empty_records, empty_states, empty_v_new, num_slots
+from ..kda.chunk_plan import BackwardRequests
 from ..kda.chunk_pool import Pool, PoolArguments, carried_states, check_has_pool
 from ..operator import (
     PLAIN,
@@ -45,13 +46,14 @@ from ..operator import (
     increment_version,
     is_dynamo_compiling,
 )
-from .chunk_forward import ChunkForward
-from .chunk_plan import plan_chunk_gated_delta_rule
+from .chunk_forward import ChunkForward, prepare_heads
+from .chunk_plan import gated_delta_backward_requests, plan_chunk_gated_delta_rule
 
 __all__ = ["chunk_gated_delta_rule"]
 
 _empty = torch.empty
 _empty_like = torch.empty_like
+_new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
 
 
@@ -386,6 +388,35 @@ class _Backward(Backward):
 
     def check_forward(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
         check_gated_delta_rule(a, given)
+
+    def requests(self, arch: str, **options: Any) -> BackwardRequests:
+        return gated_delta_backward_requests(arch, **options)
+
+    def run_adjoints(
+        self,
+        ready: Ready,
+        a: BackwardArguments,
+        inputs: tuple[Tensor | None, ...],
+        written: tuple[Tensor, Tensor, None],
+        dinitial_state: Tensor | None,
+    ) -> Tensor | None:
+        if not ready.per_head:
+            return super().run_adjoints(ready, a, inputs, written, dinitial_state)
+        assert ready.prepare is not None
+        q, norms = a.q, None
+        if a.use_qk_l2norm_in_kernel:
+            shape = (num_slots(a.v, a.cu_seqlens), q.shape[2], 2 * CHUNK)
+            norms = _new_empty(q, shape, dtype=torch.float32)
+        scale, _, beta_scale = ready.scalars
+        records = prepare_heads(
+            ready.prepare, (*inputs, a.cu_seqlens), a.v, norms, scale, beta_scale,
+            launch.num_sms(q.device),
+        )  # fmt: skip
+        given = q, a.k, a.do, *records
+        ready.adjoint_pass.run_on(
+            given, a.do, q.shape[3], written, a.dfinal_state, dinitial_state, a.cu_seqlens
+        )
+        return norms
 
 
 class _Pool(Pool):

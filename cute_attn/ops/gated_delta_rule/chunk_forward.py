@@ -10,11 +10,37 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import chunks_per_segment, heads_per_cta
+from ...kernels.delta.chunk.heuristics import (
+    chunks_per_segment,
+    head_chunks_per_segment,
+    heads_per_cta,
+)
 from ...kernels.delta.chunk.spec import FACTORS, SUB_TILE, record_elements
 from ..kda.chunk_passes import launch_segments, num_slots
 
 _new_empty = Tensor.new_empty
+
+
+def prepare_heads(
+    prepare: Callable[..., None],
+    inputs: tuple[Any, ...],
+    v: Tensor,
+    inverse_norms: Tensor | None,
+    scale: float,
+    beta_scale: float,
+    num_sms: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch `per_head.prepare`, and return its tiles and factors.
+
+    Args:
+        inputs: q, k, g, beta, A_log, dt_bias and cu_seqlens.
+    """
+    q, heads, slots = inputs[0], v.shape[2], num_slots(v, inputs[-1])
+    tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
+    factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
+    count = heads_per_cta(chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=num_sms)
+    prepare(*inputs, tiles, factors, inverse_norms, scale, beta_scale, count)
+    return tiles, factors
 
 
 class ChunkForward(NamedTuple):
@@ -79,23 +105,13 @@ class ChunkForward(NamedTuple):
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0
         if self.split and 2 * sequences * heads <= self.num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
-                num_sms=self.num_sms,
-            )
+            length = self.chunks_per_segment(sequences, tokens, heads, dim_k, dim_v, cu_seqlens)
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
-            tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
-            factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
-            count = heads_per_cta(
-                chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=self.num_sms
+            tiles, factors = prepare_heads(
+                self.prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
-            self.prepare(*inputs, tiles, factors, scale, beta_scale, count)
             given: tuple[Tensor, ...] = q, k, v, tiles, factors
         else:
             if records is None:
@@ -108,3 +124,25 @@ class ChunkForward(NamedTuple):
             launch_segments(self.split, length, given, v, dim_k, written, carried, cu_seqlens)
         else:
             self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1)
+
+    def chunks_per_segment(
+        self,
+        sequences: int,
+        tokens: int,
+        heads: int,
+        dim_k: int,
+        dim_v: int,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """Chunks of a segment, or 0 where sequences are not split."""
+        sizes = {
+            "sequences": sequences,
+            "tokens": tokens,
+            "heads": heads,
+            "head_dim_v": dim_v,
+            "packed": cu_seqlens is not None,
+            "num_sms": self.num_sms,
+        }
+        if self.per_head:
+            return head_chunks_per_segment(head_dim_k=dim_k, **sizes)
+        return chunks_per_segment(**sizes)

@@ -7,8 +7,20 @@ from typing import Any
 from ... import launch
 from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import has_head_path, head_pass_config
-from ...kernels.delta.chunk.spec import HeadPassSpec, HeadPrepareSpec
-from ..kda.chunk_plan import ChunkCall, backward_requests, plan_chunk_kda
+from ...kernels.delta.chunk.spec import (
+    HeadAdjointSpec,
+    HeadPassSpec,
+    HeadPoolPassSpec,
+    HeadPrepareSpec,
+    PassSpec,
+)
+from ..kda.chunk_plan import (
+    BackwardRequests,
+    ChunkCall,
+    backward_requests,
+    check_pool,
+    plan_chunk_kda,
+)
 
 
 @launch.planner
@@ -80,6 +92,11 @@ def plan_chunk_gated_delta_rule(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
+    check_pool(
+        state_indices,
+        without={"gradient": gradient},
+        needed={"checkpoint_indices": checkpoint_indices, "has_initial_state": has_initial_state},
+    )
     options: dict[str, Any] = {
         "dtype": dtype,
         "gate_dtype": gate_dtype,
@@ -94,10 +111,27 @@ def plan_chunk_gated_delta_rule(
         "dt_bias": dt_bias,
         "split": split,
     }
+    pool: dict[str, Any] = {
+        "state_dtype": state_dtype,
+        "checkpoints": checkpoint_indices,
+        "fresh": bool(has_initial_state),
+        "slot_dtype": slot_dtype,
+        "strided_slots": bool(strided_slots),
+        "null_slot": bool(null_slot),
+    }
     # With float16, KDA's backward takes corrections that have another share of beta.
     keeps = gradient and not (recompute and dtype == "bfloat16")
-    if has_head_path(arch) and not (state_indices or keeps):
-        return _head_path(arch, initial_state, output_final_state, gradient, options)
+    if has_head_path(arch) and not keeps:
+        call = ChunkCall(
+            arch,
+            decays="head",
+            has_initial_state=initial_state or state_indices,
+            has_final_state=output_final_state or state_indices,
+            lower_bound=False,
+            A_log=True,
+            **options,
+        )
+        return _head_path(call, pool if state_indices else None, gradient)
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -116,30 +150,39 @@ def plan_chunk_gated_delta_rule(
 
 
 def _head_path(
-    arch: str,
-    initial_state: bool,
-    output_final_state: bool,
-    gradient: bool,
-    options: dict[str, Any],
+    call: ChunkCall, pool: dict[str, Any] | None, gradient: bool
 ) -> list[launch.Request]:
     """The kernels of `kernels.delta.chunk.per_head`."""
+    fields = call.base | call.state_fields | head_pass_config(**call.dims)
+    prepare = table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs)
+    if pool is not None:
+        spec: PassSpec = HeadPoolPassSpec(**fields, **pool)
+        return [prepare, *call.with_segments(table.HEAD_POOL_PASS, spec)]
+    spec = HeadPassSpec(**fields, store_states=bool(gradient))
+    return [prepare, *call.with_segments(table.HEAD_STATE_PASS, spec)]
+
+
+def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:
+    """The kernels of `plan_chunk_gated_delta_rule_backward` by their part. `options` are those of
+    `backward_requests`."""
+    found = backward_requests(arch, **options)
+    if not has_head_path(arch) or options["dtype"] != "bfloat16":
+        return found
+    of_states = options["dinitial_state"], options["dfinal_state"]
+    names = ("inputs", "grouped", "disable_recompute", "dinitial_state", "dfinal_state")
     call = ChunkCall(
         arch,
-        decays="head",
-        has_initial_state=initial_state,
-        has_final_state=output_final_state,
-        lower_bound=False,
-        A_log=True,
-        **options,
+        has_initial_state=of_states[0],
+        has_final_state=of_states[1],
+        **{name: x for name, x in options.items() if name not in names},
     )
-    spec = HeadPassSpec(
-        **call.base,
-        **call.state_fields,
-        **head_pass_config(**call.dims),
-        store_states=bool(gradient),
+    spec = HeadAdjointSpec(
+        **call.base, **call.state_fields, **head_pass_config(**call.dims), store_states=True
     )
-    prepare = table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs)
-    return [prepare, *call.with_segments(table.HEAD_STATE_PASS, spec)]
+    return found._replace(
+        prepare=(table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs, for_backward=True)),
+        adjoint_pass=call.with_segments(table.HEAD_ADJOINT_PASS, spec),
+    )
 
 
 @launch.planner
@@ -194,7 +237,7 @@ def plan_chunk_gated_delta_rule_backward(
             parameter.
         NotImplementedError: there is no kernel for this K on this architecture.
     """
-    found = backward_requests(
+    found = gated_delta_backward_requests(
         arch,
         dtype=dtype,
         gate_dtype=gate_dtype,

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.delta.table import HEAD_PREPARE
 from ..checks import check_dtypes_are, check_flags, check_shapes
 from ..operator import Operator
 from .arguments import (
@@ -50,7 +51,7 @@ from .arguments import (
 )
 from .chunk_arguments import ChunkArguments, check
 from .chunk_passes import Pass, empty_records, empty_states, empty_v_new, num_slots
-from .chunk_plan import backward_requests
+from .chunk_plan import BackwardRequests, backward_requests
 
 _empty = torch.empty
 _empty_like = torch.empty_like
@@ -119,7 +120,7 @@ class BackwardArguments(NamedTuple):
         return None if A is None else A.view(gates[:1]), None if bias is None else bias.view(gates)
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """The loaded kernels, None for kernels not needed, and all values that calls with one key
     share."""
 
@@ -131,6 +132,7 @@ class _Ready(NamedTuple):
     zero_unused: _Function | None
     scalars: tuple[float, float, float]
     cluster: int  # CTAs of `gradients` that share a chunk and a head
+    per_head: bool  # whether prepare and adjoint_pass are those of `kernels.delta.chunk.per_head`
 
 
 class Backward(Operator[BackwardArguments]):
@@ -179,14 +181,17 @@ class Backward(Operator[BackwardArguments]):
             )
         check_shapes(given, {name: expected[name].shape for name in (*_STATES, *records)})
 
+    def requests(self, arch: str, **options: Any) -> BackwardRequests:
+        return backward_requests(arch, **options)
+
     def check_forward(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
         check(a, given)
 
-    def prepare(self, a: BackwardArguments) -> _Ready:
+    def prepare(self, a: BackwardArguments) -> Ready:
         device = a.q.device
         plan = sequence_plan(a.forward)
         del plan["initial_state"], plan["output_final_state"]
-        requests = backward_requests(
+        requests = self.requests(
             launch.arch_for(device),
             **plan,
             dfinal_state=a.dfinal_state is not None,
@@ -201,7 +206,7 @@ class Backward(Operator[BackwardArguments]):
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
 
-        return _Ready(
+        return Ready(
             prepare=load(requests.prepare),
             adjoint_pass=Pass.load(device, requests.adjoint_pass),
             gradients=load(requests.gradients),
@@ -210,6 +215,7 @@ class Backward(Operator[BackwardArguments]):
             zero_unused=load(requests.zero_unused),
             scalars=launch_scalars(a),
             cluster=requests.gradients[1].cluster if requests.gradients else 1,
+            per_head=requests.prepare is not None and requests.prepare[0] is HEAD_PREPARE,
         )
 
     def key(self, a: BackwardArguments) -> tuple[Any, ...]:
@@ -233,24 +239,17 @@ class Backward(Operator[BackwardArguments]):
             a.cu_seqlens is None or (a.q.shape[0] == 1 and a.cu_seqlens.dim() == 1),
         )
 
-    def launch(self, ready: _Ready, a: BackwardArguments) -> _Gradients:
+    def launch(self, ready: Ready, a: BackwardArguments) -> _Gradients:
         q, v, cu_seqlens = a.q, a.v, a.cu_seqlens
         given = q, v, cu_seqlens
         A, bias = a.of_gate
         inputs = (q, a.k, a.g, a.beta, A, bias)
-        tiles, decay, inverse_norms = (getattr(a, name) for name in RECORDS)
-        if ready.prepare is not None:
-            tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
-            ready.prepare(*inputs, cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
-        assert tiles is not None and decay is not None
         dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
         adjoints, dv = empty_states(*given), _empty_like(v, memory_format=_contiguous)
-        ready.adjoint_pass.run(
-            a.do, tiles, decay, (dv, adjoints, None), a.dfinal_state, dinitial_state, cu_seqlens
-        )
+        # Unless kept, the records' memory is used for the results.
+        inverse_norms = self.run_adjoints(ready, a, inputs, (dv, adjoints, None), dinitial_state)
         if ready.gradients is None:
             return (None,) * 7 + (dinitial_state,)
-        del tiles, decay  # unless kept, their memory is used for the results
         dq, dk, dg, dbeta = (
             _empty_like(x, memory_format=_contiguous) for x in (q, a.k, a.g, a.beta)
         )
@@ -280,6 +279,32 @@ class Backward(Operator[BackwardArguments]):
             else:
                 ready.sum_dt_bias(bias_parts, ddt_bias)
         return *(results if a.need_inputs else [None] * 5), dA_log, ddt_bias, dinitial_state
+
+    def run_adjoints(
+        self,
+        ready: Ready,
+        a: BackwardArguments,
+        inputs: tuple[Tensor | None, ...],
+        written: tuple[Tensor, Tensor, None],
+        dinitial_state: Tensor | None,
+    ) -> Tensor | None:
+        """Prepare the chunks, unless they are kept, and run the pass. Return the inverse norms of q
+        and k.
+
+        Args:
+            inputs: q, k, g, beta, A_log and dt_bias.
+            written: dv, adjoints and None.
+        """
+        tiles, decay, inverse_norms = (getattr(a, name) for name in RECORDS)
+        if ready.prepare is not None:
+            given = a.q, a.v, a.cu_seqlens
+            tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
+            ready.prepare(*inputs, a.cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
+        assert tiles is not None and decay is not None
+        ready.adjoint_pass.run(
+            a.do, tiles, decay, written, a.dfinal_state, dinitial_state, a.cu_seqlens
+        )
+        return inverse_norms
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         inputs = [_empty_like(getattr(a, name), memory_format=_contiguous) for name in _INPUTS]

@@ -80,6 +80,21 @@ class Pass(NamedTuple):
         cu_seqlens: Tensor | None,
     ) -> None:
         """Launch the pass; see `chunk_pass.Arguments`."""
+        given = rows, tiles, decay
+        self.run_on(given, rows, decay.shape[-1], written, first, last, cu_seqlens)
+
+    def run_on(
+        self,
+        given: tuple[Tensor, ...],
+        rows: Tensor,
+        dim_k: int,
+        written: tuple[Tensor, Tensor | None, Tensor | None],
+        first: Tensor | None,
+        last: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Launch any kernel of a pass. `given` are the kernel's arguments up to `o`, and `rows` is
+        v or the gradient of o."""
         batch, tokens, heads, dim_v = rows.shape
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0
@@ -93,11 +108,10 @@ class Pass(NamedTuple):
                 num_sms=self.num_sms,
             )
         if length:
-            run_in_segments(
-                self.split, length, rows, tiles, decay, written, (first, last), cu_seqlens
-            )
+            carried = first, last
+            launch_segments(self.split, length, given, rows, dim_k, written, carried, cu_seqlens)
         else:
-            self.whole(rows, tiles, decay, *written, first, last, cu_seqlens, None, None, 0, 1)
+            self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1)
 
 
 def run_in_segments(

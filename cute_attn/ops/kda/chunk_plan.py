@@ -113,18 +113,11 @@ def plan_chunk_kda(
     """
     if decays == "head" and return_intermediate_states:
         raise ValueError('return_intermediate_states is True, must be False with decays="head"')
-    for name, value in (
-        ("gradient", gradient),
-        ("return_intermediate_states", return_intermediate_states),
-    ):
-        if state_indices and value:
-            raise ValueError(f"{name} is True, must be False with state_indices")
-    for name, value in (
-        ("checkpoint_indices", checkpoint_indices),
-        ("has_initial_state", has_initial_state),
-    ):
-        if value and not state_indices:
-            raise ValueError(f"{name} is True, must be False without state_indices")
+    check_pool(
+        state_indices,
+        without={"gradient": gradient, "return_intermediate_states": return_intermediate_states},
+        needed={"checkpoint_indices": checkpoint_indices, "has_initial_state": has_initial_state},
+    )
     call = ChunkCall(
         arch,
         dtype=dtype,
@@ -159,6 +152,17 @@ def plan_chunk_kda(
         return [call.prepare(for_backward=False), *passes]
     keeps = bool(gradient)
     return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
+
+
+def check_pool(state_indices: bool, *, without: dict[str, bool], needed: dict[str, bool]) -> None:
+    """Raise ValueError if a plan's parameter in `without` is given with a pool, or a parameter in
+    `needed` without a pool."""
+    for name, value in without.items():
+        if state_indices and value:
+            raise ValueError(f"{name} is True, must be False with state_indices")
+    for name, value in needed.items():
+        if value and not state_indices:
+            raise ValueError(f"{name} is True, must be False without state_indices")
 
 
 @launch.planner

@@ -38,14 +38,55 @@ def has_head_path(arch: str) -> bool:
 
 def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of a HeadPassSpec."""
-    del arch, head_dim_k, head_dim_v  # a stage takes at most 58 KiB
+    del arch
     return {
+        "cluster": 1 if head_dim_k % 128 or head_dim_v % 128 else 2,
         "tile_v": 64,
         "num_stages": MOST_STAGES,
         "copies": "bulk",
         "products": "wgmma",
         "segments": "none",
     }
+
+
+# Modelled microseconds: a chunk of a pass of `per_head.state_pass`, a step of `segments`, and what
+# three kernels cost more than one.
+HEAD_OUTPUT_CHUNK, HEAD_TRANSITION_CHUNK, SEGMENT_STEP, MORE_KERNELS = 0.7, 0.5, 4.5, 8.0
+
+
+def head_chunks_per_segment(
+    *,
+    sequences: int,
+    tokens: int,
+    heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    packed: bool,
+    num_sms: int,
+) -> int:
+    """Chunks of a segment of `per_head.state_pass`, or 0 where sequences are not split.
+
+    Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
+
+    Args:
+        tokens: tokens of each sequence, or of all packed sequences together.
+    """
+    columns = head_dim_v // 64
+    if 2 * sequences * heads * columns > num_sms:
+        return 0
+    # The host only knows the total length of packed sequences; one sequence may have all tokens.
+    ctas = heads * (1 if packed else sequences)
+    chunks = -(-tokens // CHUNK)
+    best, found = chunks * HEAD_OUTPUT_CHUNK, 0
+    for segments in range(2, MOST_SEGMENTS + 1):
+        length = -(-chunks // segments)
+        moves = (segments - 1) * ctas * (columns + head_dim_k // 64)
+        time = length * HEAD_TRANSITION_CHUNK * -(-moves // num_sms)
+        time += length * HEAD_OUTPUT_CHUNK * -(-segments * ctas * columns // num_sms)
+        time += SEGMENT_STEP * (segments - 2) + MORE_KERNELS
+        if time < best:
+            best, found = time, length
+    return found
 
 
 # CTAs of `per_head.prepare` for each SM below which CTAs have fewer value heads.
@@ -115,7 +156,7 @@ def head_gradients_config(
     cluster = head_dim_k // 64 if bulk else 1
     channels = head_dim_k // cluster
     # A test compares these numbers with the kernel's declaration.
-    nbytes = 43_000 + 528 * channels + 16 * head_dim_k
+    nbytes = 43_300 + 528 * channels + 16 * head_dim_k
     if smem_bytes(arch) < nbytes:
         raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
     keeps_sums = grouped and nbytes + 512 * channels <= smem_bytes(arch)

@@ -186,7 +186,17 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
 
 @dataclass(frozen=True)
 class HeadPrepareSpec(InputsSpec):
-    """The preparation of chunks for one decay a head (`per_head.prepare`)."""
+    """The preparation of chunks for one decay a head (`per_head.prepare`).
+
+    Attributes:
+        for_backward: as in `PrepareSpec`.
+    """
+
+    for_backward: bool = False
+
+    @property
+    def store_norms(self) -> bool:
+        return self.for_backward and self.l2norm
 
     @property
     def elements(self) -> int:
@@ -203,15 +213,33 @@ FACTORS = 4 * CHUNK + 4
 
 @dataclass(frozen=True)
 class HeadPassSpec(StatePassSpec):
-    """The pass of the state through chunks for one decay a head (`per_head.state_pass`)."""
+    """The pass of the state through chunks for one decay a head (`per_head.state_pass`).
+
+    Attributes:
+        cluster: 1, or 2 CTAs of a value head that share copies of what both read.
+    """
+
+    cluster: int = 1
+
+    ALLOWED = PoolPassSpec.ALLOWED | {"cluster": (1, 2)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.cluster > 1 and (self.head_dim_k % 128 or self.head_dim_v % 128):
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}, "
+                f"head_dim_v={self.head_dim_v}"
+            )
         if self.copies != "bulk":
             raise ValueError(f'copies is "{self.copies}", must be "bulk" with one decay a head')
         if self.tile_v != 64:
             # With 8 warps of 240 registers, TMA's warp would need a warpgroup of its own.
             raise ValueError(f"tile_v is {self.tile_v}, must be 64 with one decay a head")
+
+
+@dataclass(frozen=True)
+class HeadPoolPassSpec(HeadPassSpec, PoolPassSpec):
+    """The pass of states that are in a pool, for one decay a head (`per_head.pool_pass`)."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +274,22 @@ class GradientsSpec(InputsSpec):
     def exchanges(self) -> bool:
         """Whether a norm's gradient needs sums over the channels of both CTAs."""
         return self.l2norm and self.cluster > 1
+
+
+@dataclass(frozen=True)
+class HeadAdjointSpec(HeadPassSpec):
+    """The pass of the state's gradient for one decay a head (`per_head.adjoint_pass`).
+
+    Attributes:
+        has_initial_state: whether the gradient of the initial state is a result.
+        has_final_state: whether the call has the gradient of the final state.
+        store_states: whether the gradients of the states after chunks are a result.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype != "bfloat16":
+            raise ValueError(f'dtype is "{self.dtype}", must be "bfloat16": Aqk has factors beta')
 
 
 @dataclass(frozen=True)

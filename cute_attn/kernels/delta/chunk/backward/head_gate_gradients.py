@@ -24,6 +24,7 @@ from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.spec import WARP_SIZE
 from ...gates import log2_decay, log_decay_gradients
+from ..per_head.head_gates import split_gate, sum_of_earlier_lanes, sums_up_to
 from ..spec import CHUNK, HeadGradientsSpec
 from .layout import HeadGradientMemory
 
@@ -66,25 +67,12 @@ class HeadGateGradients:
             if first + t < place.length:
                 raw[t] = Float32(a.g[place.batch, place.start + first + t, head])
         gates = [log2_decay(self.spec.gate, raw[t], rate, bias, a.lower_bound) for t in range(OWN)]
-        sums = self._sums_before(gates, own=True)
+        parts = [split_gate(gate) for gate in gates]
+        sums = [sums_up_to(list(part)) for part in zip(*parts, strict=True)]
         cute.arch.sync_warp()  # all lanes have read the last head's
-        store_shared(Float32, self._at(smem, "gate"), sums)
+        for name, values in zip(("coarse", "fine"), sums, strict=True):
+            store_shared(Float32, self._at(smem, name), values)
         store_shared(Float32, self._at(smem, "gate_input"), [raw[t] for t in range(OWN)])
-
-    def _sums_before(self, values: list[Any], *, own: bool) -> list[Any]:
-        """The sum of the tokens' values before each token, with its own value if `own`. Its bits do
-        not depend on later tokens."""
-        lane = cute.arch.lane_idx()
-        running = values[0] + values[1]
-        for step in range(STEPS):
-            other = cute.arch.shuffle_sync_up(running, 1 << step, mask_and_clamp=0)
-            take = lane >= (1 << step)
-            running = running + Float32(cutlass.select_(take, other, Float32(0.0)))
-        before = cute.arch.shuffle_sync_up(running, 1, mask_and_clamp=0)
-        before = Float32(cutlass.select_(lane > 0, before, Float32(0.0)))
-        if own:
-            return [before + values[0], before + values[0] + values[1]]
-        return [before, before + values[0]]
 
     def _sums_after(self, values: list[Any]) -> list[Any]:
         """The sum of the tokens' values from each token on."""
@@ -115,14 +103,16 @@ class HeadGateGradients:
         the n-th of its group. With a cluster, each CTA stores half of the tokens' dg."""
         lane = cute.arch.lane_idx()
         after = self._sums_after(self._of_rows(smem, "of_tokens"))
-        before = self._sums_before(self._of_rows(smem, "of_end"), own=False)
+        of_end = self._of_rows(smem, "of_end")
+        earlier = Float32(sum_of_earlier_lanes(of_end[0] + of_end[1]))
+        before = [earlier, earlier + of_end[0]]
         warps = self.memory.num_threads // WARP_SIZE
         of_state = Float32(0.0)
         for w in cutlass.range_constexpr(0, warps, 4):
             for x in load_shared(Float32, smem + self.memory["of_state"] + 4 * w, 4):
                 of_state = of_state + x
-        (to_end,) = load_shared(Float32, smem + self.memory["gate"] + (CHUNK - 1) * 4)
-        of_state = of_state * exp2(to_end)
+        coarse, fine = self.memory.gate(smem, CHUNK - 1)
+        of_state = of_state * exp2(coarse + fine)
         gradients = [x + (y + of_state) for x, y in zip(after, before, strict=True)]
         is_own = lane >= 0
         if cutlass.const_expr(self.spec.cluster > 1):

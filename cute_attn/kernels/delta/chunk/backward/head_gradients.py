@@ -27,7 +27,7 @@ that the inverse norms are in [1, 2) and their products stay in range of 16 bits
 In dG = q dq + k row - k col a term i, j cancels between row i and column j wherever both tokens are
 before or after a gate. Both products have the same rounded dAqk_ij, q_i and k_j, so the terms
 cancel but for rounding in float32. No sum of gates overflows, because only differences are
-exponents.
+exponents, and a large gate costs later tokens no digits (`per_head.head_gates`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack, pack_all, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_shared
+from ..per_head.head_gates import decay_between
 from ..spec import CHUNK, HeadGradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import (
@@ -196,7 +197,7 @@ class GatedDeltaGradients(ChunkGradients):
         r, c = row_and_part()
         gates, of_q, of_k = [], [], []
         for row in self.memory.rows():
-            gates.append(self.memory.of_token(smem, "gate", row))
+            gates.append(self.memory.gate(smem, row))
             of_q.append(self.row_norm(smem, "q", row) * scale)
             of_k.append(-self.row_norm(smem, "k", row))
         for n in cutlass.range_constexpr(self.columns // 16):
@@ -207,14 +208,18 @@ class GatedDeltaGradients(ChunkGradients):
                     m = load_shared(Float32, smem + self.memory["m"] + (column << 2), 2)
                     if cutlass.const_expr(self.spec.l2norm):
                         m = [x * self.row_norm(smem, "k", column + e) for e, x in enumerate(m)]
-                    until = load_shared(Float32, smem + self.memory["gate"] + (column << 2), 2)
+                    both = [
+                        load_shared(Float32, smem + self.memory[name] + (column << 2), 2)
+                        for name in ("coarse", "fine")
+                    ]
+                    earlier = list(zip(*both, strict=True))
                     at = tile_offset(b * SUB_CHUNK + r, column)
                     for half in cutlass.range_constexpr(2):
                         row = b * SUB_CHUNK + r + 8 * half
                         e = 8 * n + 4 * i + 2 * half
                         values = [[], []]
                         for x in cutlass.range_constexpr(2):
-                            decay = exp2(gates[half] - until[x]) * m[x]
+                            decay = decay_between(gates[half], earlier[x]) * m[x]
                             below = column + x < row
                             pair = (daqk[e + x] * of_q[half], dlower[e + x] * of_k[half])
                             for k, y in enumerate(pair):
@@ -231,15 +236,16 @@ class GatedDeltaGradients(ChunkGradients):
     ) -> None:
         """Multiply the products with the state by the decays from the chunk's start, and the
         products with the state's gradient by the decays to its end; and by their other factors."""
-        (end,) = load_shared(Float32, smem + self.memory["gate"] + (CHUNK - 1) * 4)
+        end = self.memory.gate(smem, CHUNK - 1)
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
-            gate = self.memory.of_token(smem, "gate", row)
+            gate = self.memory.gate(smem, row)
+            decay = exp2(gate[0] + gate[1])
             m = self.memory.of_token(smem, "m", row)
             of_q, of_k = (self.row_norm(smem, name, row) for name in ("q", "k"))
             factors = (
-                (acc_q, exp2(gate) * of_q), (acc_k, exp2(gate) * -of_k),
-                (acc, exp2(end - gate) * (of_k * m)),
+                (acc_q, decay * of_q), (acc_k, decay * -of_k),
+                (acc, decay_between(end, gate) * (of_k * m)),
             )  # fmt: skip
             for x, factor in factors:
                 for n in cutlass.range_constexpr(2 * PAIRS):

@@ -260,7 +260,8 @@ class HeadGradientMemory(ChunkGradientMemory):
         super().__init__(
             spec,
             gates=[
-                tokens("gate", "G, the sum of gates from the chunk's start (base 2)"),
+                tokens("coarse", "G, the sum of gates, in two parts: see `per_head.head_gates`"),
+                tokens("fine"),
                 tokens("gate_input", "g as given"),
                 tokens("m", "m of each beta"),
                 rows(
@@ -273,3 +274,8 @@ class HeadGradientMemory(ChunkGradientMemory):
             ],
             edges=edges,
         )
+
+    def gate(self, smem: Int32, token: Any) -> tuple[Any, Any]:
+        """Load both parts of G of a token."""
+        coarse, fine = (self.of_token(smem, name, token) for name in ("coarse", "fine"))
+        return coarse, fine

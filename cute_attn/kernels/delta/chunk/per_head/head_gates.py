@@ -15,17 +15,41 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ....common.dtypes import DTYPE
 from ....common.numbers import LOG2_E
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.smem import SharedMemory
 from ....common.spec import WARP_SIZE
-from ...gates import log2_decay, sigmoid
+from ...gates import log2_decay, nonzero_beta, sigmoid
 from ..spec import CHUNK, HeadPrepareSpec
 
 # 64 gates sum to 64 * 185 at most, which is less than 2^24 steps.
 STEP = 2.0**-9
 TOKENS = CHUNK // WARP_SIZE  # neighbouring tokens of a lane
+
+
+def split_gate(gate: Any) -> tuple[Any, Any]:
+    """Return the multiple of STEP in a gate, and the rest."""
+    steps = Float32(Int32(gate * Float32(1.0 / STEP))) * Float32(STEP)
+    return steps, gate - steps
+
+
+def sum_of_earlier_lanes(x: Any) -> Any:
+    """Return the sum of x over the lanes before the caller's. A whole warp calls this."""
+    lane = cute.arch.lane_idx()
+    for bit in range(5):
+        got = cute.arch.shuffle_sync_up(x, offset=1 << bit, mask_and_clamp=0)
+        x = x + cutlass.select_(lane >= 1 << bit, got, Float32(0.0))
+    x = cute.arch.shuffle_sync_up(x, offset=1, mask_and_clamp=0)
+    return cutlass.select_(lane >= 1, x, Float32(0.0))
+
+
+def sums_up_to(values: list[Any]) -> list[Any]:
+    """Return the sums of all tokens up to each token of the lane. `values` are the lane's."""
+    own = [values[0], values[0] + values[1]]
+    before = sum_of_earlier_lanes(own[1])
+    return [Float32(before + y) for y in own]
 
 
 class HeadGates:
@@ -60,26 +84,16 @@ class HeadGates:
             gate = Float32(cutlass.select_(present, gate, Float32(0.0)))
             if cutlass.const_expr(spec.beta_sigmoid):
                 beta = x.beta_scale * sigmoid(beta)
+            if cutlass.const_expr(spec.for_backward):
+                beta = nonzero_beta(DTYPE[spec.dtype], beta)
             betas.append(Float32(cutlass.select_(present, beta, Float32(0.0))))
-            steps = Float32(Int32(gate * Float32(1.0 / STEP))) * Float32(STEP)
+            steps, rest = split_gate(gate)
             coarse.append(steps)
-            fine.append(gate - steps)
+            fine.append(rest)
         at = smem + (warp * CHUNK + TOKENS * lane) * 4
         for name, gates in (("coarse", coarse), ("fine", fine)):
-            store_shared(Float32, at + self.memory[name], self.summed(gates))
+            store_shared(Float32, at + self.memory[name], sums_up_to(gates))
         store_shared(Float32, at + self.memory["beta"], betas)
-
-    def summed(self, gates: list[Any]) -> list[Any]:
-        """Return the sums of all tokens up to each token of the lane."""
-        lane = cute.arch.lane_idx()
-        own = [gates[0], gates[0] + gates[1]]
-        before = own[1]
-        for bit in range(5):
-            got = cute.arch.shuffle_sync_up(before, offset=1 << bit, mask_and_clamp=0)
-            before = before + cutlass.select_(lane >= 1 << bit, got, Float32(0.0))
-        before = cute.arch.shuffle_sync_up(before, offset=1, mask_and_clamp=0)
-        before = cutlass.select_(lane >= 1, before, Float32(0.0))
-        return [Float32(before + y) for y in own]
 
     def sums(self, smem: Int32, n: Any, token: Any, count: int = 1) -> list[Any]:
         """Load (coarse, fine) of `count` tokens of the CTA's n-th head."""

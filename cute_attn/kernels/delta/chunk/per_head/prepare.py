@@ -8,8 +8,8 @@ products and m = beta, the kernel computes for each chunk of 64 tokens and each 
     T      = (I + L)^-1
     Aqk_ij = scale D_ij m_j (q_i . k_j)    j <= i
 
-and the factors of each token, with which `state_pass` multiplies its products in float32. `state_pass`
-reads q, k and v themselves. With float16, whose exponents are few, Aqk has no m.
+and the factors of each token, with which `state_pass` multiplies its products in float32.
+`state_pass` reads q, k and v themselves. With float16, whose exponents are few, Aqk has no m.
 
     CTA (part of the value heads of a head of q and k, chunk), 8 warps
       load      q and k by cp.async; a warp has the gates and beta of one value head
@@ -82,6 +82,8 @@ class Arguments(NamedTuple):
         factors: float32 [slots, HV, FACTORS], written: for each token 1. exp(G) / |k|,
             2. scale exp(G) / |q|, 3. beta exp(G_e - G) / |k|, 4. beta, where e is the chunk's last
             token, and |k| is 1 without l2norm; then exp(G_e).
+        inverse_norms: float32 [slots, HQK, 2 * 64], written: 1 / |q| of the chunk's tokens, then
+            1 / |k|. None without `spec.store_norms`.
         heads_per_cta: value heads of a CTA, at most MOST_HEADS_PER_CTA.
         beta_scale: factor of the sigmoid of beta.
     """
@@ -95,6 +97,7 @@ class Arguments(NamedTuple):
     cu_seqlens: cute.Tensor | None
     tiles: cute.Tensor
     factors: cute.Tensor
+    inverse_norms: cute.Tensor | None
     scale: Float32
     beta_scale: Float32
     heads_per_cta: Int32
@@ -165,6 +168,9 @@ class HeadPrepare:
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 tiles=fake_matrices((slots,), (heads, spec.elements), self.dtype),
                 factors=fake_matrices((slots,), (heads, FACTORS)),
+                inverse_norms=fake_matrices((slots,), (heads_qk, 2 * CHUNK))
+                if spec.store_norms
+                else None,
                 scale=Float32(1.0),
                 beta_scale=Float32(1.0),
                 heads_per_cta=Int32(1),
@@ -222,6 +228,11 @@ class HeadPrepare:
             products = cute.make_rmem_tensor((SUB_CHUNK * CHUNK // WARP_SIZE,), Float32)
             self.multiply(smem, b, of_k, products)
             cute.arch.sync_threads()
+            if cutlass.const_expr(x.inverse_norms is not None):
+                if part == 0 and thread < 2 * CHUNK:
+                    norms = smem + self.memory["inverse_norm_q"]  # those of k follow
+                    (norm,) = load_shared(Float32, norms + thread * 4)
+                    x.inverse_norms[slot, head_qk, thread] = norm
             self.normalise(smem, b, of_k, x.scale, products)
             for n in cutlass.range(count, unroll=1):
                 head = first + n

@@ -17,10 +17,11 @@ in memory.
         store     o of the previous chunk, and S
         correct   r, then v_new
         update    S; and o, in registers
-      the next 4 warps              load: T, Aqk and the factors by bulk copies; q, k, v by cp.async
+      the next warp                 load: T, Aqk and the factors by bulk copies; q, k, v by TMA
 
-Shared memory of a stage at K = 128 and tile_v = 64: q and k 32 KiB, T and Aqk 16 KiB, v 8 KiB,
-factors 1 KiB.
+Shared memory of a stage at K = 128: q and k 32 KiB, T and Aqk 16 KiB, v 8 KiB, factors 1 KiB. The
+CTAs of a value head read the same q, k, T and Aqk. In a cluster of two, each CTA copies half of
+these tiles to both CTAs, since the bandwidth from L2 would limit the pass otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.pipeline import BOTH_CTAS, CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
+from ....common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk, copy_bulk_to_cluster
 from ....common.ptx.cluster import cta_rank
 from ....common.ptx.matrices import transpose_matrix
@@ -117,14 +118,13 @@ class HeadStatePass(KdaStatePass):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.outputs = spec.segments != "transitions"
         self.transitions = not self.outputs
+        self.scores = self.outputs or self.backwards  # whether the pass reads q and Aqk
         self.starts, self.ends = spec.has_initial_state, spec.has_final_state
         self.has_states = self.has_v_new = spec.store_states
         self.scores_have_beta = spec.dtype == "bfloat16"
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         self.num_warps = spec.tile_v // 16
-        # Two CTAs with half of V each share copies of the rest.
-        shares = spec.head_dim_k > BOX and spec.head_dim_v % (CTAS * spec.tile_v) == 0
-        self.cluster = CTAS if shares else 1
+        self.cluster = spec.cluster
         self.bulk = True
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
@@ -140,9 +140,9 @@ class HeadStatePass(KdaStatePass):
         tile = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
             Buffer("k", self.dtype, tile, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("q", self.dtype, tile if self.outputs else 0),
+            Buffer("q", self.dtype, tile if self.scores else 0),
             Buffer("t", self.dtype, SUB_TILE, holds="T"),
-            Buffer("aqk", self.dtype, SUB_TILE if self.outputs else 0),
+            Buffer("aqk", self.dtype, SUB_TILE if self.scores else 0),
             Buffer("rows", self.dtype, CHUNK * spec.tile_v, holds="v"),
             Buffer("factors", Float32, FACTORS),
         )
@@ -154,13 +154,13 @@ class HeadStatePass(KdaStatePass):
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
         self.line = min(spec.tile_v * 2, 128)
         self.rows_bytes = 2 * CHUNK * spec.tile_v
-        self.tiles_bytes = (2 if self.outputs else 1) * SUB_TILE_BYTES
-        qk_bytes = (2 if self.outputs else 1) * 2 * tile
+        self.tiles_bytes = (2 if self.scores else 1) * SUB_TILE_BYTES
+        qk_bytes = (2 if self.scores else 1) * 2 * tile
         self.copied_bytes = qk_bytes + self.tiles_bytes + self.rows_bytes + 4 * FACTORS
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        batch, tokens, heads, heads_qk, slots, sequences = (cute.sym_int() for _ in range(6))
+        heads, slots, sequences = (cute.sym_int() for _ in range(3))
 
         def matrices(present: bool) -> Any:
             matrix = (spec.head_dim_k, spec.head_dim_v)
@@ -168,23 +168,14 @@ class HeadStatePass(KdaStatePass):
                 matrix = matrix[::-1]
             return fake_matrices((sequences, heads), matrix) if present else None
 
-        def of_chunks(elements: int) -> Any:
-            return fake_rows(self.dtype, (slots, heads, elements))
+        def stored(present: bool, elements: int) -> Any:
+            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
 
-        def rows(heads: Any, columns: int) -> Any:
-            return fake_rows(self.dtype, (batch, tokens, heads, columns))
-
-        stored = spec.store_states
         return placeholders(
             Arguments(
-                q=rows(heads_qk, spec.head_dim_k),
-                k=rows(heads_qk, spec.head_dim_k),
-                rows=rows(heads, spec.head_dim_v),
-                tiles=of_chunks(2 * SUB_TILE),
-                factors=fake_rows(Float32, (slots, heads, FACTORS)),
-                o=rows(heads, spec.head_dim_v),
-                states=of_chunks(spec.head_dim_v * spec.head_dim_k) if stored else None,
-                v_new=of_chunks(CHUNK * spec.head_dim_v) if stored else None,
+                **self.fake_inputs(heads, slots),
+                states=stored(self.has_states, spec.head_dim_v * spec.head_dim_k),
+                v_new=stored(self.has_v_new, CHUNK * spec.head_dim_v),
                 start=matrices(self.starts),
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
@@ -194,20 +185,44 @@ class HeadStatePass(KdaStatePass):
             )
         )
 
+    def fake_inputs(self, heads: Any, slots: Any) -> dict[str, Any]:
+        """Placeholders of the arguments from q to o."""
+        spec = self.spec
+        batch, tokens, heads_qk = (cute.sym_int() for _ in range(3))
+
+        def rows(heads: Any, columns: int) -> Any:
+            return fake_rows(self.dtype, (batch, tokens, heads, columns))
+
+        return {
+            "q": rows(heads_qk, spec.head_dim_k),
+            "k": rows(heads_qk, spec.head_dim_k),
+            "rows": rows(heads, spec.head_dim_v),
+            "tiles": fake_rows(self.dtype, (slots, heads, 2 * SUB_TILE)),
+            "factors": fake_rows(Float32, (slots, heads, FACTORS)),
+            "o": rows(heads, spec.head_dim_v),
+        }
+
     @entry(Arguments)
     @cute.jit
     def __call__(self, *args: Any) -> None:
         """Run the pass."""
         a, stream = gathered(Arguments, args)
+        results = Results(a.o, a.states, a.v_new)
+        x = self.operands(a, results, a.start, a.result, None)
+        self.kernel(x).launch(**self.launch_config(a), stream=stream)
+
+    def operands(
+        self, a: Any, results: Results, start: Any, result: Any, slots: Any
+    ) -> HeadOperands:
+        """The operands of a call with the arguments a; for host code."""
         op = cpasync.CopyBulkTensorTileG2SOp()
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else op
-        x = HeadOperands(
+        return HeadOperands(
             *self.qk_rows.atom(shared, a.q), *self.qk_rows.atom(shared, a.k),
-            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors, Results(a.o, a.states, a.v_new), a.start,
-            a.result, None, a.cu_seqlens, a.segment_states, a.segment_transitions,
+            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors, results,
+            start, result, slots, a.cu_seqlens, a.segment_states, a.segment_transitions,
             a.chunks_per_segment, a.num_segments,
         )  # fmt: skip
-        self.kernel(x).launch(**self.launch_config(a), stream=stream)
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         return super().launch_config(a) | {"cluster": [self.cluster, 1, 1]}
@@ -237,7 +252,7 @@ class HeadStatePass(KdaStatePass):
         keys, queries = (self.boxes(stages, name, across) for name in ("k", "q"))
         values = self.boxes(stages, "rows", spec.tile_v // BOX)
         for n in cutlass.range(end - first, unroll=1):
-            c = first + n
+            c = self.chunk_index(first + n, last)
             barriers.wait_previous("chunk_empty", n)
             nbytes = cutlass.select_(
                 has_rows, Int32(self.copied_bytes), Int32(self.copied_bytes - self.rows_bytes)
@@ -248,7 +263,7 @@ class HeadStatePass(KdaStatePass):
             shared = self.cluster > 1
             of_k = self.qk_rows.box(x.k, c, head_qk, *of_sequence)
             load_boxes(x.k_tma, of_k, keys, barriers, "chunk_full", n, shared)
-            if cutlass.const_expr(self.outputs):
+            if cutlass.const_expr(self.scores):
                 of_q = self.qk_rows.box(x.q, c, head_qk, *of_sequence)
                 load_boxes(x.q_tma, of_q, queries, barriers, "chunk_full", n, shared)
             if has_rows:
