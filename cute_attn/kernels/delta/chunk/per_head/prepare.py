@@ -271,7 +271,7 @@ class HeadPrepare:
                     for half in cutlass.range_constexpr(2):
                         n = 8 * j + 4 * half
                         c = [products[n + i] for i in range(4)]
-                        c = mma(self.dtype, c, a, right[2 * half : 2 * half + 2])
+                        c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
                         for i in cutlass.range_constexpr(4):
                             products[n + i] = c[i]
         r, c = row_and_part()
