@@ -350,7 +350,7 @@ class Decode(Operator[Arguments]):
         conv_bias: Tensor | None,
         ready: Any = None,
     ) -> Tensor:
-        key = None
+        key: tuple[Any, ...] | None = None
         try:
             if ready is None:
                 # In the table's keys 1.0 == True, so a number could pass for a flag.
