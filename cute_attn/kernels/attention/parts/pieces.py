@@ -104,6 +104,8 @@ class PieceMap(Carried):
         visible: the keys that a query sees.
         length: K/V tiles of a piece, on average.
         first, orders: the classes of length are `first` to `orders - 1`.
+        fixed: into how many pieces every segment is cut; 0: into pieces of about `length` K/V
+            tiles, as with None.
     """
 
     tiles: TileMap
@@ -111,9 +113,17 @@ class PieceMap(Carried):
     length: Int32
     first: Int32
     orders: Int32
+    fixed: Int32 | None = None
 
     @classmethod
-    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int) -> PieceMap:
+    def of(
+        cls,
+        tiles: TileMap,
+        visible: Visibility,
+        ctas: Int32,
+        least: int,
+        fixed: Int32 | None = None,
+    ) -> PieceMap:
         """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
         calls this."""
         unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
@@ -122,7 +132,9 @@ class PieceMap(Carried):
         share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
         length = cutlass.max(share, least)
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
-        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders))
+        if fixed is not None:
+            orders = cutlass.select_(fixed > 0, Int32(1), orders)
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders), fixed)
         return replace(found, first=Int32(found.order(longest) != 0))
 
     def sizes(self, sequence: Int32) -> tuple[Int32, Int32]:
@@ -145,14 +157,17 @@ class PieceMap(Carried):
 
     def pieces(self, key_tiles: Int32) -> Int32:
         """Into how many pieces a segment is cut."""
-        return cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
+        pieces = cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
+        if self.fixed is None:
+            return pieces
+        return cutlass.select_(self.fixed > 0, self.fixed, pieces)
 
     def order(self, key_tiles: Int32) -> Int32:
         """The class of a segment's length, from 0 for segments with pieces."""
         order = Int32(cutlass.select_(2 * key_tiles < 3 * self.length, Int32(1), Int32(0)))
         for i in range(1, ORDERS - 1):
             order += cutlass.select_((key_tiles << i) <= self.length, Int32(1), Int32(0))
-        return cutlass.min(order, self.orders - 1)
+        return cutlass.min(order, self.orders - 1)  # 0 where all segments have `fixed` pieces
 
     @cute.jit
     def totals(self) -> Sizes:
