@@ -13,6 +13,7 @@ DTYPES = ("bfloat16", "float16")
 SHAPES = ((576, 512), (512, 512), (320, 256))
 ARCHS = ("sm_90a",)
 TILE_M, TILE_N = 64, 64
+PAGE_STEP = 16  # tokens of a page are a multiple
 PAGE_ROWS = (16, 32, 64)
 MOST_QUERIES, MOST_HEADS = 16, 128
 PART_COLUMNS = 4  # of a row of a piece's result, beside o: the log-sum-exp, and padding

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...attention.parts import fragments
@@ -94,6 +94,7 @@ WARPS = 16
 REGISTERS = (120, 176, 40)
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
+GROUP = 12  # pieces that one CTA adds up
 AT_ONCE = 4  # rows that a thread adds up at a time: their loads are in flight together
 
 
@@ -108,9 +109,9 @@ class Arguments(NamedTuple):
         lse: `[batch, heads, queries]`, float32, or None.
         block_table: `[batch, max_pages]`.
         cache_seqlens: `[batch]`.
-        counter: `[2 + slots]`: the next piece, the number of CTAs that are done, and for each
-            segment's first piece the number of pieces that have arrived. All are 0 before and after
-            the launch.
+        counter: `[2 + 2 * slots]`: the next piece, the number of CTAs that are done, for the first
+            piece of each group of pieces the number of pieces that have arrived, and for each
+            segment's first piece the number of its groups. All are 0 before and after the launch.
         parts: results of pieces: `[slots, 64, head_dim_v + PART_COLUMNS]`. With `num_splits` of 0
             there are 2 * num_ctas slots, otherwise num_splits slots for each segment.
         softmax_scale: factor of the scores.
@@ -205,6 +206,23 @@ class Outputs(Carried):
     shared: Shared
     acc: cute.Tensor
     visible: HeadsVisibility
+
+
+@dataclass(frozen=True)
+class Pieces(Carried):
+    """Results of pieces, or of groups of pieces, to add up.
+
+    Attributes:
+        first: the slot of the first result.
+        step: the difference between the slots of consecutive results.
+        count: the number of results.
+        lse_column: the column of a row's log-sum-exp.
+    """
+
+    first: Int32
+    step: Int32
+    count: Int32
+    lse_column: Int32
 
 
 class Sm90LatentDecode:
@@ -635,19 +653,42 @@ class Sm90LatentDecode:
         self, x: Operands, own: Outputs, work: PieceWork, log_sums: list[Float32]
     ) -> None:
         """Store the result of a whole segment, or of a piece. After the last piece of a segment,
-        add up its pieces."""
+        add up its pieces. A segment with more than GROUP pieces is added up in two steps: first
+        groups of GROUP neighbouring pieces, each by the CTA that arrives last in its group."""
         if work.pieces == 1:
             self.store_piece(x, own, work, log_sums, False)
         else:
             self.store_piece(x, own, work, log_sums, True)
-            outputs_barrier()
-            if cute.arch.thread_idx()[0] == OUTPUTS.warps[0] * WARP_SIZE:
-                # All threads' stores come before the arrival, which a later arrival sees.
-                at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
-                store_shared(Int32, own.shared.arrived, [count_arrival(at, work.pieces)])
-            outputs_barrier()
-            if load_shared(Int32, own.shared.arrived)[0] == work.pieces - 1:
-                self.add_pieces(x, own, work)
+            grouped = work.pieces > GROUP
+            group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
+            group = group // GROUP
+            first = work.first_slot + group * (GROUP * work.apart)
+            count = cutlass.min(work.pieces - group * GROUP, GROUP)
+            if self.is_last(x, own, first, count):
+                if grouped:
+                    parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                    self.add_pieces(x, own, work, parts, True)
+                    groups = (work.pieces + (GROUP - 1)) // GROUP
+                    of_groups = x.parts.shape[0] + work.first_slot
+                    if self.is_last(x, own, of_groups, groups):
+                        step = GROUP * work.apart
+                        parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
+                        self.add_pieces(x, own, work, parts, False)
+                else:
+                    parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                    self.add_pieces(x, own, work, parts, False)
+
+    @cute.jit
+    def is_last(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> Boolean:
+        """Count the CTA's arrival at a counter of arrivals. Return whether all other CTAs of
+        `count` have arrived, whose results the CTA then sees."""
+        outputs_barrier()
+        if cute.arch.thread_idx()[0] == OUTPUTS.warps[0] * WARP_SIZE:
+            # All threads' stores come before the arrival, which a later arrival sees.
+            at = x.counter.iterator.toint() + (2 + number) * 4
+            store_shared(Int32, own.shared.arrived, [count_arrival(at, count)])
+        outputs_barrier()
+        return load_shared(Int32, own.shared.arrived)[0] == count - 1
 
     @cute.jit
     def store_piece(
@@ -677,48 +718,56 @@ class Sm90LatentDecode:
                 store_parts(cute.domain_offset((first,), to), parts, stored)
 
     @cute.jit
-    def add_pieces(self, x: Operands, own: Outputs, work: PieceWork) -> None:
-        """Add up the pieces of a segment: a thread has four columns of AT_ONCE rows at a time."""
+    def add_pieces(
+        self, x: Operands, own: Outputs, work: PieceWork, pieces: Pieces,
+        group: cutlass.Constexpr[bool],
+    ) -> None:  # fmt: skip
+        """Add up results of a segment, to o and lse, or of a `group` to the result of the group's
+        first piece. A thread has four columns of AT_ONCE rows at a time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
         abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows that the threads have side by side
         thread = cute.arch.thread_idx()[0] - OUTPUTS.warps[0] * WARP_SIZE
         in_row, vector = thread // across, thread % across
         rows = cutlass.min(work.seqlen_q * x.heads - work.block * TILE_M, TILE_M)
-        step = Int64(work.apart) * (x.parts.stride[0] * 4)
-        for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
-            of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
-            starts = [
-                x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
-                for row in of_thread
-            ]
+        step = Int64(pieces.step) * (x.parts.stride[0] * 4)
+        for first in cutlass.range(in_row, rows, abreast * AT_ONCE, unroll=1):
+            of_thread = [first + i * abreast for i in range(AT_ONCE)]
+            # A row that does not exist stands for the thread's own first row, because another
+            # thread may be storing a group's result to its row.
+            found = [cutlass.select_(row < rows, row, first) for row in of_thread]
+            starts = [x.parts[pieces.first, row, None].iterator.toint() for row in found]
             parts = [
                 Parts(
                     o=at + vector * (VECTOR * 4),
-                    lse=at + spec.head_dim_v * 4,
+                    lse=at + pieces.lse_column * 4,
                     o_step=step,
                     lse_step=step,
-                    count=work.pieces,
+                    count=pieces.count,
                 )
                 for at in starts
             ]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
+                whole = cute.make_rmem_tensor((VECTOR,), Float32)
+                log_sum = finish([sums[None, i]], [maxima[i]], [totals[i]], None, whole)
                 if of_thread[i] < rows:
-                    self.store_sum(
-                        x, own, work, of_thread[i], vector, sums[None, i], maxima[i], totals[i]
-                    )
+                    if cutlass.const_expr(group):
+                        store_global(Float32, parts[i].o, [whole[j] for j in range(VECTOR)])
+                        if vector == 0:  # other threads may still read the lse of the first piece
+                            at = starts[i] + (spec.head_dim_v + 1) * 4
+                            store_global(Float32, at, [log_sum])
+                    else:
+                        self.store_sum(x, own, work, of_thread[i], vector, whole, log_sum)
 
     @cute.jit
     def store_sum(
         self, x: Operands, own: Outputs, work: PieceWork, in_tile: Int32, vector: Int32,
-        sums: cute.Tensor, maximum: Float32, total: Float32,
+        whole: cute.Tensor, log_sum: Float32,
     ) -> None:  # fmt: skip
-        """Store four columns of a row of o, and the row's log-sum-exp, from results of `add_up`."""
+        """Store four columns of a row of o, and the row's log-sum-exp."""
         token, head = divmod(work.block * TILE_M + in_tile, own.visible.by_heads)
-        whole = cute.make_rmem_tensor((VECTOR,), Float32)
-        log_sum = finish([sums], [maximum], [total], None, whole)
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
                 x.lse[work.sequence, head, token] = log_sum
