@@ -12,6 +12,7 @@ from .spec import TILE_N, LatentDecodeSpec
 
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
+CHUNKS = 4
 
 
 def latent_decode_spec(
@@ -26,5 +27,6 @@ def latent_decode_spec(
         page_rows=math.gcd(page_size, TILE_N),
         lse=lse,
         stages=STAGES.get(head_dim, 2),
+        chunks=CHUNKS,
         least_key_tiles=LEAST_KEY_TILES,
     )

@@ -13,6 +13,7 @@ DTYPES = ("bfloat16", "float16")
 SHAPES = ((576, 512), (512, 512), (320, 256))
 ARCHS = ("sm_90a",)
 TILE_M, TILE_N = 64, 64
+BOX = 64  # columns that TMA loads at a time
 PAGE_STEP = 16  # tokens of a page are a multiple
 PAGE_ROWS = (16, 32, 64)
 MOST_QUERIES, MOST_HEADS = 16, 128
@@ -31,6 +32,8 @@ class LatentDecodeSpec(Spec):
         page_rows: pages are loaded `page_rows` rows at a time.
         lse: the kernel writes the log-sum-exp.
         stages: tiles of the cache in shared memory at once.
+        chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
+            the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
 
     Raises:
@@ -43,6 +46,7 @@ class LatentDecodeSpec(Spec):
         "dtype": DTYPES,
         "page_rows": PAGE_ROWS,
         "stages": (2, 3, 4, 5),
+        "chunks": (1, 2, 4),
     }
 
     dtype: str
@@ -52,6 +56,7 @@ class LatentDecodeSpec(Spec):
     page_rows: int
     lse: bool
     stages: int
+    chunks: int
     least_key_tiles: int
 
     def __post_init__(self) -> None:
@@ -59,6 +64,13 @@ class LatentDecodeSpec(Spec):
         check_shape(self.head_dim, self.head_dim_v)
         if self.least_key_tiles < 1:
             raise ValueError(f"least_key_tiles is {self.least_key_tiles}, must be positive")
+
+    @property
+    def chunk_columns(self) -> tuple[range, ...]:
+        """The columns of each chunk, in boxes of 64; the last chunks are the widest."""
+        boxes = self.head_dim // BOX
+        ends = [BOX * (boxes * i // self.chunks) for i in range(self.chunks + 1)]
+        return tuple(range(*pair) for pair in zip(ends, ends[1:], strict=False))
 
     @property
     def rope(self) -> int:

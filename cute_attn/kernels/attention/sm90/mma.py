@@ -29,13 +29,24 @@ STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
 
 def start_scores(
-    dtype: type[Numeric], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+    dtype: type[Numeric],
+    q: Any,
+    k: Any,
+    *,
+    tile_m: int,
+    tile_n: int,
+    head_dim: int,
+    columns: range | None = None,
+    acc: list[Any] | None = None,
 ) -> list[Any]:
     """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
-    boxes of `tile_m` rows, and `k` the K tile's shared address."""
-    steps = range(head_dim // STEP)
+    boxes of `tile_m` rows, and `k` the K tile's shared address. `columns` are the columns of Q and
+    K to multiply, by default all. With `acc`, the product is added to these accumulators; an
+    unfinished product may be adding to the same accumulators."""
+    columns = range(head_dim) if columns is None else columns
+    steps = range(columns.start // STEP, columns.stop // STEP)
     return wgmma.shared_product(
-        dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
+        dtype, acc, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
         columns=False,
     )  # fmt: skip
 

@@ -74,7 +74,7 @@ from ...common.scheduler import TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE
-from ...common.tma import BOX, BoxedRows
+from ...common.tma import BOX, BoxedRows, boxes
 from ..spec import PART_COLUMNS, TILE_M, TILE_N, LatentDecodeSpec
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
@@ -242,12 +242,12 @@ class Sm90LatentDecode:
         self.smem = self.buffers(self.p_stages, limit=MAX_SMEM_BYTES)
 
     def edges(self, p_stages: int) -> tuple[Edge, ...]:
-        stages = self.spec.stages
+        stages, full = self.spec.stages, self.spec.stages * self.spec.chunks
         return (
             *TileQueue.edges(LOAD, WORKERS),
             Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
-            Edge("cache_full", LOAD, OUTPUTS, stages, Kind.BYTES, payload="a tile of the cache"),
+            Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
             Edge("cache_empty", OUTPUTS, LOAD, stages, Kind.WARPS, payload="its stage"),
             Edge("p_full", SOFTMAX, OUTPUTS, p_stages, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
@@ -404,7 +404,7 @@ class Sm90LatentDecode:
         visible: HeadsVisibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        smem = x.pages.view(storage.cache, self.spec.head_dim, self.spec.stages)
+        smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
         queue = TileQueue(PieceWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits
@@ -431,9 +431,17 @@ class Sm90LatentDecode:
             if count_arrival(at + 4, ctas) == ctas - 1:
                 store_global(Int32, at, [Int32(0)])
 
+    def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
+        """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
+        spec, columns = self.spec, self.spec.chunk_columns[number]
+        return boxes(
+            buffer + TILE_N * columns.start, spec.page_rows, (pages.boxes, spec.page_rows * BOX),
+            (len(columns) // BOX, TILE_N * BOX), (spec.stages, TILE_N * spec.head_dim),
+        )  # fmt: skip
+
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: cute.Tensor, barriers: Barriers, work: PieceWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first, which are uses n and up.
@@ -442,11 +450,15 @@ class Sm90LatentDecode:
         for i in cutlass.range(end - first, unroll=1):
             found = x.pages.of_tile(end - 1 - i, work.sequence, work.seqlen_k, self.rows)
             barriers.wait_previous("cache_empty", n)
-            with cute.arch.elect_one():
-                barriers.expect("cache_full", n, self.tile_bytes)
-            x.pages.load(
-                x.cache_tma, x.cache, self.rows, found, Int32(0), smem, barriers, "cache_full", n
-            )
+            stage = barriers.stage("cache_empty", n)
+            for c in cutlass.range_constexpr(self.spec.chunks):
+                columns, use = self.spec.chunk_columns[c], n * self.spec.chunks + c
+                with cute.arch.elect_one():
+                    barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
+                x.pages.load(
+                    x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
+                    "cache_full", use, columns.start, stage,
+                )  # fmt: skip
             n += 1
         return n
 
@@ -522,12 +534,15 @@ class Sm90LatentDecode:
         self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
-        own.barriers.wait("cache_full", n)
-        stage = own.barriers.stage("cache_full", n) * self.tile_bytes
-        scores = start_scores(
-            self.dtype, own.shared.q, own.shared.cache + stage,
-            tile_m=TILE_M, tile_n=TILE_N, head_dim=self.spec.head_dim,
-        )  # fmt: skip
+        spec = self.spec
+        stage = own.barriers.stage("cache_empty", n) * self.tile_bytes
+        scores = None
+        for c in cutlass.range_constexpr(spec.chunks):
+            own.barriers.wait("cache_full", n * spec.chunks + c)
+            scores = start_scores(
+                self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
+                head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
+            )  # fmt: skip
         fragments.assign(own.s, wgmma.wait(scores))
         row = work.block * TILE_M
         _, whole_end = own.visible.whole_key_tiles(row, ROWS, work.seqlen_q, work.seqlen_k)
@@ -610,13 +625,14 @@ class Sm90LatentDecode:
     @cute.jit
     def add_tile(self, own: Outputs, n: Int32, used: Int32) -> None:
         """Add P C_v, with use n of the cache and use `used` of P."""
-        own.barriers.wait("cache_full", n)
+        for c in cutlass.range_constexpr(self.spec.chunks):
+            own.barriers.wait("cache_full", n * self.spec.chunks + c)
         own.barriers.wait("p_full", used)
         stage = own.barriers.stage("p_full", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
         if load_shared(Int32, at)[0] != 0:
             fragments.scale_rows(own.acc, self.of_rows(own, self.factors_at(own, used)))
-        v = own.shared.cache + own.barriers.stage("cache_full", n) * self.tile_bytes
+        v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
         out = start_output_of_stored(
             self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
