@@ -275,11 +275,10 @@ FAMILIES = (
                 functions=("mla_decode",),
                 direction="forward",
                 plan=f"{_HERE}.ops.mla:plan_mla_decode",
-                sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
                 summary="Multi-head latent attention, decode",
             ),
         ),
-        spec_files=("vllm.toml",),
+        spec_files=("serving.toml",),
         pages=("operators.md",),
         benchmarks={
             "mla": ("mla.decode", "mla_decode against the bytes that it must read"),

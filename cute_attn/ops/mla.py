@@ -24,6 +24,7 @@ from ..kernels.mla.spec import (
     MOST_QUERIES,
     PAGE_STEP,
     PART_COLUMNS,
+    SHAPES,
     TILE_M,
     check_shape,
 )
@@ -160,7 +161,7 @@ def plan_mla_decode(
     *,
     dtype: str = "bfloat16",
     head_dim: int = 576,
-    head_dim_v: int = 512,
+    head_dim_v: int | None = None,
     queries: int = 1,
     causal: bool = True,
     page_size: int = 64,
@@ -173,7 +174,7 @@ def plan_mla_decode(
         arch: such as "sm_90a".
         dtype: dtype of q and the cache.
         head_dim: columns of a cached token.
-        head_dim_v: as the operator's.
+        head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
         queries: queries of a sequence; only whether this is 1 matters.
         causal: as the operator's.
         page_size: tokens of a page, a multiple of 16.
@@ -189,6 +190,7 @@ def plan_mla_decode(
         NotImplementedError: there is no kernel for this architecture or these head dimensions.
     """
     check_arch(arch)
+    head_dim_v = dict(SHAPES).get(head_dim, 0) if head_dim_v is None else head_dim_v
     check_shape(head_dim, head_dim_v)
     check_page_size("page_size", page_size)
     spec = latent_decode_spec(
