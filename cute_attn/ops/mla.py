@@ -147,9 +147,9 @@ def mla_decode(
     check_flags(return_lse=return_lse)
     lse = None
     if return_lse:
-        if not isinstance(q_nope, Tensor) or q_nope.dim() != 4:
-            check_q(q_nope)
-        lse = empty_lse(q_nope)
+        # An invalid q_nope is refused, or handles the call, below.
+        usable = isinstance(q_nope, Tensor) and not q_nope.is_nested and q_nope.dim() == 4
+        lse = empty_lse(q_nope) if usable else torch.empty(0)
     into = INTO.forward if plain else INTO.routed
     into(q_nope, q_rope, kv_cache, out, lse, *shared)
     return out, lse
@@ -423,9 +423,7 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
-def check_q(q: Any) -> None:
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q_nope must be a torch.Tensor, got {type(q).__name__}")
+def check_q(q: Tensor) -> None:
     if q.dim() != 4:
         raise ValueError(
             f"q_nope has shape {list(q.shape)}, must be [batch, queries, heads, head_dim_v]"
@@ -463,7 +461,9 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
     if rope and a.q_rope is None:
         raise ValueError(f"q_rope is None, but tokens of kv_cache have a rotated key of {rope}")
     if not rope and a.q_rope is not None:
-        raise ValueError(f"q_rope is given, but tokens of kv_cache have only {a.head_dim_v} columns")
+        raise ValueError(
+            f"q_rope is given, but tokens of kv_cache have only {a.head_dim_v} columns"
+        )
     if a.block_table.dim() != 2:
         raise ValueError(
             f"block_table has shape {list(a.block_table.shape)}, must be [batch, max_pages]"

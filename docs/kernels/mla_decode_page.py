@@ -1,6 +1,6 @@
 """Writes what mla_decode.md shows of the kernel's own declarations.
 
-    python -m docs.kernels.mla_decode_page
+python -m docs.kernels.mla_decode_page
 """
 
 from __future__ import annotations

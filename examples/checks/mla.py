@@ -19,7 +19,7 @@ MLA = {
 
 
 def mla_decode(name: str, device: str, heads: int) -> Errors:
-    """Ragged lengths in pages of 64 tokens; `plain` rounds probabilities and results to bfloat16."""
+    """Ragged lengths in pages of 64 tokens; `plain` rounds P and o to bfloat16."""
     queries, head_dim, head_dim_v = MLA[name]
     q = torch.randn(3, queries, heads, head_dim, device=device).to(torch.bfloat16)
     cache = torch.randn(5, 64, head_dim, device=device).to(torch.bfloat16)

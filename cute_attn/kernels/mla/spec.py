@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -70,7 +71,7 @@ class LatentDecodeSpec(Spec):
         """The columns of each chunk, in boxes of 64; the last chunks are the widest."""
         boxes = self.head_dim // BOX
         ends = [BOX * (boxes * i // self.chunks) for i in range(self.chunks + 1)]
-        return tuple(range(*pair) for pair in zip(ends, ends[1:], strict=False))
+        return tuple(range(*pair) for pair in itertools.pairwise(ends))
 
     @property
     def rope(self) -> int:

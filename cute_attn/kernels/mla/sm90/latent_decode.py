@@ -165,7 +165,7 @@ class Shared(Carried):
         p: the stages of P.
         factors: in each stage of P, the factors of O's rows.
         moved: in each stage of P, for each warp of rows, whether the factors are not 1.
-        log_sums: the log-sum-exps of the rows.
+        log_sums: in each stage of P, the log-sum-exps of the rows.
         arrived: the number of a segment's pieces that have arrived.
     """
 
@@ -236,7 +236,9 @@ class Sm90LatentDecode:
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         # Two stages of P where they fit.
         self.p_stages = next(
-            stages for stages in (2, 1) if self.buffers(stages).nbytes <= MAX_SMEM_BYTES or stages == 1
+            stages
+            for stages in (2, 1)
+            if self.buffers(stages).nbytes <= MAX_SMEM_BYTES or stages == 1
         )
         self.pipeline = Pipeline(*self.edges(self.p_stages))
         self.smem = self.buffers(self.p_stages, limit=MAX_SMEM_BYTES)
@@ -262,7 +264,7 @@ class Sm90LatentDecode:
             Buffer("p", self.dtype, TILE_M * TILE_N, p_stages, at, "P"),
             Buffer("factors", Float32, TILE_M, p_stages, holds="factors of O's rows"),
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
-            Buffer("log_sums", Float32, TILE_M, holds="log-sum-exps of the rows"),
+            Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
             TileQueue.buffer(PieceWork),
             Buffer("barriers", Int64, count),
@@ -406,9 +408,7 @@ class Sm90LatentDecode:
         """Publish and load pieces and whole segments, one after the other."""
         smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
         queue = TileQueue(PieceWork, storage.work, barriers)
-        pieces = PieceMap.of(
-            tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits
-        )
+        pieces = PieceMap.of(tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits)
         number = cute.arch.block_idx()[0]
         window = pieces.window(pieces.first, Int32(0), Int32(0))
         window = pieces.window_of(number, window)
@@ -584,10 +584,10 @@ class Sm90LatentDecode:
             for r in range(fragments.LANE_ROWS)
         ]
         own.barriers.wait_previous("p_empty", used)
-        stage = own.barriers.stage("p_full", used)
+        stage = own.barriers.stage("p_full", used) * (TILE_M * 4)
         inverses, log_sums = [x for x, _ in found], [x for _, x in found]
-        self.store_rows(own, own.shared.factors + stage * (TILE_M * 4), inverses)
-        self.store_rows(own, own.shared.log_sums, log_sums)
+        self.store_rows(own, own.shared.factors + stage, inverses)
+        self.store_rows(own, own.shared.log_sums + stage, log_sums)
         own.barriers.warp_arrives("p_full", used)
 
     def mask(self, own: Scores, work: PieceWork, key_tile: Any) -> None:
@@ -631,7 +631,7 @@ class Sm90LatentDecode:
         stage = own.barriers.stage("p_full", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
         if load_shared(Int32, at)[0] != 0:
-            fragments.scale_rows(own.acc, self.of_rows(own, self.factors_at(own, used)))
+            fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
         v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
         out = start_output_of_stored(
@@ -642,11 +642,10 @@ class Sm90LatentDecode:
         own.barriers.warp_arrives("p_empty", used)
         own.barriers.warp_arrives("cache_empty", n)
 
-    def factors_at(self, own: Outputs, used: Int32) -> Any:
-        return own.shared.factors + own.barriers.stage("p_full", used) * (TILE_M * 4)
-
-    def of_rows(self, own: Outputs, at: Any) -> list[Any]:
-        """The numbers of the lane's rows, from shared address `at` on."""
+    def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
+        """The numbers of the lane's rows in the stage of use `used` of P; `ring` is the shared
+        address of all stages."""
+        at = ring + own.barriers.stage("p_full", used) * (TILE_M * 4)
         row = fragments.first_row(own.warp)
         rows = [row + r * fragments.LANE_ROW_STEP for r in range(fragments.LANE_ROWS)]
         return [load_shared(Float32, at + row * 4)[0] for row in rows]
@@ -654,7 +653,7 @@ class Sm90LatentDecode:
     @cute.jit
     def finish_rows(self, own: Outputs, used: Int32) -> list[Float32]:
         """Divide the rows of O by their sums, and return the log-sum-exps."""
-        inverses = self.of_rows(own, self.factors_at(own, used))
+        inverses = self.of_rows(own, own.shared.factors, used)
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             inverse = inverses[lane_row]
             values = own.acc[None, lane_row, None]
@@ -662,7 +661,7 @@ class Sm90LatentDecode:
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
-        return self.of_rows(own, own.shared.log_sums)
+        return self.of_rows(own, own.shared.log_sums, used)
 
     @cute.jit
     def finish_piece(
