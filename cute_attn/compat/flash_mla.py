@@ -20,9 +20,16 @@ __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 def get_mla_metadata(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Two empty tensors, which `flash_mla_with_kvcache` takes and ignores. The arguments, of any
-    version of FlashMLA, have no effect: `cache_seqlens`, the number of queries times heads, and the
-    number of heads of the cache."""
+    """The plan of a decode step, which is empty: the kernel shares out its work on the device.
+
+    Args:
+        arguments: of any version of FlashMLA, no effect: `cache_seqlens`, the number of queries
+            times heads, and the number of heads of the cache.
+        named: as `arguments`.
+
+    Returns:
+        Two tensors without elements, which `flash_mla_with_kvcache` takes and ignores.
+    """
     found = (x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
     device = next((x.device for x in found), None)
     scheduler, splits = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
