@@ -148,8 +148,9 @@ def mla_decode(
     lse = None
     if return_lse:
         # An invalid q_nope is refused, or handles the call, below.
-        usable = isinstance(q_nope, Tensor) and not q_nope.is_nested and q_nope.dim() == 4
-        lse = empty_lse(q_nope) if usable else torch.empty(0)
+        q: Any = q_nope
+        usable = isinstance(q, Tensor) and not q.is_nested and q.dim() == 4
+        lse = empty_lse(q) if usable else torch.empty(0)
     into = INTO.forward if plain else INTO.routed
     into(q_nope, q_rope, kv_cache, out, lse, *shared)
     return out, lse

@@ -15,6 +15,8 @@ also the value, and W_UV,h is applied to each head's result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,11 @@ def mla_decode_reference(
     """
     q = q_nope if q_rope is None else torch.cat([q_nope, q_rope], -1)
     keys = gathered(kv_cache, block_table, cache_seqlens)[:, :, None]
-    call = {"softmax_scale": softmax_scale, "causal": causal, "seqused_k": cache_seqlens}
+    call: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "seqused_k": cache_seqlens,
+    }
     if dtype is None:
         return attention_in_low_precision(q, keys, keys[..., :head_dim_v], **call)
     return attention_reference(q, keys, keys[..., :head_dim_v], **call, dtype=dtype)

@@ -19,7 +19,7 @@ from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
 from ..harness.roofline import Roofline, gbps, measure_roofline
-from ..harness.timing import Mode, time_cuda
+from ..harness.timing import Flush, Mode, time_cuda
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
 SCALE = 192**-0.5
@@ -162,7 +162,7 @@ def row(
 ) -> Row:
     from ...ops.mla import mla_decode
 
-    flush = "zero" if mode == "do_bench" else "read"
+    flush: Flush = "zero" if mode == "do_bench" else "read"
     timing = time_cuda(lambda: mla_decode(**arguments), mode=mode, flush=flush, rep_ms=rep_ms)
     reading = case.nbytes / roofline.copy_gbps / 1e3
     products = case.flops / (roofline.matmul_tflops or 1.0) / 1e6

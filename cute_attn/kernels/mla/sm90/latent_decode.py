@@ -536,7 +536,7 @@ class Sm90LatentDecode:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
         spec = self.spec
         stage = own.barriers.stage("cache_empty", n) * self.tile_bytes
-        scores = None
+        scores: Any = None
         for c in cutlass.range_constexpr(spec.chunks):
             own.barriers.wait("cache_full", n * spec.chunks + c)
             scores = start_scores(
