@@ -94,7 +94,7 @@ def test_no_sequence_has_tokens(emulator: Emulator):
 
 def test_fewer_tokens_than_queries(emulator: Emulator):
     """The first queries see no token."""
-    args = Case((1, 2), queries=3, heads=2).arguments()
+    args = Case((1, 2), queries=3, heads=2, page_size=16).arguments()
     o, lse = run(args)
     assert_agrees(args, o, lse)
     assert (o[0, :2] == 0).all() and (lse[0, :, :2] == -torch.inf).all()
@@ -107,7 +107,7 @@ def test_no_causal_mask(emulator: Emulator):
 
 def test_strides_of_views(emulator: Emulator):
     """q as a batched product gives it, heads outside of queries, and pages inside of a pool."""
-    args = Case((100, 20), queries=2, heads=6).arguments()
+    args = Case((100, 20), queries=2, heads=6, page_size=16).arguments()
     found = run(args)
     q = args["q_nope"].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     pool = torch.full((len(args["kv_cache"]), 3, *args["kv_cache"].shape[1:]), torch.nan)
