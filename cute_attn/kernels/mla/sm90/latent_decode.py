@@ -46,7 +46,8 @@ from ...attention.sm90.mma import (
     ROWS,
     WARPGROUP,
     WARPGROUP_WARPS,
-    start_output_of_stored,
+    held_rows,
+    start_output_in_parts,
     start_scores,
 )
 from ...attention.sm90.store import row_parts, store_parts
@@ -180,12 +181,14 @@ class Shared(Carried):
 
 @dataclass(frozen=True)
 class Scores(Carried):
-    """What a warp of the softmax keeps: registers of S, and the rows' references and sums."""
+    """What a warp of the softmax keeps: registers of S and of the first chunk of Q, and the rows'
+    references and sums."""
 
     warp: Int32
     barriers: Barriers
     shared: Shared
     s: cute.Tensor
+    held: cute.Tensor | None
     softmax: FragmentSoftmax
     visible: HeadsVisibility
 
@@ -233,6 +236,7 @@ class Sm90LatentDecode:
         self.dtype = DTYPE[spec.dtype]
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.tile_bytes = TILE_N * spec.head_dim * 2
+        self.held = len(spec.chunk_columns[0]) if spec.held else 0
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         # Two stages of P where they fit.
         self.p_stages = next(
@@ -386,6 +390,7 @@ class Sm90LatentDecode:
                 barriers=barriers,
                 shared=shared,
                 s=fragments.accumulators(TILE_N),
+                held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
@@ -518,6 +523,8 @@ class Sm90LatentDecode:
             own.softmax.start()
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.barriers.wait("q_full", taken)
+            if cutlass.const_expr(self.held > 0):
+                fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
             first, end = self.key_tiles(own.visible, work)
             for i in cutlass.range(end - first, unroll=1):
                 self.compute_scores(x, own, work, end - 1 - i, n, used)
@@ -542,6 +549,7 @@ class Sm90LatentDecode:
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
+                held=fragments.values(own.held) if self.held and c == 0 else None,
             )  # fmt: skip
         fragments.assign(own.s, wgmma.wait(scores))
         row = work.block * TILE_M
@@ -634,12 +642,16 @@ class Sm90LatentDecode:
             fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
         v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
-        out = start_output_of_stored(
-            self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
-            tile_n=TILE_N, columns=self.columns,
-        )  # fmt: skip
+        p = own.shared.p + stage * BOX_BYTES
+        if cutlass.const_expr(self.spec.p_held):
+            p = held_rows(p, own.warp, ROWS, TILE_N)
+            own.barriers.warp_arrives("p_empty", used)
+        out = start_output_in_parts(
+            self.dtype, fragments.values(own.acc), p, v, tile_n=TILE_N, columns=self.columns
+        )
         fragments.assign(own.acc, wgmma.wait(out))
-        own.barriers.warp_arrives("p_empty", used)
+        if cutlass.const_expr(not self.spec.p_held):
+            own.barriers.warp_arrives("p_empty", used)
         own.barriers.warp_arrives("cache_empty", n)
 
     def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
