@@ -275,6 +275,7 @@ FAMILIES = (
                 functions=("mla_decode",),
                 direction="forward",
                 plan=f"{_HERE}.ops.mla:plan_mla_decode",
+                measured=("sm_90a",),
                 summary="Multi-head latent attention, decode",
             ),
         ),

@@ -78,6 +78,22 @@ def test_pieces_balance_the_ctas(emulator: Emulator):
     assert same(found, on({"num_sms": 4, "schedule": "random", "seed": 5}, args))
 
 
+def test_a_long_sequence_has_a_piece_for_each_cta(monkeypatch: pytest.MonkeyPatch):
+    """32 tiles of the cache and 8 CTAs: pieces of 4 tiles, not of 5."""
+    kept = []
+
+    def nan(shape: tuple[int, ...], strides: tuple[int, ...], **options: Any) -> torch.Tensor:
+        kept.append(torch.full(shape, torch.nan, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(torch, "empty_strided", nan)
+    args = Case((2048,), heads=2).arguments()
+    assert_agrees(args, *on({"num_sms": 8}, args))
+    (parts,) = kept
+    log_sums = parts[:, 0, 512]
+    assert int((~log_sums.isnan()).sum()) == 8 and log_sums[:8].isfinite().all()
+
+
 def test_out_and_lse_are_optional(emulator: Emulator):
     args = Case((65,), head_axis=True).arguments()
     o, lse = run(args)

@@ -13,8 +13,6 @@ from .spec import TILE_N, LatentDecodeSpec
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
-HELD = False
-P_HELD = False
 
 
 def latent_decode_spec(
@@ -30,7 +28,5 @@ def latent_decode_spec(
         lse=lse,
         stages=STAGES.get(head_dim, 2),
         chunks=CHUNKS,
-        held=HELD,
-        p_held=P_HELD,
         least_key_tiles=LEAST_KEY_TILES,
     )

@@ -35,8 +35,6 @@ class LatentDecodeSpec(Spec):
         stages: tiles of the cache in shared memory at once.
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
-        held: whether the first chunk of Q stays in registers.
-        p_held: whether the warps of O load P to registers.
         least_key_tiles: tiles of the cache that a piece has at least, about.
 
     Raises:
@@ -60,8 +58,6 @@ class LatentDecodeSpec(Spec):
     lse: bool
     stages: int
     chunks: int
-    held: bool
-    p_held: bool
     least_key_tiles: int
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from .work import TileMap, Work, first_lane, sums_up_to
 ORDERS = 4  # classes of length, at most
 # With more segments than this times the CTAs, whole segments are short beside a CTA's share.
 FEW_SEGMENTS = 8
+TRIALS = 3  # lengths that `PieceMap.fitting` tries
 READS = 4  # lengths of a lane in flight
 
 
@@ -123,13 +124,19 @@ class PieceMap(Carried):
         ctas: Int32,
         least: int,
         fixed: Int32 | None = None,
+        fits: bool = False,
     ) -> PieceMap:
         """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
-        calls this."""
+        calls this. With `fits`, pieces are shorter where each CTA still takes at most one."""
         unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
         segments, key_tiles, longest = unknown.totals()
         # Pieces have 3/4 to 3/2 of this length, so there are fewer than 2 * ctas.
         share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
+        if fits:
+            even = (key_tiles + (ctas - 1)) // ctas
+            # More segments than CTAs never fit.
+            even = cutlass.select_(segments <= ctas, even, share)
+            share = unknown.fitting(share, even, ctas)
         length = cutlass.max(share, least)
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
         if fixed is not None:
@@ -183,6 +190,27 @@ class PieceMap(Carried):
             cute.arch.warp_redux_sync(total, "add"),
             cute.arch.warp_redux_sync(longest, "max"),
         )
+
+    @cute.jit
+    def fitting(self, share: Int32, least: Int32, ctas: Int32) -> Int32:
+        """The shortest of some lengths from `least` on with which all segments together have at
+        most `ctas` pieces; `share` if each length gives more."""
+        found, tried = Int32(share), Int32(least)
+        step = cutlass.max((share - least) // TRIALS, 1)
+        while tried < found:
+            if replace(self, length=tried).count() <= ctas:
+                found = Int32(tried)
+            tried += step
+        return found
+
+    @cute.jit
+    def count(self) -> Int32:
+        """The number of pieces of all sequences together."""
+        count = Int32(0)
+        for first in cutlass.range(0, self.tiles.batch, WARP_SIZE, unroll=READS):
+            segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+            count += segments * self.pieces(key_tiles)
+        return cute.arch.warp_redux_sync(count, "add")
 
     def window(self, order: Int32, first: Int32, before: Int32) -> Window:
         """The window whose first sequence is `first`; `before` as in `Window`."""

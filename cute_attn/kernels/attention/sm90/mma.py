@@ -109,19 +109,16 @@ def start_output(
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True, adds=adds)
 
 
-def start_output_in_parts(
+def start_output_of_stored(
     dtype: type[Numeric], o: list[Any], p: Any, v: Any, *, tile_n: int, columns: int
 ) -> list[Any]:
-    """Start O + P V, 64 by `columns`, in parts of at most 128 columns. P is a list of registers, or
-    at shared address `p` in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the
-    first column of V."""
+    """Start O + P V, 64 by `columns`, in parts of at most 128 columns. P is at shared address `p`,
+    in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V."""
     box, steps, parts = tile_n * LINE_BYTES, range(tile_n // STEP), []
     for column in range(0, columns, 128):
         first = wgmma.columns_descriptor(v + column // BOX * box, box)
         descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
         parts.append((min(128, columns - column), descriptors))
-    if isinstance(p, list):
-        return wgmma.product_of_parts(dtype, o, p, parts, columns=True)
     return wgmma.shared_product_of_parts(
         dtype, o, _along_rows(p, ROWS, steps), parts, columns=True
     )  # fmt: skip

@@ -47,7 +47,7 @@ from ...attention.sm90.mma import (
     WARPGROUP,
     WARPGROUP_WARPS,
     held_rows,
-    start_output_in_parts,
+    start_output_of_stored,
     start_scores,
 )
 from ...attention.sm90.store import row_parts, store_parts
@@ -96,7 +96,7 @@ REGISTERS = (120, 176, 40)
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
 GROUP = 12  # pieces that one CTA adds up
-AT_ONCE = 4  # rows that a thread adds up at a time: their loads are in flight together
+AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
 
 
 class Arguments(NamedTuple):
@@ -188,7 +188,7 @@ class Scores(Carried):
     barriers: Barriers
     shared: Shared
     s: cute.Tensor
-    held: cute.Tensor | None
+    held: cute.Tensor
     softmax: FragmentSoftmax
     visible: HeadsVisibility
 
@@ -236,7 +236,7 @@ class Sm90LatentDecode:
         self.dtype = DTYPE[spec.dtype]
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.tile_bytes = TILE_N * spec.head_dim * 2
-        self.held = len(spec.chunk_columns[0]) if spec.held else 0
+        self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         # Two stages of P where they fit.
         self.p_stages = next(
@@ -390,7 +390,7 @@ class Sm90LatentDecode:
                 barriers=barriers,
                 shared=shared,
                 s=fragments.accumulators(TILE_N),
-                held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
+                held=cute.make_rmem_tensor((self.held // 4,), Int32),
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
@@ -413,7 +413,9 @@ class Sm90LatentDecode:
         """Publish and load pieces and whole segments, one after the other."""
         smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
         queue = TileQueue(PieceWork, storage.work, barriers)
-        pieces = PieceMap.of(tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits)
+        pieces = PieceMap.of(
+            tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
+        )
         number = cute.arch.block_idx()[0]
         window = pieces.window(pieces.first, Int32(0), Int32(0))
         window = pieces.window_of(number, window)
@@ -523,8 +525,7 @@ class Sm90LatentDecode:
             own.softmax.start()
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.barriers.wait("q_full", taken)
-            if cutlass.const_expr(self.held > 0):
-                fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
+            fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
             first, end = self.key_tiles(own.visible, work)
             for i in cutlass.range(end - first, unroll=1):
                 self.compute_scores(x, own, work, end - 1 - i, n, used)
@@ -549,7 +550,7 @@ class Sm90LatentDecode:
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
-                held=fragments.values(own.held) if self.held and c == 0 else None,
+                held=fragments.values(own.held) if c == 0 else None,
             )  # fmt: skip
         fragments.assign(own.s, wgmma.wait(scores))
         row = work.block * TILE_M
@@ -642,16 +643,12 @@ class Sm90LatentDecode:
             fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
         v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
-        p = own.shared.p + stage * BOX_BYTES
-        if cutlass.const_expr(self.spec.p_held):
-            p = held_rows(p, own.warp, ROWS, TILE_N)
-            own.barriers.warp_arrives("p_empty", used)
-        out = start_output_in_parts(
-            self.dtype, fragments.values(own.acc), p, v, tile_n=TILE_N, columns=self.columns
-        )
+        out = start_output_of_stored(
+            self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
+            tile_n=TILE_N, columns=self.columns,
+        )  # fmt: skip
         fragments.assign(own.acc, wgmma.wait(out))
-        if cutlass.const_expr(not self.spec.p_held):
-            own.barriers.warp_arrives("p_empty", used)
+        own.barriers.warp_arrives("p_empty", used)
         own.barriers.warp_arrives("cache_empty", n)
 
     def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
