@@ -400,9 +400,6 @@ class Sm90LatentDecode:
         """[first, end) of the key tiles of a piece."""
         return work.part(*visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
-    def exists(self, work: PieceWork, token: Any) -> Any:
-        return token < work.seqlen_q
-
     # -- device: loads ------------------------------------------------------------------------
 
     @cute.jit
@@ -566,15 +563,13 @@ class Sm90LatentDecode:
         to = own.shared.p + stage * BOX_BYTES
         fragments.stage_matrices(words, to, own.warp, ROWS, lane)
         if moved:
-            self.store_rows(own, own.shared.factors + stage * (TILE_M * 4), [*self.factors(own)])
+            factors = [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
+            self.store_rows(own, own.shared.factors + stage * (TILE_M * 4), factors)
         if lane == 0:
             at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
             store_shared(Int32, at, [Int32(moved)])
         cute.arch.fence_view_async_shared()
         own.barriers.warp_arrives("p_full", used)
-
-    def factors(self, own: Scores) -> list[Any]:
-        return [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
 
     @cute.jit
     def store_rows(self, own: Scores, at: Int32, values: list[Any]) -> None:
