@@ -487,8 +487,9 @@ class Sm90Forward:
         """Publish and load pieces and whole segments, one after the other."""
         number, barriers = self.take_number(x), queue.barriers
         pieces = PieceMap.of(
-            tiles, visible, x.num_tiles, self.spec.least_key_tiles, self.warpgroups * self.rows_once
-        )
+            tiles, visible, x.num_tiles, self.spec.least_key_tiles,
+            rows_at_once=self.warpgroups * self.rows_once,
+        )  # fmt: skip
         window = pieces.start()
         taken, n = Int32(0), Int32(0)
         # The code is cold, and comes from memory: each part of it stands once.
