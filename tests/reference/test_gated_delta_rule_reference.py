@@ -108,9 +108,7 @@ def test_chunks_are_the_recurrence(raw: bool):
     exact, chunked = gated_delta_rule_reference(**p), gated_delta_rule_chunk_reference(**p)
     torch.testing.assert_close(chunked.o, exact.o)
     torch.testing.assert_close(chunked.states.final_state, exact.final_state)
-    rounded = gated_delta_rule_chunk_reference(
-        **p, dtype=torch.float32, stage_dtype=torch.bfloat16
-    )
+    rounded = gated_delta_rule_chunk_reference(**p, dtype=torch.float32, stage_dtype=torch.bfloat16)
     error = (rounded.o - exact.o).norm() / exact.o.norm()
     assert 1e-4 < error < 1e-1
 
