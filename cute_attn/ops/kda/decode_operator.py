@@ -133,6 +133,7 @@ def decode_requests(
             **tuned,
             in_place=slots not in ("positions", "drafts"),
             records=slots == "records",
+            convolution=conv_dtype != "none",
         ),
     )
     requests: list[launch.Request] = [(table.DECODE, spec)]

@@ -99,6 +99,11 @@ class Convolution:
         self.slides = spec.slots == "positions"
         self.state_dtype = DTYPE[spec.dtype]
 
+    def parked_layout(self) -> cute.Layout:
+        """Of the windows of q and k in shared memory: part, channel, tap."""
+        dim = self.spec.head_dim_k
+        return cute.make_layout((2, dim, CONV_TAPS - 1), stride=(dim * 3, 1, dim))
+
     def in_part(self, part: str, i: int) -> tuple[Any, Any]:
         """Return the index of this thread's i-th channel in its head or tile, and whether there is
         such a channel."""
@@ -180,6 +185,51 @@ class Convolution:
             arrived[0] = count_arrival(place.counter.toint(), place.readers)
 
     @cute.jit
+    def park(
+        self,
+        windows: Windows,
+        parked: cute.Tensor,
+        place: ConvPlace,
+        tokens: Tokens,
+        tile_index: Int32,
+    ) -> None:
+        """Write the window of v to the pool, and the windows of q and k to shared memory, for
+        `store_parked`. With one token, registers are more use to the state's tile."""
+        for part in PARTS:
+            window = getattr(windows, part)
+            first = self.first_channel(part, place, tokens, tile_index)
+            for i in cutlass.range_constexpr(cute.size(window.bias)):
+                index, exists = self.in_part(part, i)
+                if exists:
+                    if cutlass.const_expr(part == "v"):
+                        target = place.state[place.slot, first + index, None]
+                    else:
+                        target = parked[PARTS.index(part), index, None]
+                    for tap in cutlass.range_constexpr(CONV_TAPS - 1):
+                        target[tap] = window.past[tap, i].to(self.state_dtype)
+
+    @cute.jit
+    def store_parked(
+        self,
+        place: ConvPlace,
+        parked: cute.Tensor,
+        arrived: cute.Tensor,
+        tokens: Tokens,
+        tile_index: Int32,
+    ) -> None:
+        """Write the windows of q and k after the call, unless another CTA will."""
+        if arrived[0] == place.readers - 1:
+            for part in PARTS[:2]:
+                first = self.first_channel(part, place, tokens, tile_index)
+                for i in cutlass.range_constexpr(self.reader.of_k):
+                    index, exists = self.in_part(part, i)
+                    if exists:
+                        window = parked[PARTS.index(part), index, None]
+                        channel = place.state[place.slot, first + index, None]
+                        for tap in cutlass.range_constexpr(CONV_TAPS - 1):
+                            channel[tap] = window[tap]
+
+    @cute.jit
     def store(
         self,
         place: ConvPlace,
@@ -189,7 +239,7 @@ class Convolution:
         length: Int32,
         tile_index: Int32,
     ) -> None:
-        """Write the window after the call, unless another CTA will."""
+        """Write the window after a call of several tokens, unless another CTA will."""
         is_last = arrived[0] == place.readers - 1
         for part in PARTS:
             window = getattr(windows, part)

@@ -282,6 +282,10 @@ class KdaDecode:
         arrived = None
         if cutlass.const_expr(self.convolves):
             arrived = allocator.allocate_tensor(Int32, cute.make_layout((1,)))
+            if cutlass.const_expr(not spec.multi_token):
+                parked = allocator.allocate_tensor(
+                    DTYPE[spec.dtype], self.convolution.parked_layout()
+                )
         slot = sequence
         valid = Boolean(True)
         if cutlass.const_expr(spec.indexed):
@@ -320,6 +324,7 @@ class KdaDecode:
                     windows = self.convolution.load(conv, tokens, tile_index)
                     convolved = self.convolution.apply(windows, fetched)
                     self.reader.prepare(stage, convolved, gate, x.beta_scale)
+                    self.convolution.park(windows, parked, conv, tokens, tile_index)
                 else:
                     self.reader.prepare(stage, fetched, gate, x.beta_scale)
                 cute.arch.sync_threads()
@@ -331,7 +336,7 @@ class KdaDecode:
                 cute.arch.sync_threads()
                 self.reader.write(stage.o, x.o[sequence, head, None], tile_index)
                 if cutlass.const_expr(self.convolves):
-                    self.convolution.store(conv, windows, arrived, tokens, Int32(1), tile_index)
+                    self.convolution.store_parked(conv, parked, arrived, tokens, tile_index)
             else:
                 self.reader.write_zeros(x.o[sequence, head, None], tile_index)
         else:
