@@ -44,7 +44,7 @@ def play(plant: Callable[[Edged], Edged] | None) -> tuple[set[str], bool]:
     load = Emulator.load_object
 
     def changed(_: Emulator, image: bytes, ptx: str, function: str, names: Any) -> Any:
-        if KERNEL in function and plant is not None:
+        if KERNEL in ptx and plant is not None:
             ptx = plant(Edged(ptx, mbarriers())).text
         return load(emulator, image, ptx, function, names)
 

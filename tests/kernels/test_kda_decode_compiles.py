@@ -49,16 +49,16 @@ USUAL.append(
     )
 )
 # The Gated Delta Net with a convolution.
-for slots in ("indexed", "positions"):
-    USUAL.append(
-        Kernel(
-            decays="head",
-            multi_token=slots == "positions",
-            slots=slots,
-            conv_dtype=torch.bfloat16,
-            conv_bias=True,
-        )
+USUAL += [
+    Kernel(
+        decays="head",
+        multi_token=slots == "positions",
+        slots=slots,
+        conv_dtype=torch.bfloat16,
+        conv_bias=True,
     )
+    for slots in ("indexed", "positions")
+]
 # Everything, a kernel for one architecture each.
 SAMPLE = list(zip(sample(12, seed=2), itertools.cycle(ARCHS), strict=False))
 RECURRENT = [

@@ -141,10 +141,8 @@ def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
     if case.slots == "random":
         slots = torch.randperm(case.batch, generator=random.generator, device=DEVICE)
         arguments["state_indices"] = slots.to(torch.int32)
-    gates = (k,)
-    if case.decays == "head":
-        gates = ()
-    else:
+    gates = () if case.decays == "head" else (k,)
+    if gates:
         arguments["lower_bound"] = LOWER_BOUND
     if case.convolution:
         arguments["conv_state"] = random.normal(case.batch, case.channels, TAPS - 1)
@@ -490,11 +488,10 @@ def check_decode(
     def results(**how: Any) -> Results:
         given, found = dict(whole), {}
         if case.convolution:
-            tensors = (given[name] for name in ("q", "k", "v"))
             pool, weight = given.pop("conv_state"), given.pop("conv_weight")
             slots = given.get("state_indices")
             q, k, v, pool = causal_convolution_reference(
-                *tensors, pool, weight, state_indices=slots, **how
+                given["q"], given["k"], given["v"], pool, weight, state_indices=slots, **how
             )
             given |= {"q": q, "k": k, "v": v}
             found["conv_state"] = pool

@@ -277,8 +277,8 @@ def test_gdn_decode_computes_the_operator(contenders):
     errors = problem.check_decode(case, arguments, calls)
     assert set(errors) == {"ours o", "ours state", "ours conv_state"}
     assert errors["ours conv_state"] == 0
+    kept = arguments | {"conv_state": arguments["conv_state"].clone()}
     with pytest.raises(problem.Disagreement, match="conv_state has a relative error"):
-        kept = arguments | {"conv_state": arguments["conv_state"].clone()}
         problem.check_decode(case, arguments, {"ours": lambda: plain_gdn_decode(**kept)})
 
 

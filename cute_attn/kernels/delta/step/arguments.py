@@ -31,7 +31,7 @@ def inputs(
     if spec.A_log_dtype != "none":
         A_log = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))
     if spec.dt_bias_dims:
-        shape = (sizes.heads_v, spec.head_dim_k)
+        shape: tuple[cute.SymInt | int, ...] = (sizes.heads_v, spec.head_dim_k)
         if spec.dt_bias_dims == 1:
             shape = (sizes.heads_v if spec.head_gate else cute.sym_int(),)
         dt_bias = fake_contiguous(DTYPE[spec.dt_bias_dtype], shape)

@@ -143,7 +143,9 @@ class Convolution:
         return windows
 
     @cute.jit
-    def load_weight(self, window: Window, i: cutlass.Constexpr, place: ConvPlace, channel: Int32):
+    def load_weight(
+        self, window: Window, i: cutlass.Constexpr, place: ConvPlace, channel: Int32
+    ) -> None:
         dtype = DTYPE[self.spec.conv_dtype]
         row = cute.make_tensor(
             (place.weight.iterator + channel * CONV_TAPS).align(CONV_TAPS * dtype.width // 8),

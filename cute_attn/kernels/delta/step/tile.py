@@ -85,7 +85,7 @@ class StateTile:
         """Load the decays at this thread's indices of K."""
         if self.spec.head_gate:
             return [token.decay[0]] * self.values_of_k
-        return self.along_k(token.decay)  # type: ignore[no-any-return]
+        return self.along_k(token.decay)
 
     @cute.jit
     def in_memory(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:

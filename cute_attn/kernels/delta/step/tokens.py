@@ -117,7 +117,8 @@ class Tokens(Carried):
 
 def gates_at(g: cute.Tensor, *at: Any) -> cute.Tensor:
     """The row of g at these indices; with head_gate, g from the element on."""
-    return g[(*at, None)] if cute.rank(g) > len(at) else cute.domain_offset(at, g)
+    row = (*at, None)
+    return g[row] if cute.rank(g) > len(at) else cute.domain_offset(at, g)
 
 
 class Gate(Carried):

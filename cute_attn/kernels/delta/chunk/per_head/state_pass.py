@@ -168,31 +168,14 @@ class HeadStatePass(KdaStatePass):
                 matrix = matrix[::-1]
             return fake_matrices((sequences, heads), matrix) if present else None
 
-        def stored(elements: int) -> Any:
-            rows = (slots, heads, elements)
-            return fake_rows(self.dtype, rows) if spec.store_states else None
+        def stored(present: bool, elements: int) -> Any:
+            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
 
-<<<<<<< HEAD
-        def rows(heads: Any, columns: int) -> Any:
-            return fake_rows(self.dtype, (batch, tokens, heads, columns))
-
-        return placeholders(
-            Arguments(
-                q=rows(heads_qk, spec.head_dim_k),
-                k=rows(heads_qk, spec.head_dim_k),
-                rows=rows(heads, spec.head_dim_v),
-                tiles=of_chunks(2 * SUB_TILE),
-                factors=fake_rows(Float32, (slots, heads, FACTORS)),
-                o=rows(heads, spec.head_dim_v),
-                states=of_chunks(spec.head_dim_v * spec.head_dim_k) if self.has_states else None,
-                v_new=of_chunks(CHUNK * spec.head_dim_v) if self.has_v_new else None,
-=======
         return placeholders(
             Arguments(
                 **self.fake_inputs(heads, slots),
-                states=stored(spec.head_dim_v * spec.head_dim_k),
-                v_new=stored(CHUNK * spec.head_dim_v),
->>>>>>> gdnf
+                states=stored(self.has_states, spec.head_dim_v * spec.head_dim_k),
+                v_new=stored(self.has_v_new, CHUNK * spec.head_dim_v),
                 start=matrices(self.starts),
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
