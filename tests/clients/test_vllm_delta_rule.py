@@ -1,8 +1,9 @@
-"""Kimi Linear's layers on our KDA kernels, in vLLM's real engine, emulated for an H100.
+"""Linear layers of Kimi Linear, Qwen3-Next and Qwen3.5 on our kernels, in vLLM's real engine,
+emulated for an H100.
 
-The model is Kimi Linear without its MLA layers. A test serves prompts, and compares the output of
-each KDA layer for each token with a float64 reference of the layer on the same inputs. vLLM's
-states hold NaN wherever the engine has not written.
+The model has linear layers only, but for the test of a hybrid one. A test serves prompts, and
+compares the output of each linear layer for each token with a float64 reference of the layer on the
+same inputs. vLLM's states hold NaN wherever the engine has not written.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_attn.reference.gated_delta_rule import gated_delta_rule_reference
 from cute_attn.reference.kda import kda_reference
 
 from . import vllm_emulated
 
-HEADS, HEAD_DIM, WIDTH, VOCABULARY = 2, 64, 4, 64
+HEADS, HEADS_V, HEAD_DIM, WIDTH, VOCABULARY = 2, 4, 64, 4, 64
 NORM_EPSILON = 1e-5
 
 
@@ -39,50 +41,9 @@ def vllm() -> Any:
     return vllm
 
 
-def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    conv_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    max_query_len: int = -1,
-    validate_data: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Stands in for vLLM's Triton kernel of this name: a decode step of the convolution. With
-    accepted tokens, a state is the inputs since the first that is still in a window."""
-    assert activation == "silu" and conv_state_indices is not None and out is not None
-    starts = torch.arange(len(x) + 1) if query_start_loc is None else query_start_loc
-    width = weight.shape[1]
-    for i, slot in enumerate(conv_state_indices.tolist()):
-        start, end = starts[i : i + 2].tolist()
-        if start == end or slot == 0:
-            continue
-        first = 0 if num_accepted_tokens is None else int(num_accepted_tokens[i]) - 1
-        past = conv_state[slot, :, first : first + width - 1].clone()
-        rows = x[start:end]
-        y = F.conv1d(
-            torch.cat([past, rows.T], 1).to(weight.dtype)[None],
-            weight[:, None],
-            bias,
-            groups=len(weight),
-        )
-        out[start:end] = F.silu(y[0]).T.to(x.dtype)
-        kept = torch.cat([past, rows.T], 1)
-        if num_accepted_tokens is None:
-            conv_state[slot, :, : width - 1] = kept[:, 1 - width :]
-        else:
-            kept = kept[:, 1:]
-            conv_state[slot, :, : kept.shape[1]] = kept
-    return out
-
-
 @dataclass
 class Layer:
-    """What a KDA layer was given, and what it returned, by request and position."""
+    """What a linear layer was given, and what it returned, by request and position."""
 
     module: Any
     rows: dict[str, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -91,11 +52,13 @@ class Layer:
 @dataclass
 class Server:
     llm: Any
+    kind: Kind
     layers: dict[str, Layer] = field(default_factory=dict)
     batches: list[list[int]] = field(default_factory=list)  # tokens of each request in each step
     modes: list[str] = field(default_factory=list)
     requests: dict[str, list[int]] = field(default_factory=dict)  # prompt and reply
     prepared: Any = None
+    positions: list[int] = field(default_factory=list)  # of the present step's tokens
 
     @property
     def runner(self) -> Any:
@@ -122,9 +85,15 @@ class Server:
                 return self.prepared
 
             runner.prepare_inputs = prepared
-        for name, module in self.runner.compilation_config.static_forward_context.items():
-            self.layers[name] = Layer(module)
-            module.register_forward_hook(self._hook(name), with_kwargs=True)
+
+        def positioned(_: Any, args: Any, given: dict[str, Any]) -> None:
+            self.positions = given["positions"].tolist()
+
+        runner.model.register_forward_pre_hook(positioned, with_kwargs=True)
+        for name, module in runner.compilation_config.static_forward_context.items():
+            if isinstance(module, self.kind.layer):
+                self.layers[name] = Layer(module)
+                module.register_forward_hook(self._hook(name), with_kwargs=True)
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, given: dict[str, Any], output: Tensor) -> None:
@@ -145,9 +114,8 @@ class Server:
             for request, start, end in zip(requests, starts, starts[1:], strict=False):
                 rows = layer.rows.setdefault(request.partition("-")[0], {})
                 for t in range(start, end):
-                    at = int(given["positions"][t])
                     # A draft that is not accepted is replaced by the next step's token.
-                    rows[at] = given["hidden_states"][t].clone(), output[t].clone()
+                    rows[self.positions[t]] = given["hidden_states"][t].clone(), output[t].clone()
 
         return hook
 
@@ -184,71 +152,150 @@ class Server:
         """Compare all that has been recorded with the reference, in each layer."""
         assert self.layers
         for name, layer in self.layers.items():
-            assert type(layer.module).__name__ == "CuteKimiDeltaAttention"
             assert layer.module.why_not is None
             errors = []
             for request in self.requests:
                 rows = self.rows(layer, request)
                 x, ours = (torch.stack(part) for part in zip(*rows, strict=True))
                 assert ours.isfinite().all(), (name, request)
-                exact, plain = (layer_reference(layer.module, x, exact=e) for e in (True, False))
+                exact, plain = (
+                    self.kind.reference(layer.module, x, exact=e) for e in (True, False)
+                )
                 errors.append([(y.double() - exact).norm() for y in (ours, plain)])
             mine, theirs = torch.tensor(errors).norm(dim=0).tolist()
             assert mine <= 2 * theirs, f"{name}: error {mine:.3e}, plain PyTorch {theirs:.3e}"
 
 
-def layer_reference(layer: Any, x: Tensor, *, exact: bool) -> Tensor:
-    """The layer's output for a sequence `[tokens, hidden]`: in float64, or in the dtypes in which
-    PyTorch would compute it."""
+class Arithmetic:
+    """A layer's steps in float64, or in the dtypes in which PyTorch would compute them."""
 
-    def of(parameter: Tensor) -> Tensor:
-        return parameter.detach().double() if exact else parameter.detach()
+    def __init__(self, layer: Any, *, exact: bool):
+        self.layer, self.exact = layer, exact
+        self.dtype = torch.float64 if exact else torch.float32
 
-    def linear(x: Tensor, projection: Any) -> Tensor:
-        return F.linear(x, of(projection.weight))
+    def of(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().double() if self.exact else parameter.detach()
 
+    def linear(self, x: Tensor, projection: Any) -> Tensor:
+        return F.linear(x, self.of(projection.weight))
+
+    def convolved(self, mixed: Tensor) -> Tensor:
+        weight = self.of(self.layer.conv1d.weight)
+        inputs = F.pad(mixed.T.to(weight.dtype), (weight.shape[-1] - 1, 0))
+        return F.silu(F.conv1d(inputs[None], weight, groups=len(weight))[0]).T.to(mixed.dtype)
+
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "A_log": self.layer.A_log.detach(),
+            "dt_bias": self.layer.dt_bias.detach(),
+            "dtype": self.dtype,
+        }
+
+    def finished(self, o: Tensor, gate: Tensor, norm: Any, projection: Any) -> Tensor:
+        """The projection of o after its norm, where `gate` is behind its activation."""
+        wide = o if self.exact else o.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPSILON)
+        wide = wide * self.of(norm.weight) * gate.to(wide.dtype)
+        return self.linear(wide.to(gate.dtype).flatten(1), projection)
+
+
+def kimi_reference(layer: Any, x: Tensor, *, exact: bool) -> Tensor:
+    """The layer's output for a sequence `[tokens, hidden]`."""
+    it = Arithmetic(layer, exact=exact)
     x = x.double() if exact else x
-    tokens, heads = len(x), (layer.local_num_heads, layer.head_dim)
+    heads = (layer.local_num_heads, layer.head_dim)
     width = heads[0] * heads[1]
-    mixed, beta, f_a = linear(x, layer.in_proj_qkvgfab).split([3 * width, *heads], dim=-1)
-    output_gate = linear(linear(x, layer.g_a_proj), layer.g_b_proj).unflatten(-1, heads)
-    g = linear(f_a, layer.f_b_proj).unflatten(-1, heads)
-    weight = of(layer.conv1d.weight)
-    inputs = F.pad(mixed.T.to(weight.dtype), (weight.shape[-1] - 1, 0))
-    mixed = F.silu(F.conv1d(inputs[None], weight, groups=len(weight))[0]).T.to(x.dtype)
-    q, k, v = mixed.view(1, tokens, 3, *heads).unbind(2)
-    o = kda_reference(
-        q,
-        k,
-        v,
-        g[None],
-        beta[None],
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        A_log=layer.A_log.detach(),
-        dt_bias=layer.dt_bias.detach(),
-        lower_bound=layer.gate_lower_bound,
-        dtype=torch.float64 if exact else torch.float32,
-    ).o[0]
-    o = o.to(x.dtype)
-    wide = o if exact else o.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPSILON)
-    wide = wide * of(layer.o_norm.weight) * output_gate.to(wide.dtype).sigmoid()
-    return linear(wide.to(x.dtype).flatten(1), layer.o_proj)
+    mixed, beta, f_a = it.linear(x, layer.in_proj_qkvgfab).split([3 * width, *heads], dim=-1)
+    output_gate = it.linear(it.linear(x, layer.g_a_proj), layer.g_b_proj).unflatten(-1, heads)
+    g = it.linear(f_a, layer.f_b_proj).unflatten(-1, heads)
+    q, k, v = it.convolved(mixed).view(1, len(x), 3, *heads).unbind(2)
+    found = kda_reference(
+        q, k, v, g[None], beta[None], lower_bound=layer.gate_lower_bound, **it.parameters()
+    )
+    return it.finished(found.o[0].to(x.dtype), output_gate.sigmoid(), layer.o_norm, layer.o_proj)
 
 
-def make(directory: Path, **of_kda: Any) -> Path:
-    """Write the configuration of a model."""
-    configuration = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "head_dim": HEAD_DIM,
+def qwen_reference(layer: Any, x: Tensor, *, exact: bool) -> Tensor:
+    """The layer's output for a sequence `[tokens, hidden]`."""
+    it = Arithmetic(layer, exact=exact)
+    x = x.double() if exact else x
+    heads, heads_v, dim, dim_v = HEADS, HEADS_V, HEAD_DIM, HEAD_DIM
+    qkvz, ba = it.linear(x, layer.in_proj_qkvz), it.linear(x, layer.in_proj_ba)
+    widths = [dim, dim, heads_v // heads * dim_v, heads_v // heads * dim_v]
+    if layer.gqa_interleaved_layout:  # Qwen3-Next: by key head
+        parts = qkvz.unflatten(-1, (heads, -1)).split(widths, dim=-1)
+        b, a = (y.flatten(1) for y in ba.unflatten(-1, (heads, 2, -1)).unbind(2))
+    else:
+        parts = qkvz.split([heads * width for width in widths], dim=-1)
+        b, a = ba.chunk(2, dim=-1)
+    *qkv, z = (y.flatten(1) for y in parts)
+    mixed = it.convolved(torch.cat(qkv, dim=-1))
+    q, k, v = mixed.split([heads * dim, heads * dim, heads_v * dim_v], dim=-1)
+    found = gated_delta_rule_reference(
+        q.view(1, -1, heads, dim),
+        k.view(1, -1, heads, dim),
+        v.view(1, -1, heads_v, dim_v),
+        a[None],
+        b[None],
+        **it.parameters(),
+    )
+    gate = F.silu(z.view(-1, heads_v, dim_v))
+    return it.finished(found.o[0].to(x.dtype), gate, layer.norm, layer.out_proj)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model's kind of linear layer.
+
+    Attributes:
+        theirs, ours: the modules of vLLM's layer and of ours.
+        classes: the names of vLLM's class, of its method that computes the recurrence, and of ours.
+        switch: the environment variable that makes the plugin replace the layer.
+        configuration: of the model; `linear` writes what belongs to the linear layers.
+        small: a change that leaves the layer without a kernel.
+        of_layer: arguments of the layer that differ from the model's: Qwen3.5's layer is tried in
+            Qwen3-Next's model, because the module of Qwen3.5 needs torchvision.
+    """
+
+    theirs: str
+    ours: str
+    classes: tuple[str, str, str]
+    switch: str
+    configuration: dict[str, Any]
+    linear: Callable[..., dict[str, Any]]
+    reference: Callable[..., Tensor]
+    small: dict[str, Any]
+    of_layer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"vllm.model_executor.layers.mamba.gdn.{self.theirs}")
+
+    @property
+    def integration(self) -> Any:
+        return importlib.import_module(f"cute_attn.integrations.{self.ours}")
+
+    @property
+    def layer(self) -> Any:
+        return getattr(self.module, self.classes[0])
+
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": NORM_EPSILON,
+}
+
+
+def kimi(**of_kda: Any) -> dict[str, Any]:
+    return {
         "linear_attn_config": {
             "kda_layers": [1, 2],
             "full_attn_layers": [],
@@ -256,10 +303,75 @@ def make(directory: Path, **of_kda: Any) -> Path:
             "num_heads": HEADS,
             "short_conv_kernel_size": WIDTH,
             **of_kda,
-        },
-        "torch_dtype": "bfloat16",
-        "max_position_embeddings": 2048,
+        }
     }
+
+
+def qwen(**changes: Any) -> dict[str, Any]:
+    return {
+        "layer_types": ["linear_attention", "linear_attention"],
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
+        "linear_num_key_heads": HEADS,
+        "linear_num_value_heads": HEADS_V,
+        "linear_conv_kernel_dim": WIDTH,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        **changes,
+    }
+
+
+QWEN_LAYER = {
+    "theirs": "qwen_gdn_linear_attn",
+    "ours": "vllm_gated_delta_rule",
+    "configuration": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 0,
+        "mlp_only_layers": [0, 1],
+    },
+    "classes": ("QwenGatedDeltaNetAttention", "_forward_core", "CuteGatedDeltaNet"),
+    "switch": "CUTE_ATTN_SERVER_GDN",
+    "linear": qwen,
+    "reference": qwen_reference,
+    "small": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+KINDS = {
+    "Kimi Linear": Kind(
+        theirs="kimi_gdn_linear_attn",
+        ours="vllm_kda",
+        classes=("KimiGatedDeltaNetAttention", "_forward", "CuteKimiDeltaAttention"),
+        switch="CUTE_ATTN_SERVER_KDA",
+        configuration={
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "num_attention_heads": HEADS,
+            "head_dim": HEAD_DIM,
+        },
+        linear=kimi,
+        reference=kimi_reference,
+        small={"head_dim": 32, "num_heads": 4},
+    ),
+    "Qwen3-Next": Kind(**QWEN_LAYER),
+    "Qwen3.5": Kind(of_layer={"gqa_interleaved_layout": False}, **QWEN_LAYER),
+}
+
+
+def kinds(feature: str, *names: str) -> Any:
+    """The test's argument `name`: a kind of layer, of all or of those named."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=pytest.mark.clients(f"{name}: {feature}"))
+            for name in names or KINDS
+        ],
+    )
+
+
+def make(directory: Path, kind: Kind, **changes: Any) -> Path:
+    """Write the configuration of a model."""
+    configuration = COMMON | kind.configuration | kind.linear(**changes)
     (directory / "config.json").write_text(json.dumps(configuration))
     return directory
 
@@ -282,21 +394,15 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def start(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts an engine: `start(**options of vllm.LLM)`."""
+    """Starts an engine: `start(name of the kind, changes, **options of vllm.LLM)`."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
-    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 
-    from cute_attn.integrations import vllm_kda
-
-    monkeypatch.setattr(kimi_gdn_linear_attn, "causal_conv1d_fn", causal_conv1d_fn_cpu)
-    monkeypatch.setattr(kimi_gdn_linear_attn, "causal_conv1d_update", causal_conv1d_update)
-    monkeypatch.delitem(op_registry_oot, vllm_kda.NAME, raising=False)
-    vllm_kda.register()
+    vllm_emulated.replace_in_linear_layers(monkeypatch)
+    for kind in KINDS.values():
+        vllm_emulated.replace_linear_layer(monkeypatch, kind.integration)
     started: list[Server] = []
 
-    def start(of_kda: dict[str, Any] | None = None, **options: Any) -> Server:
+    def start(name: str, changes: dict[str, Any] | None = None, **options: Any) -> Server:
         given = {
             "disable_log_stats": True,
             "dtype": "bfloat16",
@@ -308,11 +414,18 @@ def start(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             "max_num_seqs": 4,
             "skip_tokenizer_init": True,
         }
-        server = Server(vllm.LLM(str(make(tmp_path, **of_kda or {})), **given | options))
+        kind = KINDS[name]
+        init = kind.layer.__init__
+        monkeypatch.setattr(
+            kind.layer, "__init__", lambda *args, **given: init(*args, **given | kind.of_layer)
+        )
+        llm = vllm.LLM(str(make(tmp_path, kind, **changes or {})), **given | options)
+        server = Server(llm, kind)
         started.append(server)
         set_weights(server.runner.model)
         server.watch()
         for layer in server.layers.values():
+            assert type(layer.module).__name__ == kind.classes[2]
             for cache in layer.module.kv_cache:
                 cache.fill_(torch.nan)
         return server
@@ -330,70 +443,79 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
-@pytest.mark.clients("Kimi Linear: KDA layers, prefill and decode")
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_prefill_and_decode(start: Start, lower_bound: float | None):
+def served(server: Server) -> None:
     """Six requests for four places, so that prompts arrive while others are decoded."""
-    server = start({} if lower_bound is None else {"gate_lower_bound": lower_bound})
     server.serve(*(prompt(n, seed=n) for n in (70, 1, 3, 130, 9, 64)), tokens=4)
     assert {"prefill", "decode"} == set(server.modes)
     assert any(1 in batch and max(batch) > 1 for batch in server.batches)
     server.check()
 
 
-@pytest.mark.clients("Kimi Linear: the plugin replaces its layers on request")
-def test_the_plugin_replaces_the_layers_on_request(vllm: Any, monkeypatch: pytest.MonkeyPatch):
+@kinds("linear layers, prefill and decode")
+def test_prefill_and_decode(start: Start, name: str):
+    served(start(name))
+
+
+@pytest.mark.clients("Kimi Linear: linear layers, prefill and decode")
+def test_a_lower_bound_of_the_gate(start: Start):
+    served(start("Kimi Linear", {"gate_lower_bound": -5.0}))
+
+
+@kinds("the plugin replaces its layers on request", "Kimi Linear", "Qwen3-Next")
+def test_the_plugin_replaces_the_layers_on_request(
+    vllm: Any, name: str, monkeypatch: pytest.MonkeyPatch
+):
     from vllm.model_executor.custom_op import op_registry_oot
 
     import cute_attn
     from cute_attn.integrations import vllm as plugin
-    from cute_attn.integrations import vllm_kda
 
-    monkeypatch.delitem(op_registry_oot, vllm_kda.NAME, raising=False)
+    kind = KINDS[name]
+    replaced = kind.integration.NAME
+    monkeypatch.delitem(op_registry_oot, replaced, raising=False)
     for value in ("0", "", "1", "1"):
-        monkeypatch.setenv("CUTE_ATTN_SERVER_KDA", value)
+        monkeypatch.setenv(kind.switch, value)
         cute_attn.reload_settings()
         plugin.register()
-        assert (vllm_kda.NAME in op_registry_oot) == (value == "1")
-    assert op_registry_oot[vllm_kda.NAME] is vllm_kda.CuteKimiDeltaAttention
+        assert (replaced in op_registry_oot) == (value == "1")
+    assert op_registry_oot[replaced] is getattr(kind.integration, kind.classes[2])
     theirs = type("Theirs", (), {})
-    monkeypatch.setitem(op_registry_oot, vllm_kda.NAME, theirs)
+    monkeypatch.setitem(op_registry_oot, replaced, theirs)
     plugin.register()
-    assert op_registry_oot[vllm_kda.NAME] is theirs  # another plugin's
-    monkeypatch.delenv("CUTE_ATTN_SERVER_KDA")
+    assert op_registry_oot[replaced] is theirs  # another plugin's
+    monkeypatch.delenv(kind.switch)
     cute_attn.reload_settings()
 
 
-@pytest.mark.clients("Kimi Linear: other sizes stay on vLLM's kernels")
-def test_layers_without_a_kernel_stay_with_vllm(start: Start, monkeypatch: pytest.MonkeyPatch):
-    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
-        KimiGatedDeltaNetAttention,
-    )
-
+@kinds("other sizes stay on vLLM's kernels", "Kimi Linear", "Qwen3-Next")
+def test_layers_without_a_kernel_stay_with_vllm(
+    start: Start, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    kind = KINDS[name]
     calls: list[str] = []
     monkeypatch.setattr(
-        KimiGatedDeltaNetAttention, "_forward", lambda layer, *_, **__: calls.append(layer.prefix)
+        kind.layer, kind.classes[1], lambda layer, *_, **__: calls.append(layer.prefix)
     )
-    server = start({"head_dim": 32, "num_heads": 4})
+    server = start(name, kind.small)
     (why,) = {layer.module.why_not for layer in server.layers.values()}
-    assert why == "head_dim is 32, there are kernels for (64, 128)"
+    assert why == "the head_dim of keys is 32, there are kernels for (64, 128)"
     calls.clear()
     server.serve(prompt(3), tokens=1)
     assert calls == list(server.layers)
 
 
-@pytest.mark.clients("Kimi Linear: chunked prefill")
-def test_prompts_in_parts(start: Start):
+@kinds("chunked prefill", "Kimi Linear", "Qwen3-Next")
+def test_prompts_in_parts(start: Start, name: str):
     """Later parts start from the state of the part before, in the same batch as new prompts."""
-    server = start(max_num_batched_tokens=64, max_num_seqs=3)
+    server = start(name, max_num_batched_tokens=64, max_num_seqs=3)
     server.serve(prompt(150), prompt(20, 1), prompt(90, 2), tokens=3)
     assert max(map(sum, server.batches)) <= 64 < 150
     server.check()
 
 
-@pytest.mark.clients("Kimi Linear: prefix cache")
-def test_a_cached_prefix(start: Start):
-    server = start(enable_prefix_caching=True, max_num_seqs=2)
+@kinds("prefix cache", "Kimi Linear", "Qwen3-Next")
+def test_a_cached_prefix(start: Start, name: str):
+    server = start(name, enable_prefix_caching=True, max_num_seqs=2)
     first = server.serve(prompt(100), tokens=2)
     before = len(server.batches)
     again = server.serve(prompt(100), [*prompt(100)[:96], 5, 6, 7], tokens=2)
@@ -429,22 +551,23 @@ class Drafter:
         return drafts
 
 
-@pytest.mark.clients("Kimi Linear: speculative decoding")
-def test_speculative_decoding(start: Start, monkeypatch: pytest.MonkeyPatch):
+@kinds("speculative decoding", "Kimi Linear", "Qwen3-Next")
+def test_speculative_decoding(start: Start, name: str, monkeypatch: pytest.MonkeyPatch):
     """Some drafts are accepted in whole, some in part, and prompts arrive beside drafts. Only the
     model runner of older releases takes a drafter of the user's."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     prompts = [prompt(n, seed=n) for n in (70, 12, 30)]
-    plain = start()
+    plain = start(name)
     replies = plain.serve(*prompts, tokens=16)
     known = [given + reply for given, reply in zip(prompts, replies, strict=True)]
     # vLLM imports the module again, under its name.
-    module = importlib.import_module("tests.clients.test_vllm_kda")
+    module = importlib.import_module("tests.clients.test_vllm_delta_rule")
     monkeypatch.setattr(module.Drafter, "known", known)
     server = start(
+        name,
         speculative_config={
             "method": "custom_class",
-            "model": "tests.clients.test_vllm_kda.Drafter",
+            "model": "tests.clients.test_vllm_delta_rule.Drafter",
             "num_speculative_tokens": 3,
         },
         max_num_seqs=2,
