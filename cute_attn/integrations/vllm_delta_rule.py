@@ -141,8 +141,8 @@ class DeltaRule:
                 (m.non_spec_token_indx, self._recur),
             ):
                 part = torch.empty_like(out[:, : len(indices)])
-                chosen = (x.index_select(1, indices) for x in (g, beta))
-                run(m, mixed_qkv.index_select(0, indices), *chosen, part)
+                chosen_g, chosen_beta = (x.index_select(1, indices) for x in (g, beta))
+                run(m, mixed_qkv.index_select(0, indices), chosen_g, chosen_beta, part)
                 out.index_copy_(1, indices, part)
         return True
 
