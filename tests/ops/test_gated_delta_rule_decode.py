@@ -16,7 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_attn
-from cute_attn.reference.gated_delta_rule import gated_delta_rule_reference
+from cute_attn.reference.gated_delta_rule import (
+    gated_delta_rule_chunk_reference,
+    gated_delta_rule_decode_reference,
+    gated_delta_rule_reference,
+)
 
 from .kda_decode_cases import (
     GATED_DELTA_RULE,
@@ -262,18 +266,18 @@ def test_what_is_not_finite_stays_in_its_sequence(device: str):
 # ---- the recurrent form
 
 
-def sequences(device: str, decays_in_kernel: bool) -> dict[str, Any]:
+def sequences(device: str, decays_in_kernel: bool, tokens: int = 7) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
     args: dict[str, Any] = {
-        "q": normal(1, 7, 1, 64).bfloat16(),
-        "k": torch.nn.functional.normalize(normal(1, 7, 1, 64), dim=-1).bfloat16(),
-        "v": normal(1, 7, 2, 64).bfloat16(),
-        "g": -normal(1, 7, 2).abs(),
-        "beta": normal(1, 7, 2).sigmoid(),
+        "q": normal(1, tokens, 1, 64).bfloat16(),
+        "k": torch.nn.functional.normalize(normal(1, tokens, 1, 64), dim=-1).bfloat16(),
+        "v": normal(1, tokens, 2, 64).bfloat16(),
+        "g": -normal(1, tokens, 2).abs(),
+        "beta": normal(1, tokens, 2).sigmoid(),
         "initial_state": normal(3, 2, 64, 64),
         "cu_seqlens": torch.tensor([0, 4, 4, 7], device=device),
     }
@@ -312,6 +316,33 @@ def test_no_gate_is_no_decay_and_no_beta_is_one(device: str):
     expected = cute_attn.fused_recurrent_gated_delta_rule(**given)[0]
     without = args | {"g": None, "beta": None}
     assert torch.equal(cute_attn.fused_recurrent_gated_delta_rule(**without)[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+def test_a_prompt_by_chunks_and_then_a_token_is_the_sequence(device: str):
+    """The error is at most twice that of plain PyTorch in the same two steps."""
+    args = sequences(device, True, tokens=71)
+    del args["cu_seqlens"], args["initial_state"]
+    tokens = ("q", "k", "v", "g", "beta")
+    prompt = args | {name: args[name][:, :70] for name in tokens}
+    last = {name: args[name][:, 70].contiguous() for name in tokens}
+    last |= {name: args[name].flatten().float() for name in ("A_log", "dt_bias")}
+    exact = gated_delta_rule_reference(**args)
+
+    _, state = cute_attn.chunk_gated_delta_rule(
+        **prompt, state_v_first=True, output_final_state=True
+    )
+    assert state is not None
+    o = cute_attn.gated_delta_rule_decode(**last, state=state)
+    stages = gated_delta_rule_chunk_reference(
+        **prompt, state_v_first=True, dtype=torch.float32, stage_dtype=torch.bfloat16
+    )
+    plain = gated_delta_rule_decode_reference(
+        **last, state=stages.states.final_state, dtype=torch.float32
+    )
+    assert_no_worse(o, plain.o.to(o.dtype), exact.o[:, 70])
+    assert_no_worse(state.mT, plain.state.mT, exact.final_state)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def inputs(
     initial: bool = True,
     v_first: bool = False,
     scale: float | None = None,
+    similar: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `gated_delta_rule_reference`."""
@@ -67,9 +68,11 @@ def inputs(
         return torch.randn(batch, tokens, *shape, generator=generator)
 
     q, k = normal(heads_qk, dims[0]), normal(heads_qk, dims[0])
+    if similar:  # corrections of similar keys cancel
+        k = 0.1 * k + torch.randn(heads_qk, dims[0], generator=generator)
     if not l2norm:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    beta = normal(heads_v)
+    beta = normal(heads_v) + (4.0 if similar else 0.0)
     initial_state = None
     if initial:
         matrix = dims[::-1] if v_first else dims
@@ -157,6 +160,7 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
         {"lengths": [1, 1], "gate": "weak", "l2norm": False, "sigmoid": False, "initial": False},
         {"lengths": [70, 0, 64, 1, 130], "packed": True, "gate": "raw", "v_first": True},
         {"lengths": [65], "dtype": torch.float16, "gate": "mixed"},
+        {"lengths": [192], "similar": True, "gate": "weak"},
         {"lengths": [100], "dims": (128, 128), "heads": (2, 2), "gate": "strong"},
         slow(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
         slow(lengths=[200], dims=(128, 128), heads=(1, 8), gate="weak", dtype=torch.float16),

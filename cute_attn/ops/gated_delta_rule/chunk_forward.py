@@ -135,7 +135,7 @@ class ChunkForward(NamedTuple):
         cu_seqlens: Tensor | None,
     ) -> int:
         """Chunks of a segment, or 0 where sequences are not split."""
-        sizes = {
+        sizes: dict[str, Any] = {
             "sequences": sequences,
             "tokens": tokens,
             "heads": heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import launch
-from ..kda.decode_operator import Decode, decode_requests
+from ..kda.decode_operator import Decode, decode_requests, is_plain_convolution
 from ..operator import PLAIN, dispatch_mode_depth, forward_ad, is_dynamo_compiling
 
 __all__ = ["gated_delta_rule_decode", "plan_gated_delta_rule_decode"]
@@ -172,9 +172,7 @@ def gated_delta_rule_decode(
         and (cu_seqlens is None or type(cu_seqlens) is Tensor)
         and (has_initial_state is None or type(has_initial_state) is Tensor)
         and (draft_states is None or type(draft_states) is type(draft_indices) is Tensor)
-        and (conv_state is None or type(conv_state) is Tensor)
-        and (conv_weight is None or type(conv_weight) in PLAIN)
-        and (conv_bias is None or type(conv_bias) in PLAIN)
+        and (conv_weight is None or is_plain_convolution(conv_state, conv_weight, conv_bias))
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else _decode.routed

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ... import launch
 from ..operator import PLAIN, dispatch_mode_depth, forward_ad, is_dynamo_compiling
-from .decode_operator import Decode, decode_requests
+from .decode_operator import Decode, decode_requests, is_plain_convolution
 
 __all__ = ["kda_decode", "plan_kda_decode"]
 
@@ -171,9 +171,7 @@ def kda_decode(
         and (cu_seqlens is None or type(cu_seqlens) is Tensor)
         and (has_initial_state is None or type(has_initial_state) is Tensor)
         and (draft_states is None or type(draft_states) is type(draft_indices) is Tensor)
-        and (conv_state is None or type(conv_state) is Tensor)
-        and (conv_weight is None or type(conv_weight) in PLAIN)
-        and (conv_bias is None or type(conv_bias) in PLAIN)
+        and (conv_weight is None or is_plain_convolution(conv_state, conv_weight, conv_bias))
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else _decode.routed

@@ -43,7 +43,7 @@ from ..checks import (
 )
 from ..counters import counters_of_pool
 from ..memory import check_memory
-from ..operator import Operator, increment_version, is_grad_enabled
+from ..operator import PLAIN, Operator, increment_version, is_grad_enabled
 from .arguments import (
     MAX_GRID_YZ,
     Sizes,
@@ -350,7 +350,7 @@ class Decode(Operator[Arguments]):
         conv_bias: Tensor | None,
         ready: Any = None,
     ) -> Tensor:
-        key = None
+        key: tuple[Any, ...] | None = None
         try:
             if ready is None:
                 # In the table's keys 1.0 == True, so a number could pass for a flag.
@@ -368,7 +368,6 @@ class Decode(Operator[Arguments]):
                 key = (
                     # The key has whole shapes: extracting the head dimensions would cost more.
                     q.shape, v.shape, q.dtype, g.dtype, beta.dtype, beta.is_neg(), state.dtype,
-                    self.head_gate and _any_is_neg(g, record_g),
                     q.get_device(), scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
@@ -376,9 +375,13 @@ class Decode(Operator[Arguments]):
                     num_accepted_tokens is None, record_k is None,
                     None if cu_seqlens is None else cu_seqlens.dtype, has_initial_state is None,
                     pad_slot_id, type(pad_slot_id), draft_states is None,
-                    None if conv_state is None else conv_state.is_neg(),
-                    None if conv_weight is None else conv_weight.dtype, conv_bias is None,
                 )  # fmt: skip
+                if self.head_gate or not conv_state is conv_weight is conv_bias is None:
+                    key = (
+                        *key, self.head_gate and _any_is_neg(g, record_g),
+                        conv_state is None or conv_state.is_neg(), conv_bias is None,
+                        None if conv_weight is None else conv_weight.dtype,
+                    )  # fmt: skip
                 ready = self.ready[key]
             function, write_records, q_scale, bound, beta_scale, flat_A_log = ready
             if is_grad_enabled() and (
@@ -432,11 +435,17 @@ class Decode(Operator[Arguments]):
         return o
 
 
+_PLAIN_OR_NONE = PLAIN | {type(None)}
 _OF_A_STEP = ("q", "k", "v", "g", "beta", "out")
 
 
 def _any_requires_grad(*tensors: Any) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_plain_convolution(conv_state: Any, conv_weight: Any, conv_bias: Any) -> bool:
+    """Whether these arguments of a convolution are tensors that cannot intercept a call."""
+    return type(conv_state) is Tensor and {type(conv_weight), type(conv_bias)} <= _PLAIN_OR_NONE
 
 
 def _any_is_neg(*tensors: Tensor | None) -> bool:

@@ -30,6 +30,12 @@ def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
+def prefetch_bulk(source: Int64, nbytes: int) -> None:
+    """Start to bring `nbytes` contiguous bytes to L2 (sm_90 and newer), by one thread. The address
+    and `nbytes` are multiples of 16."""
+    asm(f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};", [], [Int64(source)], volatile=True)
+
+
 def copy_bulk_to_cluster(
     shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int
 ) -> None:

@@ -17,7 +17,7 @@ from ...common.ptx.convert import unpack
 from ...common.ptx.math import exp2
 from ...common.ptx.memory import load_global
 from ..gates import log2_decay
-from .chunks import row_offset
+from .chunks import row_offset, rows_of
 from .spec import CHUNK, InputsSpec
 from .sub_chunks import SUB_CHUNK
 
@@ -56,6 +56,10 @@ class GateInputs:
         if cutlass.const_expr(dt_bias is not None):
             bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
         return a, bias
+
+    def load_gates(self, g: cute.Tensor, place: Any, head: Int32) -> Any:
+        """Load a thread's part of a value head's gates of a chunk."""
+        return self.load(rows_of(g, place, head), place.length)
 
     @cute.jit
     def load(self, rows: Any, length: Int32) -> Any:

@@ -190,9 +190,16 @@ class HeadPrepareSpec(InputsSpec):
 
     Attributes:
         for_backward: as in `PrepareSpec`.
+        ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
+        last_first: whether the last chunks come first, so that L2 has the chunks with which the
+            pass begins.
     """
 
     for_backward: bool = False
+    ctas_per_sm: int = 3
+    last_first: bool = True
+
+    ALLOWED = ALLOWED | {"ctas_per_sm": (2, 3)}
 
     @property
     def store_norms(self) -> bool:

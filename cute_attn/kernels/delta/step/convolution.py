@@ -7,7 +7,8 @@ For each channel, with x the call's tensors and 4 taps:
 A pool holds the inputs of a sequence that the next call needs: the channel's window. The channels
 of a slot are those of q, then k, then v.
 
-    load      a thread's channels of the window, of the weights and of the bias, to registers
+    load      a thread's channels of the window, of the weights and of the bias, to registers; with
+              several tokens to shared memory
     apply     y of a token; the window moves on by the token
     arrive    count this CTA among the CTAs that have read their windows
     store     the window after the call, to the pool
@@ -50,6 +51,8 @@ class ConvPlace(Carried):
         first: the window's first position in the slot.
         kept: whether the window is the slot's; otherwise the window is 0.
         heads_qk: number of heads of q.
+        arrived: in shared memory, how many CTAs had read the window before this CTA.
+        memory: shared memory of the windows, see `Convolution.memory`.
     """
 
     state: cute.Tensor
@@ -61,24 +64,60 @@ class ConvPlace(Carried):
     first: Int32
     kept: Boolean
     heads_qk: Int32
+    arrived: cute.Tensor
+    memory: cute.Tensor
 
 
 class Window(Carried):
-    """A thread's channels of q, k or v."""
+    """A thread's channels of q, k or v, in registers, or in its own part of shared memory."""
 
-    def __init__(self, count: int):
-        self.past = cute.make_rmem_tensor((CONV_TAPS - 1, count), Float32)
-        self.weight = cute.make_rmem_tensor((CONV_TAPS, count), Float32)
-        self.bias = cute.make_rmem_tensor((count,), Float32)
-        # The window that the call began with.
-        self.before = cute.make_rmem_tensor((CONV_TAPS - 1, count), Float32)
+    def __init__(self, count: int, memory: cute.Tensor | None, num_threads: int):
+        taps, kept = (CONV_TAPS, count), (CONV_TAPS - 1, count)
+        if memory is None:
+            self.weight = cute.make_rmem_tensor(taps, Float32)
+            self.past = cute.make_rmem_tensor(kept, Float32)
+            self.bias = cute.make_rmem_tensor((count,), Float32)
+            return
+        thread, _, _ = cute.arch.thread_idx()
+        self.weight = cute.make_tensor(
+            (memory.iterator + thread * (CONV_TAPS * count)).align(4 * CONV_TAPS),
+            cute.make_layout(taps, stride=(1, CONV_TAPS)),
+        )
+        rest = cute.domain_offset((CONV_TAPS * count * num_threads + thread,), memory)
+        self.past = cute.make_tensor(
+            rest.iterator, cute.make_layout(kept, stride=(count * num_threads, num_threads))
+        )
+        rest = cute.domain_offset(((CONV_TAPS - 1) * count * num_threads,), rest)
+        self.bias = cute.make_tensor(
+            rest.iterator, cute.make_layout((count,), stride=(num_threads,))
+        )
+
+    @staticmethod
+    def elements(count: int, num_threads: int) -> int:
+        return 2 * CONV_TAPS * count * num_threads
 
 
 class Windows(Carried):
     """A thread's channels of q, k and v."""
 
-    def __init__(self, reader: TokenReader):
-        self.q, self.k, self.v = Window(reader.of_k), Window(reader.of_k), Window(reader.of_v)
+    def __init__(self, reader: TokenReader, memory: cute.Tensor | None):
+        offset = 0
+        windows = []
+        for count in self.counts(reader):
+            part = None if memory is None else cute.domain_offset((offset,), memory)
+            windows.append(Window(count, part, reader.spec.num_threads))
+            offset += Window.elements(count, reader.spec.num_threads)
+        self.q, self.k, self.v = windows
+
+    @staticmethod
+    def counts(reader: TokenReader) -> tuple[int, int, int]:
+        return reader.of_k, reader.of_k, reader.of_v
+
+    @classmethod
+    def elements(cls, reader: TokenReader) -> int:
+        """Float32 of shared memory for the windows of all threads."""
+        threads = reader.spec.num_threads
+        return sum(Window.elements(count, threads) for count in cls.counts(reader))
 
 
 class Convolved(Carried):
@@ -99,10 +138,17 @@ class Convolution:
         self.slides = spec.slots == "positions"
         self.state_dtype = DTYPE[spec.dtype]
 
-    def parked_layout(self) -> cute.Layout:
-        """Of the windows of q and k in shared memory: part, channel, tap."""
-        dim = self.spec.head_dim_k
-        return cute.make_layout((2, dim, CONV_TAPS - 1), stride=(dim * 3, 1, dim))
+    def memory(self) -> tuple[Any, cute.Layout]:
+        """Return dtype and layout of `ConvPlace.memory`. With one token, the layout is part (q or
+        k), channel, tap."""
+        if self.spec.multi_token:
+            return Float32, cute.make_layout((Windows.elements(self.reader),))
+        dim, kept = self.spec.head_dim_k, CONV_TAPS - 1
+        return self.state_dtype, cute.make_layout((2, dim, kept), stride=(dim * kept, 1, dim))
+
+    def count(self, part: str) -> int:
+        """Return how many channels a thread has at most."""
+        return self.reader.of_v if part == "v" else self.reader.of_k
 
     def in_part(self, part: str, i: int) -> tuple[Any, Any]:
         """Return the index of this thread's i-th channel in its head or tile, and whether there is
@@ -125,12 +171,13 @@ class Convolution:
 
     @cute.jit
     def load(self, place: ConvPlace, tokens: Tokens, tile_index: Int32) -> Windows:
-        """Start the loads of a window."""
-        windows = Windows(self.reader)
+        """Load a window to registers, or with several tokens to shared memory, because registers
+        are more use to the state's tile."""
+        windows = Windows(self.reader, place.memory if self.spec.multi_token else None)
         for part in PARTS:
             window = getattr(windows, part)
             first = self.first_channel(part, place, tokens, tile_index)
-            for i in cutlass.range_constexpr(cute.size(window.bias)):
+            for i in cutlass.range_constexpr(self.count(part)):
                 index, exists = self.in_part(part, i)
                 if exists:
                     channel = first + index
@@ -139,7 +186,6 @@ class Convolution:
                         x = Float32(place.state[place.slot, channel, place.first + tap])
                         x = cutlass.select_(place.kept, x, Float32(0.0))
                         window.past[tap, i] = x
-                        window.before[tap, i] = x
         return windows
 
     @cute.jit
@@ -165,7 +211,7 @@ class Convolution:
         result = Convolved(self.reader, fetched)
         for part in PARTS:
             window, x, y = (getattr(of, part) for of in (windows, fetched, result))
-            for i in cutlass.range_constexpr(cute.size(window.bias)):
+            for i in cutlass.range_constexpr(self.count(part)):
                 _, exists = self.in_part(part, i)
                 if exists:
                     new = Float32(x[i])
@@ -179,18 +225,17 @@ class Convolution:
         return result
 
     @cute.jit
-    def arrive(self, place: ConvPlace, arrived: cute.Tensor) -> None:
-        """Count this CTA, after a barrier that follows `load` and `apply`. `arrived` is for
-        `store`, after another barrier."""
+    def arrive(self, place: ConvPlace) -> None:
+        """Count this CTA, after a barrier that follows `load` and `apply`. Another barrier must
+        come before `store` or `store_parked`."""
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            arrived[0] = count_arrival(place.counter.toint(), place.readers)
+            place.arrived[0] = count_arrival(place.counter.toint(), place.readers)
 
     @cute.jit
     def park(
         self,
         windows: Windows,
-        parked: cute.Tensor,
         place: ConvPlace,
         tokens: Tokens,
         tile_index: Int32,
@@ -200,13 +245,13 @@ class Convolution:
         for part in PARTS:
             window = getattr(windows, part)
             first = self.first_channel(part, place, tokens, tile_index)
-            for i in cutlass.range_constexpr(cute.size(window.bias)):
+            for i in cutlass.range_constexpr(self.count(part)):
                 index, exists = self.in_part(part, i)
                 if exists:
                     if cutlass.const_expr(part == "v"):
                         target = place.state[place.slot, first + index, None]
                     else:
-                        target = parked[PARTS.index(part), index, None]
+                        target = place.memory[PARTS.index(part), index, None]
                     for tap in cutlass.range_constexpr(CONV_TAPS - 1):
                         target[tap] = window.past[tap, i].to(self.state_dtype)
 
@@ -214,19 +259,17 @@ class Convolution:
     def store_parked(
         self,
         place: ConvPlace,
-        parked: cute.Tensor,
-        arrived: cute.Tensor,
         tokens: Tokens,
         tile_index: Int32,
     ) -> None:
         """Write the windows of q and k after the call, unless another CTA will."""
-        if arrived[0] == place.readers - 1:
+        if place.arrived[0] == place.readers - 1:
             for part in PARTS[:2]:
                 first = self.first_channel(part, place, tokens, tile_index)
                 for i in cutlass.range_constexpr(self.reader.of_k):
                     index, exists = self.in_part(part, i)
                     if exists:
-                        window = parked[PARTS.index(part), index, None]
+                        window = place.memory[PARTS.index(part), index, None]
                         channel = place.state[place.slot, first + index, None]
                         for tap in cutlass.range_constexpr(CONV_TAPS - 1):
                             channel[tap] = window[tap]
@@ -236,23 +279,22 @@ class Convolution:
         self,
         place: ConvPlace,
         windows: Windows,
-        arrived: cute.Tensor,
         tokens: Tokens,
         length: Int32,
         tile_index: Int32,
     ) -> None:
         """Write the window after a call of several tokens, unless another CTA will."""
-        is_last = arrived[0] == place.readers - 1
+        is_last = place.arrived[0] == place.readers - 1
         for part in PARTS:
             window = getattr(windows, part)
             first = self.first_channel(part, place, tokens, tile_index)
-            for i in cutlass.range_constexpr(cute.size(window.bias)):
+            for i in cutlass.range_constexpr(self.count(part)):
                 index, exists = self.in_part(part, i)
                 mine = exists if cutlass.const_expr(part == "v") else exists & is_last
                 if mine:
                     channel = place.state[place.slot, first + index, None]
                     if cutlass.const_expr(self.slides):
-                        self.slide(channel, window, i, part, index, tokens, length, tile_index)
+                        self.slide(channel, place, part, index, tokens, length, tile_index)
                     else:
                         for tap in cutlass.range_constexpr(CONV_TAPS - 1):
                             channel[tap] = window.past[tap, i].to(self.state_dtype)
@@ -261,8 +303,7 @@ class Convolution:
     def slide(
         self,
         channel: cute.Tensor,
-        window: Window,
-        i: cutlass.Constexpr,
+        place: ConvPlace,
         part: cutlass.Constexpr,
         index: Int32,
         tokens: Tokens,
@@ -272,8 +313,10 @@ class Convolution:
         """Write the window that the call began with, less its first input, and the call's inputs.
         The next call goes on at the input that was accepted last."""
         kept = CONV_TAPS - 2
+        zero = self.state_dtype(0.0)
+        before = [channel[place.first + 1 + tap] for tap in range(kept)]
         for tap in cutlass.range_constexpr(kept):
-            channel[tap] = window.before[tap + 1, i].to(self.state_dtype)
+            channel[tap] = cutlass.select_(place.kept, before[tap], zero)
         for t in cutlass.range(cutlass.min(length, channel.shape[0] - kept), unroll=1):
             if cutlass.const_expr(part == "v"):
                 row = tokens.v[tokens.batch, tokens.start + t, tokens.head, None]

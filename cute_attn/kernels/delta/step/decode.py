@@ -279,13 +279,6 @@ class KdaDecode:
         memory = allocator.allocate_tensor(
             Float32, cute.make_layout((self.stages * TokenStage.elements(spec),)), 16
         )
-        arrived = None
-        if cutlass.const_expr(self.convolves):
-            arrived = allocator.allocate_tensor(Int32, cute.make_layout((1,)))
-            if cutlass.const_expr(not spec.multi_token):
-                parked = allocator.allocate_tensor(
-                    DTYPE[spec.dtype], self.convolution.parked_layout()
-                )
         slot = sequence
         valid = Boolean(True)
         if cutlass.const_expr(spec.indexed):
@@ -303,7 +296,7 @@ class KdaDecode:
             elif cutlass.const_expr(spec.indexed):
                 conv_slot = x.state_indices[sequence]
             valid = valid and is_slot(conv_slot, x.conv_state, spec.null_slot)
-            conv = self.conv_place(x, sequence, Int32(conv_slot), head_qk, group)
+            conv = self.conv_place(x, allocator, sequence, Int32(conv_slot), head_qk, group)
 
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         if cutlass.const_expr(not spec.multi_token):
@@ -324,33 +317,38 @@ class KdaDecode:
                     windows = self.convolution.load(conv, tokens, tile_index)
                     convolved = self.convolution.apply(windows, fetched)
                     self.reader.prepare(stage, convolved, gate, x.beta_scale)
-                    self.convolution.park(windows, parked, conv, tokens, tile_index)
+                    self.convolution.park(windows, conv, tokens, tile_index)
                 else:
                     self.reader.prepare(stage, fetched, gate, x.beta_scale)
                 cute.arch.sync_threads()
                 if cutlass.const_expr(self.convolves):
-                    self.convolution.arrive(conv, arrived)
+                    self.convolution.arrive(conv)
                 s = self.started(loaded, x, sequence)
                 self.tile.advance(s, stage, x.scale)
                 self.tile.store(s, x.state[slot, head, None, None], tile_index)
                 cute.arch.sync_threads()
                 self.reader.write(stage.o, x.o[sequence, head, None], tile_index)
                 if cutlass.const_expr(self.convolves):
-                    self.convolution.store_parked(conv, parked, arrived, tokens, tile_index)
+                    self.convolution.store_parked(conv, tokens, tile_index)
             else:
                 self.reader.write_zeros(x.o[sequence, head, None], tile_index)
         else:
             place = sequence_place(sequence, x.q.shape[1], x.cu_seqlens)
             tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk)
-            self.sequence(
-                x, place, sequence, slot, valid, tokens, conv, gate, memory, arrived, tile_index
-            )
+            self.sequence(x, place, sequence, slot, valid, tokens, conv, gate, memory, tile_index)
 
     @cute.jit
     def conv_place(
-        self, x: Arguments, sequence: Int32, slot: Int32, head_qk: Int32, group: Int32
+        self,
+        x: Arguments,
+        allocator: Any,
+        sequence: Int32,
+        slot: Int32,
+        head_qk: Int32,
+        group: Int32,
     ) -> ConvPlace:
-        """Find the sequence's window; see `ConvPlace`."""
+        """Find the sequence's window, and allocate its shared memory; see `ConvPlace`."""
+        dtype, layout = self.convolution.memory()
         heads_qk = cute.size(x.q, mode=[cute.rank(x.q) - 2])
         first = Int32(0)
         if cutlass.const_expr(self.positions):
@@ -368,6 +366,8 @@ class KdaDecode:
             first,
             kept,
             heads_qk,
+            allocator.allocate_tensor(Int32, cute.make_layout((1,))),
+            allocator.allocate_tensor(dtype, layout, 16),
         )
 
     @cute.jit
@@ -382,7 +382,6 @@ class KdaDecode:
         conv: ConvPlace | None,
         gate: Gate,
         memory: cute.Tensor,
-        arrived: cute.Tensor | None,
         tile_index: Int32,
     ) -> None:
         """Process a sequence of several tokens."""
@@ -398,12 +397,11 @@ class KdaDecode:
             if cutlass.const_expr(self.packed):
                 if place.length > 0:
                     self.many_tokens(
-                        x, source, sequence, place.length, gate, memory, arrived, positions,
-                        tile_index,
-                    )  # fmt: skip
+                        x, source, sequence, place.length, gate, memory, positions, tile_index
+                    )
             else:
                 self.many_tokens(
-                    x, source, sequence, place.length, gate, memory, arrived, positions, tile_index
+                    x, source, sequence, place.length, gate, memory, positions, tile_index
                 )
         else:
             for t in cutlass.range(place.length, unroll=1):
@@ -429,7 +427,6 @@ class KdaDecode:
         length: Int32,
         gate: Gate,
         memory: cute.Tensor,
-        arrived: cute.Tensor | None,
         positions: cute.Tensor | None,
         tile_index: Int32,
     ) -> None:
@@ -451,7 +448,7 @@ class KdaDecode:
         s = self.started(loaded, x, sequence)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.convolves):
-            self.convolution.arrive(source.conv, arrived)
+            self.convolution.arrive(source.conv)
         for i in cutlass.range(total, unroll=1):
             # Prepare the next token, and fetch the token after it.
             if i + 1 < total:
@@ -489,7 +486,7 @@ class KdaDecode:
         if cutlass.const_expr(not self.replays and not self.positions and not self.drafts):
             self.tile.store(s, in_place, tile_index)
         if cutlass.const_expr(self.convolves):
-            self.convolution.store(source.conv, windows, arrived, tokens, length, tile_index)
+            self.convolution.store(source.conv, windows, tokens, length, tile_index)
 
     @cute.jit
     def accepted_position(self, x: Arguments, sequence: Int32) -> Int32:

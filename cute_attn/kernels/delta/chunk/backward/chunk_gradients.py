@@ -391,13 +391,7 @@ class ChunkGradients:
         """Start the copies of a head's 64 columns of V, as one cp.async group."""
         thread, _, _ = cute.arch.thread_idx()
         stage = smem + self.memory["stage"]
-        of_channels = self.channels // 64 * SUB_TILE_BYTES
-        of_state = (tile * self.spec.cluster + cta) * of_channels
-        parts = (
-            (a.states, "state", of_state, of_channels),
-            (a.adjoints, "adjoint", of_state, of_channels),
-            (a.v_new, "v_new", tile * SUB_TILE_BYTES, SUB_TILE_BYTES),
-        )
+        parts = self.tiles_of(a, tile, cta)
         if cutlass.const_expr(self.bulk):
             if thread == 0:
                 barriers.expect("stage_full", 0, sum(nbytes for *_, nbytes in parts))
@@ -418,6 +412,17 @@ class ChunkGradients:
                 Int64(rows.pitch), place.length, TILE_V, self.num_threads,
             )  # fmt: skip
         cute.arch.cp_async_commit_group()
+
+    def tiles_of(self, a: Arguments, tile: Any, cta: Any) -> tuple[Any, ...]:
+        """What a CTA reads of 64 columns of V: a tensor, its buffer in the stage, and the offset
+        and the bytes in a head's part of the tensor."""
+        of_channels = self.channels // 64 * SUB_TILE_BYTES
+        of_state = (tile * self.spec.cluster + cta) * of_channels
+        return (
+            (a.states, "state", of_state, of_channels),
+            (a.adjoints, "adjoint", of_state, of_channels),
+            (a.v_new, "v_new", tile * SUB_TILE_BYTES, SUB_TILE_BYTES),
+        )
 
     def slot_address(self, x: cute.Tensor, slot: Any, head: Int32) -> Any:
         return (x.iterator + (Int64(slot) * x.stride[0] + Int64(head) * x.stride[1])).toint()

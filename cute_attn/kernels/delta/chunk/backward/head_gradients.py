@@ -36,13 +36,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ....common.arguments import fake_contiguous, fake_strided
+from ....common.ptx.async_copy import prefetch_bulk
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack, pack_all, unpack_all
+from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
-from ....common.ptx.memory import load_shared, store_shared
+from ....common.ptx.memory import load_shared, prefetch_line, store_shared
+from ..chunks import row_offset, rows_of
 from ..per_head.head_gates import decay_between
 from ..spec import CHUNK, HeadGradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
@@ -55,7 +57,7 @@ from ..tiles import (
 )
 from .chunk_gradients import Arguments, ChunkGradients
 from .head_gate_gradients import HALF, HeadGateGradients
-from .layout import PAIRS, SUMS, HeadGradientMemory
+from .layout import PAIRS, SUMS, TILE_V, HeadGradientMemory
 
 EXPONENT = 0xFF << 23  # of a float32
 
@@ -120,21 +122,20 @@ class GatedDeltaGradients(ChunkGradients):
             own_beta, a, place, slot, first_head, n, group, smem, barriers, cta, acc_q, acc_k, acc
         )
         self.decay_products(smem, acc_q, acc_k, acc, a.scale)
-        self.add_to_sum(smem, "dk", n, dk_sum, acc)
-        self.sum_rows(smem, "of_end", self.products_of_rows(smem, [("k", acc)]))
-        acc.fill(0.0)
+        k = self.own_rows(smem, "k")
+        self.sum_rows(smem, "of_end", self.products_of_rows([(k, acc, 1.0)]))
+        of_scores = cute.make_rmem_tensor((SUMS,), Float32)
+        of_scores.fill(0.0)
         cute.arch.sync_threads()  # dAqk and dLhat are stored
-        self.add_scores(smem, acc_q, acc_k, acc)
-        self.sum_rows(
-            smem,
-            "of_tokens",
-            self.products_of_rows(smem, [("q", acc_q), ("k", acc_k)], subtracted=("k", acc)),
-        )
-        self.add_own_scores(smem, acc_q, acc_k)
+        self.add_scores(smem, acc_q, acc_k, of_scores)
+        q = self.own_rows(smem, "q")
+        terms = [(q, acc_q, 1.0), (k, acc_k, 1.0), (k, of_scores, -1.0)]
+        self.sum_rows(smem, "of_tokens", self.products_of_rows(terms))
+        self.add_own_scores(smem, q, k, acc_q, acc_k)
         for i in cutlass.range_constexpr(SUMS):
-            acc_k[i] = acc_k[i] + acc[i]
+            acc_k[i] = acc_k[i] + (acc[i] + of_scores[i])
         self.add_to_sum(smem, "dq", n, dq_sum, acc_q)
-        self.add_to_sum(smem, "dk", Int32(1), dk_sum, acc_k)
+        self.add_to_sum(smem, "dk", n, dk_sum, acc_k)
         if cutlass.const_expr(self.spec.l2norm):
             if n + 1 == group:
                 self.take_sums(smem, dq_sum, dk_sum)
@@ -142,6 +143,40 @@ class GatedDeltaGradients(ChunkGradients):
         cute.arch.sync_threads()
         if warp == 0:
             self.gates.store(smem, barriers, a, place, slot, head, n, group, cta)
+
+    # -- loads ------------------------------------------------------------------------------
+
+    @cute.jit
+    def start_copy(
+        self, smem: Int32, barriers: Any, a: Arguments, place: Any, slot: Int32, head: Int32,
+        tile: Int32, cta: Int32,
+    ) -> None:  # fmt: skip
+        """Start the copies of a head's 64 columns of V, and bring to L2 what is copied next."""
+        ChunkGradients.start_copy(self, smem, barriers, a, place, slot, head, tile, cta)
+        if cutlass.const_expr(self.bulk):
+            if tile + 1 < self.tiles_v:
+                self.prefetch(a, place, slot, head, tile + 1, cta)
+            elif cutlass.const_expr(self.spec.grouped):
+                if head + 1 < a.do.shape[2]:
+                    self.prefetch(a, place, slot, head + 1, Int32(0), cta)
+
+    @cute.jit
+    def prefetch(
+        self, a: Arguments, place: Any, slot: Int32, head: Int32, tile: Int32, cta: Int32
+    ) -> None:
+        """Bring what `start_copy` copies to L2. The CTAs of a cluster share the rows."""
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            for x, _, offset, nbytes in self.tiles_of(a, tile, cta):
+                prefetch_bulk(self.slot_address(x, slot, head) + Int64(offset), nbytes)
+        row = thread & (CHUNK - 1)
+        part = thread >> 6
+        for n, x in ((1, a.do), (2, a.dv)):
+            own = True if self.spec.cluster == 1 else cta == n - 1
+            rows = rows_of(x, place, head)
+            if own & (part == n) & (row < place.length):
+                at = rows.start + row_offset(row, rows.pitch)
+                prefetch_line(at + Int64(tile * (2 * TILE_V)))
 
     # -- norms --------------------------------------------------------------------------------
 
@@ -277,40 +312,41 @@ class GatedDeltaGradients(ChunkGradients):
                     self.add_product(acc, 8 * pair, columns, operand)
 
     @cute.jit
-    def add_own_scores(self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor) -> None:
+    def add_own_scores(
+        self, smem: Int32, q: Any, k: Any, acc_q: cute.Tensor, acc_k: cute.Tensor
+    ) -> None:
         """Add the terms i == j of dAqk."""
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             own = self.memory.of_token(smem, "own_score", row)
             own = own * (self.row_norm(smem, "q", row) * self.row_norm(smem, "k", row))
             for n in cutlass.range_constexpr(2 * PAIRS):
-                channel = self.memory.accumulator_channel(n // 2, n % 2)
-                q, k = (self.memory.load_raw(smem, name, row, channel) for name in ("q", "k"))
+                of_q, of_k = (unpack(self.dtype, x[half][n]) for x in (q, k))
                 for e in cutlass.range_constexpr(2):
                     at = 4 * n + 2 * half + e
-                    acc_q[at] = cute.math.fma(own, k[e], acc_q[at])
-                    acc_k[at] = cute.math.fma(own, q[e], acc_k[at])
+                    acc_q[at] = cute.math.fma(own, of_k[e], acc_q[at])
+                    acc_k[at] = cute.math.fma(own, of_q[e], acc_k[at])
 
     # -- sums over channels -------------------------------------------------------------------
 
-    def products_of_rows(self, smem: Int32, terms: list[Any], subtracted: Any = None) -> list[Any]:
-        """For each of the thread's two rows, the sum over its channels of the products of q or k
-        with accumulators, less those of `subtracted`."""
+    def own_rows(self, smem: Int32, name: str) -> list[list[Any]]:
+        """Load the thread's channels of its two rows of q or k, two neighbours in a register."""
+        channels = [self.memory.accumulator_channel(n // 2, n % 2) for n in range(2 * PAIRS)]
+        start = smem + self.memory[name]
+        return [
+            [load_shared(Int32, start + tile_offset(row, channel))[0] for channel in channels]
+            for row in self.memory.rows()
+        ]
+
+    def products_of_rows(self, terms: list[tuple[Any, cute.Tensor, float]]) -> list[Any]:
+        """For each of the thread's two rows, the sum over its channels of products of `own_rows`
+        with accumulators, each with a sign."""
         sums = []
-        signed = [(name, x, 1.0) for name, x in terms]
-        if subtracted is not None:
-            signed.append((*subtracted, -1.0))
         for half in range(2):
-            row = self.memory.rows()[half]
             total = Float32(0.0)
-            for n in range(2 * PAIRS):
-                channel = self.memory.accumulator_channel(n // 2, n % 2)
-                loaded = {
-                    name: self.memory.load_raw(smem, name, row, channel)
-                    for name in {name: None for name, *_ in signed}
-                }
-                for name, x, sign in signed:
-                    for e, y in enumerate(loaded[name]):
+            for rows, x, sign in terms:
+                for n in range(2 * PAIRS):
+                    for e, y in enumerate(unpack(self.dtype, rows[half][n])):
                         value = x[4 * n + 2 * half + e]
                         total = cute.math.fma(y, value if sign > 0 else -value, total)
             sums.append(total)

@@ -56,11 +56,11 @@ class Arguments(NamedTuple):
     num_segments: Int32
 
 
-class InPool:
-    """What a pass of the state does otherwise for states in a pool: a base class of the kernel
-    class, before the kernel class of the pass itself."""
+class InPool(KdaStatePass):
+    """What a pass of the state does otherwise for states in a pool. A kernel's class has this base
+    before the class of the pass itself."""
 
-    spec: Any
+    spec: PoolPassSpec
 
     def fake_pool(self, heads: Any, sequences: Any) -> dict[str, Any]:
         """Placeholders of the arguments about the pool."""
@@ -80,9 +80,9 @@ class InPool:
 
     def config(self, a: Any, *read: cute.Tensor) -> dict[str, Any]:
         """The launch's configuration; the kernel reads `read` beside v."""
-        config = self.launch_config(a)  # type: ignore[attr-defined]
+        config = self.launch_config(a)
         columns, heads, sequences = config["grid"]
-        if self.outputs:  # type: ignore[attr-defined]
+        if self.outputs:
             inputs = (
                 *read, a.rows, a.state_indices, a.checkpoint_indices, a.has_initial_state,
                 a.cu_seqlens,
@@ -149,10 +149,8 @@ class InPool:
                     self.state.store(state, x.result, v_first, slot, place.head, place.column)
 
 
-class KdaPoolPass(InPool, KdaStatePass):
+class KdaPoolPass(InPool):
     """The kernel for one PoolPassSpec; see the module's docstring."""
-
-    spec: PoolPassSpec
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec

@@ -257,7 +257,7 @@ class KdaPrepare:
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads are issued before the first wait.
-            raw = self.load_gates(x.g, place, head)
+            raw = self.inputs.load_gates(x.g, place, head)
             a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
             own_beta = self.load_beta(x.beta, place, head)
             self.operands.start_copy(
@@ -302,11 +302,6 @@ class KdaPrepare:
             record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
 
     # -- gates and beta -----------------------------------------------------------------------
-
-    def load_gates(self, g: cute.Tensor, place: Any, head: Int32) -> Any:
-        if self.per_head:
-            return self.inputs.load_gates(g, place, head)
-        return self.inputs.load(rows_of(g, place, head), place.length)
 
     @cute.jit
     def load_beta(self, beta: cute.Tensor, place: Any, head: Int32) -> Any:

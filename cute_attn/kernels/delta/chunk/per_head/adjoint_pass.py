@@ -12,8 +12,8 @@ This is the adjoint of `state_pass`, step by step. As there, q and k are operand
 memory. The factors multiply accumulators, or rows of do and dr before they are rounded to operands.
 
     warps of `state`, see `chunk_pass`
-      see     start Aqk^T do
-      recall  start k dS, then exp(G_e) dS + q^T do; store dS
+      recall  start k dS
+      see     start Aqk^T do, then exp(G_e) dS + q^T do; store dS
       solve   dr
       update  dS; store dr
 """
@@ -57,14 +57,14 @@ class HeadAdjointPass(HeadStatePass):
         product, done = self.state.times_columns, self.state.done
         q, k, t, aqk = (stage + self.stage[name] for name in ("q", "k", "t", "aqk"))
 
-        # see: (Aqk^T do)^T, 16 columns of V by 64 tokens
+        # recall: (k dS)^T, 16 columns of V by 64 tokens
+        s = self.state.operand(self.state.values(state))
+        recalled = self.state.times_rows(s, k)
+
+        # see
         loaders = self.transposed_rows(stage + self.stage["rows"])
         do = [x for load in loaders for x in load()]
         seen = product(do, aqk, columns=CHUNK, triangular=True)
-
-        # recall
-        s = self.state.operand(self.state.values(state))
-        recalled = self.state.times_rows(s, k)
         decay = load_shared(Float32, stage + self.stage["factors"] + 16 * CHUNK)[0]
         decayed = [x * decay for x in self.state.values(state)]
         values = [y for x in do for y in unpack(self.dtype, x)]
@@ -72,8 +72,8 @@ class HeadAdjointPass(HeadStatePass):
         updated = product(self.state.operand([x * y for x, y in sent]), q, decayed)
         self.store_state(s, results, place, index)
         written = self.of_tokens(stage, 2)
-        seen = done(seen, pending=2)
-        recalled = done(recalled, pending=1)
+        recalled = done(recalled, pending=2)
+        seen = done(seen, pending=1)
 
         # solve
         both = zip(seen, written, recalled, strict=True)

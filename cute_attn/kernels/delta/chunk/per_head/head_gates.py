@@ -5,6 +5,14 @@ A difference of large sums would lose the digits of later weak gates. So a gate 
 multiple of STEP, whose sums are exact in float32, and a rest below STEP:
 
     G_i - G_j = (coarse_i - coarse_j) + (fine_i - fine_j)
+
+Between sub-chunks of 16 tokens, a decay is a product of two factors, as `between` is the last token
+before i's sub-chunk:
+
+    exp2(G_i - G_j) = exp2(G_i - G_between) exp2(G_between - G_j)
+
+The second factors are in a table. With gates of at most 0 no factor exceeds 1, so a factor
+underflows only where the decay does.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ from ....common.smem import SharedMemory
 from ....common.spec import WARP_SIZE
 from ...gates import log2_decay, nonzero_beta, sigmoid
 from ..spec import CHUNK, HeadPrepareSpec
+from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS
 
 # 64 gates sum to 64 * 185 at most, which is less than 2^24 steps.
 STEP = 2.0**-9
@@ -57,7 +66,8 @@ class HeadGates:
     device.
 
     Attributes:
-        memory: has the buffers "coarse", "fine" and "beta", float32, CHUNK elements a warp.
+        memory: has the buffers "coarse", "fine" and "beta", float32, CHUNK elements a warp, and
+            "earlier" with CHUNK elements for each sub-chunk but the first.
     """
 
     def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory):
@@ -91,15 +101,33 @@ class HeadGates:
             coarse.append(steps)
             fine.append(rest)
         at = smem + (warp * CHUNK + TOKENS * lane) * 4
-        for name, gates in (("coarse", coarse), ("fine", fine)):
-            store_shared(Float32, at + self.memory[name], sums_up_to(gates))
+        coarse, fine = sums_up_to(coarse), sums_up_to(fine)
+        store_shared(Float32, at + self.memory["coarse"], coarse)
+        store_shared(Float32, at + self.memory["fine"], fine)
         store_shared(Float32, at + self.memory["beta"], betas)
+        for b in cutlass.range_constexpr(1, SUB_CHUNKS):
+            lane_before = b * SUB_CHUNK // TOKENS - 1
+            between = [cute.arch.shuffle_sync(x[-1], lane_before) for x in (coarse, fine)]
+            factors = [decay_between(between, x) for x in zip(coarse, fine, strict=True)]
+            row = warp * (SUB_CHUNKS - 1) + b - 1
+            at = smem + (row * CHUNK + TOKENS * lane) * 4
+            store_shared(Float32, at + self.memory["earlier"], factors)
 
     def sums(self, smem: Int32, n: Any, token: Any, count: int = 1) -> list[Any]:
         """Load (coarse, fine) of `count` tokens of the CTA's n-th head."""
         at = smem + (n * CHUNK + token) * 4
         both = [load_shared(Float32, at + self.memory[name], count) for name in ("coarse", "fine")]
         return list(zip(*both, strict=True))
+
+    def of_earlier(self, smem: Int32, n: Any, b: Any, token: Any) -> Any:
+        """Load the decays from two tokens to the last token before sub-chunk b > 0."""
+        at = smem + ((n * (SUB_CHUNKS - 1) + b - 1) * CHUNK + token) * 4
+        return load_shared(Float32, at + self.memory["earlier"], 2)
+
+    def of_later(self, smem: Int32, n: Any, b: Any, sums: Any) -> Any:
+        """Return the decay from the last token before sub-chunk b > 0 to a token with these sums;
+        any finite number for b = 0."""
+        return decay_between(sums, self.sums(smem, n, cutlass.max(b * SUB_CHUNK - 1, 0))[0])
 
     def betas(self, smem: Int32, n: Any, token: Any, count: int = 1) -> Any:
         at = smem + (n * CHUNK + token) * 4

@@ -38,12 +38,13 @@ from ....common.arguments import (
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
+from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_shared, shared_address, store_global, store_shared
 from ....common.ptx.mma import mma
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
-from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
+from ....common.spec import SMEM_BYTES, WARP_SIZE
 from ...spec import L2NORM_EPSILON
 from ..chunks import num_slots, place_of_slot, rows_of
 from ..inverse import Inverse
@@ -54,6 +55,7 @@ from ..sub_chunks import (
     NUM_WARPS,
     REGION,
     REGIONS,
+    RESERVED_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
     block_element,
@@ -64,7 +66,6 @@ from ..sub_chunks import (
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, copy_rows, left_fragment, right_fragments_of_rows
 from .head_gates import HeadGates, decay_between
 
-CTAS_PER_SM = 2
 assert MOST_HEADS_PER_CTA == NUM_WARPS
 
 
@@ -114,7 +115,7 @@ class Divisors(NamedTuple):
 class HeadPrepareMemory(SharedMemory):
     """The shared memory of a CTA. Once the products are in registers, REGIONS overwrite q and k."""
 
-    def __init__(self, dtype: type[Numeric], head_dim_k: int):
+    def __init__(self, dtype: type[Numeric], head_dim_k: int, ctas_per_sm: int):
         self.dtype = dtype
         tile = CHUNK * head_dim_k
         rest = max(0, REGIONS.nbytes - 4 * tile)
@@ -132,7 +133,8 @@ class HeadPrepareMemory(SharedMemory):
             tokens("coarse", "see head_gates", MOST_HEADS_PER_CTA),
             tokens("fine", "see head_gates", MOST_HEADS_PER_CTA),
             tokens("beta", "0 past the chunk's end", MOST_HEADS_PER_CTA),
-            limit=SMALLEST_SMEM_BYTES // CTAS_PER_SM,
+            tokens("earlier", "see head_gates", (SUB_CHUNKS - 1) * MOST_HEADS_PER_CTA),
+            limit=SMEM_BYTES["sm_90"] // ctas_per_sm - RESERVED_BYTES,
         )
         assert REGIONS.nbytes <= self["blocks"]
 
@@ -144,10 +146,11 @@ class HeadPrepare:
         assert spec.decays == "head"
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.scores_have_beta = spec.dtype == "bfloat16"
-        self.memory = HeadPrepareMemory(self.dtype, spec.head_dim_k)
+        self.memory = HeadPrepareMemory(self.dtype, spec.head_dim_k, spec.ctas_per_sm)
         self.smem_bytes = self.memory.nbytes
         self.gates = HeadGates(spec, self.memory)
-        self.inverse = Inverse(self.memory)
+        # T is rounded to bfloat16, so products of tf32 are accurate enough.
+        self.inverse = Inverse(self.memory, exact=spec.dtype != "bfloat16")
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -190,7 +193,7 @@ class HeadPrepare:
             grid=[parts * heads_qk * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=self.spec.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -200,6 +203,8 @@ class HeadPrepare:
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        if cutlass.const_expr(self.spec.last_first):
+            block = cute.arch.grid_dim()[0] - 1 - block
         rest, part = divmod(block, by.parts)
         slot, head_qk = divmod(rest, by.heads_qk)
         place = place_of_slot(slot, by.chunks, x.g.shape[1], x.cu_seqlens)
@@ -277,7 +282,7 @@ class HeadPrepare:
                     for half in cutlass.range_constexpr(2):
                         n = 8 * j + 4 * half
                         c = [products[n + i] for i in range(4)]
-                        c = mma(self.dtype, c, a, right[2 * half : 2 * half + 2])
+                        c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
                         for i in cutlass.range_constexpr(4):
                             products[n + i] = c[i]
         r, c = row_and_part()
@@ -318,39 +323,41 @@ class HeadPrepare:
 
     # -- the matrices of a value head ---------------------------------------------------------
 
-    def rows_and_columns(self, smem: Int32, n: Any, b: Any) -> Any:
-        """Return the sums of gates of the thread's two rows, and a function that returns those of
-        the thread's two columns of each 8."""
-        r, c = row_and_part()
-        rows = [self.gates.sums(smem, n, b * SUB_CHUNK + r + 8 * half)[0] for half in range(2)]
-        return rows, lambda j: self.gates.sums(smem, n, 8 * j + 2 * c, 2)
-
     @cute.jit
     def store_lower(self, smem: Int32, n: Int32, b: Int32, products: cute.Tensor) -> None:
         """Store the rows of L of sub-chunk b, by warp b. The warp may then read these rows."""
         r, c = row_and_part()
-        rows, columns = self.rows_and_columns(smem, n, b)
+        rows = [self.gates.sums(smem, n, b * SUB_CHUNK + r + 8 * half)[0] for half in range(2)]
+        later = [self.gates.of_later(smem, n, b, x) for x in rows]
         cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            if j // 2 <= b:
-                earlier = columns(j)
-                betas = self.gates.betas(smem, n, 8 * j + 2 * c, 2)
-                block = smem + self.memory["blocks"] + block_offset(b, j // 2)
-                column = 8 * (j % 2) + 2 * c
+        for j in cutlass.range_constexpr(SUB_CHUNKS):
+            if j < b:
+                keep_branch()
+                block = smem + self.memory["blocks"] + block_offset(b, j)
                 for half in cutlass.range_constexpr(2):
-                    row = r + 8 * half
-                    pair = [
-                        products[4 * j + 2 * half + e]
-                        * (decay_between(rows[half], earlier[e]) * betas[e])
-                        for e in range(2)
-                    ]
-                    if j // 2 < b:
+                    column = 8 * half + 2 * c
+                    factors = self.of_columns(smem, n, b, j * SUB_CHUNK + column, True)
+                    for rows_half in cutlass.range_constexpr(2):
+                        at = 8 * j + 4 * half + 2 * rows_half
+                        pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
+                        row = r + 8 * rows_half
                         store_shared(Float32, block + block_element(row, column), pair)
-                    else:
+            if j == b:
+                keep_branch()
+                block = smem + self.memory["blocks"] + block_offset(b, j)
+                for half in cutlass.range_constexpr(2):
+                    column = 8 * half + 2 * c
+                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
+                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
+                    for rows_half in cutlass.range_constexpr(half, 2):
+                        row = r + 8 * rows_half
                         for e in cutlass.range_constexpr(2):
+                            decay = decay_between(rows[rows_half], earlier[e])
+                            at = 8 * j + 4 * half + 2 * rows_half + e
+                            x = products[at] * (decay * betas[e])
                             if column + e < row:
-                                at = block + block_element(row, column + e)
-                                store_shared(Float32, at, [pair[e]])
+                                place = block + block_element(row, column + e)
+                                store_shared(Float32, place, [x])
         cute.arch.sync_warp()
 
     @cute.jit
@@ -358,27 +365,53 @@ class HeadPrepare:
         """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4. The warp may then read
         these rows."""
         r, c = row_and_part()
-        rows, columns = self.rows_and_columns(smem, n, b)
+        rows = [self.gates.sums(smem, n, b * SUB_CHUNK + r + 8 * half)[0] for half in range(2)]
+        later = [self.gates.of_later(smem, n, b, x) for x in rows]
         tile = smem + REGION["tile_qk"] + b * REGION.nbytes
         cute.arch.sync_warp()  # the rows of the head before are copied
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            pairs = cute.make_rmem_tensor((2,), Int32)
-            pairs.fill(0)
-            if j // 2 <= b:
-                earlier = columns(j)
-                betas = self.gates.betas(smem, n, 8 * j + 2 * c, 2)
+        for j in cutlass.range_constexpr(SUB_CHUNKS):
+            if j < b:
+                keep_branch()
                 for half in cutlass.range_constexpr(2):
-                    values = []
-                    for e in cutlass.range_constexpr(2):
-                        x = products[4 * j + 2 * half + e] * decay_between(rows[half], earlier[e])
-                        if cutlass.const_expr(self.scores_have_beta):
-                            x = x * betas[e]
-                        seen = 8 * j + 2 * c + e <= b * SUB_CHUNK + r + 8 * half
-                        values.append(Float32(cutlass.select_(seen, x, Float32(0.0))))
-                    pairs[half] = pack_all(self.dtype, values)[0]
-            for half in cutlass.range_constexpr(2):
-                store_shared(Int32, tile + tile_unit(r + 8 * half, j) + 4 * c, [pairs[half]])
+                    column = 8 * half + 2 * c
+                    factors = self.of_columns(
+                        smem, n, b, j * SUB_CHUNK + column, self.scores_have_beta
+                    )
+                    for rows_half in cutlass.range_constexpr(2):
+                        at = 8 * j + 4 * half + 2 * rows_half
+                        pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
+                        place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
+                        store_shared(Int32, place, pack_all(self.dtype, pair))
+            if j == b:
+                keep_branch()
+                for half in cutlass.range_constexpr(2):
+                    column = 8 * half + 2 * c
+                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
+                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
+                    for rows_half in cutlass.range_constexpr(2):
+                        pair = []
+                        for e in cutlass.range_constexpr(2):
+                            at = 8 * j + 4 * half + 2 * rows_half + e
+                            x = products[at] * decay_between(rows[rows_half], earlier[e])
+                            if cutlass.const_expr(self.scores_have_beta):
+                                x = x * betas[e]
+                            seen = column + e <= r + 8 * rows_half
+                            pair.append(Float32(cutlass.select_(seen, x, Float32(0.0))))
+                        place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
+                        store_shared(Int32, place, pack_all(self.dtype, pair))
+            if j > b:
+                lane = cute.arch.lane_idx()
+                place = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
+                store_shared(Int32, place, [Int32(0)] * 4)
         cute.arch.sync_warp()
+
+    def of_columns(self, smem: Int32, n: Any, b: Any, token: Any, with_beta: bool) -> Any:
+        """Load the factors of two columns of an earlier sub-chunk, in rows of sub-chunk b."""
+        factors = self.gates.of_earlier(smem, n, b, token)
+        if not with_beta:
+            return factors
+        betas = self.gates.betas(smem, n, token, 2)
+        return [x * y for x, y in zip(factors, betas, strict=True)]
 
     @cute.jit
     def store_factors(self, smem: Int32, n: Int32, scale: Float32, factors: cute.Tensor) -> None:
