@@ -6,6 +6,7 @@ keep its bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -650,12 +651,15 @@ def test_models_have_the_kernels_of_our_layers_in_servers(loaded: list[Any]):
         for chunk, step, other, conv_weight in (kda, gdn):
             conv = {"conv_state": conv_state, "conv_weight": conv_weight}
             g = {"g": other["g"][0, :2]} if other else {}
-            for slots in (table, table.clone()[:, :4].contiguous()):
+            slots_of_vllm = table, table.clone()[:, :4].contiguous()
+            pools = (pool, pool.to(BF16)) if other else (pool,)
+            for slots, states in itertools.product(slots_of_vllm, pools):
                 one = slots[:, 0] if slots is table else slots[:, 0].contiguous()
-                chunk(**prefill | other, state_indices=one, has_initial_state=flags)
-                step(**decode | other | g, **conv, state_indices=one)
+                of_prefill, state = {"initial_state": states}, {"state": states}
+                chunk(**prefill | other | of_prefill, state_indices=one, has_initial_state=flags)
+                step(**decode | other | g | state, **conv, state_indices=one)
                 step(
-                    **verify | other,
+                    **verify | other | state,
                     **conv,
                     state_indices=slots[:, :4],
                     num_accepted_tokens=torch.ones(2, dtype=torch.int32),
