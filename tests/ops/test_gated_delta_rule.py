@@ -129,6 +129,13 @@ def test_gradients_of_cases(device: str, case: Case):
     check_gradients(case.arguments(device))
 
 
+def test_gradients_by_the_kernels_for_sm_90a():
+    """Whose prepare and adjoint_pass have no records of KDA's."""
+    kind = replace(PACKED, dim_k=64, dim_v=64)
+    with cute_attn.emulated("sm_90a"):
+        check_gradients(Case(kind, (66, 0, 3), group=2, lead=1).arguments("cpu"))
+
+
 @pytest.mark.everywhere
 @pytest.mark.slow
 @pytest.mark.parametrize("gates", GATES)

@@ -1,4 +1,4 @@
-"""The Kimi Delta Attention kernels, by name. Importing this loads no compiler."""
+"""The kernels of KDA and the Gated Delta Net, by name. Importing this loads no compiler."""
 
 from __future__ import annotations
 
@@ -81,3 +81,12 @@ DECODE_RECORDS = KernelDef(
     name="kda_decode_records", target=f"{_HERE}.step.records:KdaDecodeRecords"
 )
 RECURRENT = KernelDef(name="kda_recurrent", target=f"{_HERE}.step.recurrent:KdaRecurrent")
+
+# These kernels run on sm_90a alone; other architectures take PREPARE and the passes beside it.
+_OF_HOPPER = {HEAD_PREPARE, HEAD_STATE_PASS, HEAD_POOL_PASS, HEAD_ADJOINT_PASS}
+
+
+def called(arch: str) -> set[KernelDef]:
+    """The kernels that operators call on an architecture."""
+    kernels = {x for x in globals().values() if isinstance(x, KernelDef)}
+    return kernels if arch == "sm_90a" else kernels - _OF_HOPPER

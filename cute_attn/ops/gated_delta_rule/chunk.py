@@ -265,6 +265,9 @@ def _plan(a: Any) -> dict[str, Any]:
     return plan
 
 
+_BOOL = frozenset({bool})
+
+
 class _Ready(NamedTuple):
     """The kernels, and the arguments that are equal in every call."""
 
@@ -304,9 +307,8 @@ class _Chunk(Operator[GatedDeltaArguments]):
             a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval, a.state_v_first, a.keep_states,
         )  # fmt: skip
         # In the table's keys 1.0 == True, so a number could pass for a flag.
-        for flag in flags:
-            if flag is not True and flag is not False:
-                require_flags(*flags)
+        if not _BOOL.issuperset(map(type, flags)):
+            require_flags(*flags)
         q, v, cu_seqlens, state = a.q, a.v, a.cu_seqlens, a.initial_state
         batch, tokens, heads_qk, dim_k = q.shape
         batch_v, tokens_v, heads, dim_v = v.shape

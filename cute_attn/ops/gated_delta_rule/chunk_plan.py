@@ -180,7 +180,10 @@ def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests
         **call.base, **call.state_fields, **head_pass_config(**call.dims), store_states=True
     )
     return found._replace(
-        prepare=(table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs, for_backward=True)),
+        prepare=(
+            table.HEAD_PREPARE,
+            HeadPrepareSpec(**call.inputs, for_backward=True, last_first=False),
+        ),
         adjoint_pass=call.with_segments(table.HEAD_ADJOINT_PASS, spec),
     )
 

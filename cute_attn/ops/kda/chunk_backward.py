@@ -295,7 +295,7 @@ class Backward(Operator[BackwardArguments]):
             inputs: q, k, g, beta, A_log and dt_bias.
             written: dv, adjoints and None.
         """
-        tiles, decay, inverse_norms = (getattr(a, name) for name in RECORDS)
+        tiles, decay, inverse_norms = a.tiles, a.decay, a.inverse_norms
         if ready.prepare is not None:
             given = a.q, a.v, a.cu_seqlens
             tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)

@@ -155,6 +155,10 @@ class ChunkGradients:
         """Store dAqk and dLhat as operands."""
         raise NotImplementedError
 
+    def store_of_state(self, smem: Int32, of_state: cute.Tensor) -> None:
+        """Store the warp's part of the sum over V of S dS'."""
+        raise NotImplementedError
+
     def value_head(
         self, a: Arguments, place: Any, slot: Int32, first_head: Int32, n: Int32, group: Int32,
         smem: Int32, barriers: Any, cta: Int32, dq_sum: cute.Tensor, dk_sum: cute.Tensor,

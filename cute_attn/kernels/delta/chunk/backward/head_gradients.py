@@ -252,7 +252,7 @@ class GatedDeltaGradients(ChunkGradients):
                     for half in cutlass.range_constexpr(2):
                         row = b * SUB_CHUNK + r + 8 * half
                         e = 8 * n + 4 * i + 2 * half
-                        values = [[], []]
+                        values: list[list[Any]] = [[], []]
                         for x in cutlass.range_constexpr(2):
                             decay = decay_between(gates[half], earlier[x]) * m[x]
                             below = column + x < row
@@ -261,9 +261,9 @@ class GatedDeltaGradients(ChunkGradients):
                                 values[k].append(
                                     Float32(cutlass.select_(below, y * decay, Float32(0.0)))
                                 )
-                        for name, pair in zip(("daqk", "dlower"), values, strict=True):
+                        for name, row_values in zip(("daqk", "dlower"), values, strict=True):
                             address = smem + self.memory[name] + at + half * 8 * LINE_BYTES
-                            store_shared(Int32, address, [pack(self.dtype, *pair)])
+                            store_shared(Int32, address, [pack(self.dtype, *row_values)])
 
     @cute.jit
     def decay_products(

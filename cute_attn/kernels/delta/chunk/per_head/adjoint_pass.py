@@ -44,8 +44,9 @@ class HeadAdjointPass(HeadStatePass):
         self.starts, self.ends = spec.has_final_state, spec.has_initial_state
         self.has_v_new = False
 
-    def hold(self, state: cute.Tensor) -> None:
-        """Nothing is kept from one chunk to the next."""
+    def hold(self, state: cute.Tensor) -> Any:
+        """Return None: nothing is kept from one chunk to the next."""
+        return None
 
     def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:
         ChunkPass.finish(self, held, results, place, end, present)

@@ -38,7 +38,7 @@ from ....common.arguments import (
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.ptx.compiler import keep_branch
+from ....common.ptx.compiler import keep_branch, opaque
 from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_shared, shared_address, store_global, store_shared
@@ -203,9 +203,7 @@ class HeadPrepare:
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-        if cutlass.const_expr(self.spec.last_first):
-            block = cute.arch.grid_dim()[0] - 1 - block
-        rest, part = divmod(block, by.parts)
+        rest, part = divmod(self.in_order(block), by.parts)
         slot, head_qk = divmod(rest, by.heads_qk)
         place = place_of_slot(slot, by.chunks, x.g.shape[1], x.cu_seqlens)
         smem = shared_address(
@@ -233,11 +231,6 @@ class HeadPrepare:
             products = cute.make_rmem_tensor((SUB_CHUNK * CHUNK // WARP_SIZE,), Float32)
             self.multiply(smem, b, of_k, products)
             cute.arch.sync_threads()
-            if cutlass.const_expr(x.inverse_norms is not None):
-                if part == 0 and thread < 2 * CHUNK:
-                    norms = smem + self.memory["inverse_norm_q"]  # those of k follow
-                    (norm,) = load_shared(Float32, norms + thread * 4)
-                    x.inverse_norms[slot, head_qk, thread] = norm
             self.normalise(smem, b, of_k, x.scale, products)
             for n in cutlass.range(count, unroll=1):
                 head = first + n
@@ -256,6 +249,19 @@ class HeadPrepare:
                 self.inverse.invert(smem, warp)
                 half = SUB_CHUNK // 2
                 self.copy_tile(smem + REGION["tile_kk"], at, b, (warp >> 2) * half, half)
+            if cutlass.const_expr(x.inverse_norms is not None):
+                # The place is computed again: kept in registers over the loop, it would spill.
+                block, _, _ = cute.arch.block_idx()
+                rest, part = divmod(self.in_order(Int32(opaque(block))), by.parts)
+                if part == 0 and thread < 2 * CHUNK:
+                    slot, head_qk = divmod(rest, by.heads_qk)
+                    norms = smem + self.memory["inverse_norm_q"]  # those of k follow
+                    (norm,) = load_shared(Float32, norms + thread * 4)
+                    x.inverse_norms[slot, head_qk, thread] = norm
+
+    def in_order(self, block: Any) -> Any:
+        """The CTA's number in the order of the chunks."""
+        return cute.arch.grid_dim()[0] - 1 - block if self.spec.last_first else block
 
     # -- products of q and k ------------------------------------------------------------------
 

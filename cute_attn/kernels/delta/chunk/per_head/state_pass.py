@@ -225,7 +225,9 @@ class HeadStatePass(KdaStatePass):
         )  # fmt: skip
 
     def launch_config(self, a: Any) -> dict[str, Any]:
-        return super().launch_config(a) | {"cluster": [self.cluster, 1, 1]}
+        # Two CTAs of transitions fit an SM, if all of its memory is shared memory.
+        more = {"cluster": [self.cluster, 1, 1], "preferred_smem_carveout": 100}
+        return super().launch_config(a) | more
 
     # -- the warp that copies -----------------------------------------------------------------
 
