@@ -24,6 +24,12 @@ from tests.untuned import untuned
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import modules beside them, as where they are run."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -35,7 +41,6 @@ def load(name: str) -> ModuleType:
 
 def test_the_quickstart_runs_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is called by one of its checks; here they only get as far as that."""
-    monkeypatch.syspath_prepend(EXAMPLES)  # as where it is run
     example = load("quickstart")
     called = set()
 
@@ -187,6 +192,60 @@ def test_train_kimi_linear_notices_a_gradient_twice_as_large(
     monkeypatch.setattr(cute_attn, "chunk_kda", wrong)
     with stand_ins(), cute_attn.emulated("sm_90a"):
         _, ours, plain = train_kimi_linear(monkeypatch)
+    assert ours > 2 * plain
+
+
+def train_qwen3_next(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...]
+) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    example = load("train_qwen3_next")
+    monkeypatch.setattr(example, "LAYERS", layers)
+    for name, value in {"TOKENS": 12, "STEPS": 2, "PROMPT": 6, "GENERATED": 2}.items():
+        monkeypatch.setattr(example, name, value)
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=2, schedule="random")):
+        result: tuple[list[float], dict[str, tuple[float, float]]] = example.train("cpu")
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layers", [("linear",), ("linear", "linear", "linear", "softmax")], ids=len
+)
+def test_train_qwen3_next(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, errors = train_qwen3_next(monkeypatch, layers)
+    assert losses[1] < losses[0]
+    assert len(errors) == 2
+    assert all(0 < ours <= 2 * plain for ours, plain in errors.values())
+
+
+def generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """The errors of the logits, by a model of one layer before its training."""
+    example = load("train_qwen3_next")
+    monkeypatch.setattr(example, "GENERATED", 3)
+    torch.manual_seed(0)
+    model = example.language_model.Model([example.GatedDeltaNet()])
+    prompt = example.language_model.repeated_tokens(1, 6, "cpu")
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
+        ours, plain = example.errors(*example.generate(model, prompt))
+    return ours, plain
+
+
+def test_generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = generate_with_qwen3_next(monkeypatch)
+    assert 0 < ours <= 2 * plain
+
+
+def test_generate_with_qwen3_next_notices_a_state_that_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cute_attn.gated_delta_rule_decode
+
+    def forgetful(*args: Any, **rest: Any) -> object:
+        *inputs, state = args
+        return right(*inputs, torch.zeros_like(state), **rest)
+
+    monkeypatch.setattr(cute_attn, "gated_delta_rule_decode", forgetful)
+    ours, plain = generate_with_qwen3_next(monkeypatch)
     assert ours > 2 * plain
 
 

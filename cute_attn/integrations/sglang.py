@@ -19,13 +19,20 @@ BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
 
 
 def register() -> None:
-    """Register this package with SGLang: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
-    environment also KDA (`sglang_kda.register`)."""
+    """Register this package with SGLang: its attention, and on request linear layers.
+
+    `CUTE_ATTN_SERVER_KDA=1` in the environment asks for KDA (`sglang_kda.register`), and
+    `CUTE_ATTN_SERVER_GDN=1` for the Gated Delta Net (`sglang_gated_delta_rule.register`).
+    """
     register_attention()
     if settings().server_kda:
         from . import sglang_kda
 
         sglang_kda.register()
+    if settings().server_gdn:
+        from . import sglang_gated_delta_rule
+
+        sglang_gated_delta_rule.register()
 
 
 def register_attention() -> None:

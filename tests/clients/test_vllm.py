@@ -485,6 +485,22 @@ def test_a_hybrid_model(start: Start):
     assert {step.page_size for step in server.steps} == {48}
 
 
+@pytest.mark.clients(
+    "Qwen3-Next: a model of Gated Delta Net and attention layers, all on our kernels"
+)
+def test_qwen3_next(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from cute_attn.integrations import vllm_gated_delta_rule
+
+    vllm_emulated.replace_in_linear_layers(monkeypatch)
+    vllm_emulated.replace_linear_layer(monkeypatch, vllm_gated_delta_rule)
+    server = start("qwen3_next", block_size=48, max_num_batched_tokens=64)
+    layers = server.runner.compilation_config.static_forward_context.values()
+    (linear,) = (layer for layer in layers if not hasattr(layer, "impl"))
+    assert isinstance(linear, vllm_gated_delta_rule.CuteGatedDeltaNet) and linear.why_not is None
+    server.check(prompt(70), prompt(3, 1), prompt(20, 2))
+    assert {step.page_size for step in server.steps} == {48}
+
+
 GEMMA4 = {
     "two layers": {},
     # As E2B and E4B: the last two layers read the keys and values of the first two.

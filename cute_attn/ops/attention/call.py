@@ -154,7 +154,7 @@ def attend(
                         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
                         k_descale, v_descale = descales_of(k_descale, v_descale, batch, k.shape[-2])
                     if shared is not None:
-                        counters, of_pieces = shared_memory(q, device, clusters, shared)
+                        counters, of_pieces = shared_memory(q, device, shared)
                         function(
                             q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters, counters,

@@ -118,6 +118,20 @@ class Visibility(Carried):
         return _whole_tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
 
 
+@dataclass(frozen=True)
+class HeadsVisibility(Visibility):
+    """A Visibility in which a token has a row for each of any number of heads.
+
+    Attributes:
+        by_heads: the divisor for divisions by the number of heads.
+    """
+
+    by_heads: Any = None
+
+    def token(self, row: Any) -> Any:
+        return divmod(Int32(row), self.by_heads)[0]
+
+
 def _log2(power: int) -> int:
     return power.bit_length() - 1
 
