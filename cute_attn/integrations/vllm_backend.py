@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -40,6 +41,17 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
 # Head sizes that have a kernel, by the compute capability's major number.
 HEAD_SIZES = equal_head_dims()
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM runs with VLLM_BATCH_INVARIANT. Older releases have a function that says so."""
+    if hasattr(envs, "VLLM_BATCH_INVARIANT"):
+        return bool(envs.VLLM_BATCH_INVARIANT)
+    try:
+        from vllm.model_executor.layers.batch_invariant import vllm_is_batch_invariant
+    except ImportError:
+        return False
+    return bool(vllm_is_batch_invariant())
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -105,6 +117,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -253,6 +269,9 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # A step may hold prefill and decode, so keys cannot be split.
+        self.batch_invariant = is_batch_invariant()
+        self.num_splits = 1 if self.batch_invariant else 0
 
     def forward(
         self,
@@ -290,7 +309,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             window_size=(self.left, self.left),  # causal has no right side
             learnable_sink=self.sinks,
             softcap=self.softcap,
-            num_splits=0,
+            num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant,
             out=output[:rows],
         )
         return output

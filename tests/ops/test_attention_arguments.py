@@ -271,7 +271,8 @@ def test_signatures_are_flash_attentions():
         ours = inspect.signature(getattr(cute_attn, name)).parameters
         theirs = functions[name]
         shared = [argument.arg for argument in theirs.args if argument.arg in ours]
-        assert [name for name in ours if name not in ("scheduler", "out")] == shared
+        own = ("scheduler", "out", "batch_invariant")
+        assert [name for name in ours if name not in own] == shared
         positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert positional == [argument.arg for argument in theirs.args[: len(positional)]]
         required = len(theirs.args) - len(theirs.defaults)

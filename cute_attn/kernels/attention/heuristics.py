@@ -59,6 +59,10 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
+# Keys of a split of a `batch_invariant` call. A CTA alone reads 1024 keys of head_dim 128 in 20 us.
+INVARIANT_SPLIT = 1024
+SHORT_WINDOW = 4 * INVARIANT_SPLIT
+
 LEAST_PIECE = 512 * 1024  # bytes of K and V: a CTA alone reads them in 9 us on an H100
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
@@ -156,6 +160,26 @@ def num_splits_of_forward(
     return next(n for n in range(1, most + 1) if time(n) <= NEARLY * shortest)
 
 
+def invariant_splits(
+    *, seqlen_k: int, window_left: int | None, few: bool, sink: bool, most: int
+) -> int:
+    """Into how many parts of INVARIANT_SPLIT keys a `batch_invariant` call with num_splits of 0
+    splits the keys. Parts without a key change no bit, so neither does `seqlen_k`. Only calls with
+    few rows have splits: other calls have enough tiles. Nor are the keys of a short window split.
+
+    Args:
+        seqlen_k: at least the keys of the longest sequence.
+        window_left: keys that a query sees to its left; None is no bound.
+        few: see `has_few_rows`.
+        sink: whether there is a learnable sink. The combination adds the sink with other roundings
+            than a kernel without splits, so there is always a combination.
+        most: the most splits.
+    """
+    if not few or (window_left is not None and window_left < SHORT_WINDOW):
+        return 1
+    return min(max(-(-seqlen_k // INVARIANT_SPLIT), 2 if sink else 1), most)
+
+
 def forward_spec(
     arch: str,
     head_dim: int,
@@ -166,16 +190,20 @@ def forward_spec(
     split: bool,
     few: bool,
     pieces: bool = False,
+    batch_invariant: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
-    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences."""
+    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences.
+    With `batch_invariant`, splits have INVARIANT_SPLIT keys."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
     scheduler = "pieces" if pieces else row.scheduler or scheduler
     fields |= {"scheduler": scheduler, "page_rows": page_rows}
+    if batch_invariant and split:
+        fields["split_key_tiles"] = INVARIANT_SPLIT // row.tile.n
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
     tile_m, tile_n, stages = row.tile_for(few)
@@ -190,6 +218,7 @@ def forward_spec(
         tile_m=tile_m,
         tile_n=tile_n,
         stages=stages,
+        batch_invariant=batch_invariant,
         **fields,
     )
 

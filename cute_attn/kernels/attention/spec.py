@@ -54,6 +54,8 @@ class ForwardSpec(Spec):
         lse: the kernel writes the log-sum-exp.
         page_rows: k and v are pages, loaded `page_rows` rows at a time; 0: k and v are not pages.
         split: a tile's K/V tiles are split; the kernel writes each split's o and lse, in float32.
+        split_key_tiles: K/V tiles of a split, counted from the sequence's first key. 0: the splits
+            have equal shares of the K/V tiles that the query tile sees.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -80,6 +82,7 @@ class ForwardSpec(Spec):
     lse: bool
     page_rows: int = 0
     split: bool = False
+    split_key_tiles: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +94,11 @@ class ForwardSpec(Spec):
             )
         if self.split and (self.sink_dtype != "none" or not self.lse):
             raise ValueError("split is True, it needs lse, and the sink is the combination's")
+        if self.split_key_tiles < 0 or (self.split_key_tiles and not self.split):
+            raise ValueError(
+                f"split_key_tiles is {self.split_key_tiles}, must be at least 0, and 0 if split is "
+                "False"
+            )
 
     @property
     def ragged_q(self) -> bool:
@@ -130,6 +138,7 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
         least_key_tiles: K/V tiles that a piece has at least, about; only with "pieces".
+        batch_invariant: a row's bits depend neither on other rows nor on `lse`.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -151,6 +160,7 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_n: int
     stages: int
     least_key_tiles: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

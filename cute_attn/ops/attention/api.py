@@ -33,6 +33,7 @@ def flash_attn_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
@@ -79,6 +80,13 @@ def flash_attn_func(
         out: a tensor to write o to, of o's shape and dtype, with the last dimension contiguous and
             the other strides multiples of 8 elements. `out` must not overlap an argument. A call
             with `out` has no gradient.
+        batch_invariant: whether the bits of a sequence's results, gradients included, are the same
+            in every batch, with every padding, and with and without return_lse. With num_splits of
+            1, the bits of a query are also the same in every chunk of its sequence. So chunked
+            prefill and decode have the bits of one call with the whole sequence. With num_splits of
+            0, calls with at most 64 query rows for each K/V head split the keys at multiples of
+            1024. Other values of num_splits are refused. Gradients are `deterministic`. The
+            gradient of learnable_sink is a sum over the batch.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
@@ -108,7 +116,7 @@ def flash_attn_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
-        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -134,6 +142,7 @@ def flash_attn_varlen_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -172,6 +181,8 @@ def flash_attn_varlen_func(
         return_lse: as for `flash_attn_func`.
         out: as for `flash_attn_func`. Rows that belong to no sequence keep what they hold, or are
             overwritten.
+        batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
+            where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -200,7 +211,7 @@ def flash_attn_varlen_func(
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
-        num_splits, return_lse, deterministic,
+        num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class Arguments(NamedTuple):
     softcap: float = 0.0
     scheduler: str | None = None
     num_splits: int = 1
+    batch_invariant: bool = False
     return_lse: bool = False
     deterministic: bool = False
 
@@ -174,7 +175,7 @@ def check_scalars(a: Arguments) -> None:
     for name, value in (("softmax_scale", a.softmax_scale), ("softcap", a.softcap)):
         if value is not None:
             check_is_number(name, value)
-    check_flags(causal=a.causal, return_lse=a.return_lse)
+    check_flags(causal=a.causal, batch_invariant=a.batch_invariant, return_lse=a.return_lse)
     if a.softmax_scale is not None and not SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {a.softmax_scale}, must be positive and finite in float32, also "
@@ -194,6 +195,21 @@ def check_scalars(a: Arguments) -> None:
     check_length("num_splits", a.num_splits)
     if a.num_splits > MAX_SPLITS:
         raise ValueError(f"num_splits is {a.num_splits}, must be at most {MAX_SPLITS}")
+    if a.batch_invariant:
+        _check_invariant(a)
+
+
+def _check_invariant(a: Arguments) -> None:
+    if a.num_splits > 1:
+        raise ValueError(
+            f"num_splits is {a.num_splits} with batch_invariant, must be 1, or 0 for splits of a "
+            "fixed number of keys"
+        )
+    if a.num_splits == 0 and a.cu_seqlens_q is not None and a.max_seqlen_q is None:
+        raise ValueError(
+            "max_seqlen_q is not given as an int, it must be with batch_invariant, num_splits of 0 "
+            "and cu_seqlens_q: whether keys are split must not depend on the number of sequences"
+        )
 
 
 def _check_window(a: Arguments) -> None:

@@ -104,6 +104,7 @@ class BackwardArguments(NamedTuple):
     need_dkdv: bool = True
     need_dsink: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -119,6 +120,8 @@ class BackwardArguments(NamedTuple):
     def parts(self) -> Parts:
         """How the query heads of each K/V head are split among clusters, and how many parts' dS is
         kept at once."""
+        if self.batch_invariant:  # splits round otherwise, and so does a kept dS
+            return Parts(1)
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         arch, fused = launch.arch_for(self.q.device), self.is_fused
         row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, *dims_of(self))
@@ -499,7 +502,8 @@ class Backward(Operator[BackwardArguments]):
 
 def is_deterministic(a: BackwardArguments) -> bool:
     """Whether the call or torch asks for the same bits in every run."""
-    return bool(a.deterministic) or torch.are_deterministic_algorithms_enabled()
+    asked = bool(a.deterministic or a.batch_invariant)
+    return asked or torch.are_deterministic_algorithms_enabled()
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:

@@ -58,6 +58,7 @@ def plan_attention(
     short: bool | None = None,
     few: bool | None = None,
     pieces: bool | None = None,
+    batch_invariant: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. The kernels do not depend on batch size or lengths.
@@ -90,7 +91,8 @@ def plan_attention(
             the queries times the query heads of the K/V head, if this is a power of two.
         pieces: only for few query rows, with num_splits of 0. True for several sequences, whose
             keys are cut into pieces where sequences are long; False for one sequence, None for
-            both.
+            both. Calls with batch_invariant have no pieces.
+        batch_invariant: as the operator's.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -135,11 +137,12 @@ def plan_attention(
                 split=way == "splits",
                 few=few_rows,
                 pieces=way == "pieces",
+                batch_invariant=batch_invariant,
                 lse=return_lse,
             ),
         )
         for packing, few_rows in dict.fromkeys(tiles)
-        for way in _ways(num_splits, few_rows, pieces)
+        for way in _ways(num_splits, few_rows, False if batch_invariant else pieces)
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(
