@@ -218,8 +218,10 @@ class PreprocessSpec(Spec):
         head_dim_v: head dimension of o and its gradient.
         sums: the kernel clears the numbers of `query_zeros`.
         rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
-            key: queries see keys up to a bound to the right.
+            key: queries see keys up to a bound to the right, or with `negative_left`.
         varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
+        negative_left: with `rows_without_keys`, queries see keys from a bound to the right on: the
+            last queries of a sequence may see no key.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -242,13 +244,16 @@ class PreprocessSpec(Spec):
     rows_without_keys: bool = False
     varlen_k: bool = False
     seqused_k: bool = False
+    negative_left: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seqused_q and not self.varlen_q:
             raise ValueError("seqused_q is True, it needs varlen_q")
-        if (self.varlen_k or self.seqused_k) and not self.rows_without_keys:
-            raise ValueError("varlen_k or seqused_k is True, they need rows_without_keys")
+        if (self.varlen_k or self.seqused_k or self.negative_left) and not self.rows_without_keys:
+            raise ValueError(
+                "varlen_k, seqused_k or negative_left is True, they need rows_without_keys"
+            )
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def flash_attn_func(
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
-            or -1 is all. With `causal` the right number is 0.
+            or -1 is all. With `causal` the right number is 0. With a number n below -1, a query
+            sees only keys on the other side, from -n keys away on.
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
             whose value is 0. This score is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.

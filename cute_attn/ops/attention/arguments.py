@@ -160,7 +160,7 @@ def bounds(a: Any) -> tuple[int | None, int | None]:
     """The left and the right bound of the window of a call's arguments, None for a bound that masks
     nothing."""
     left, right = (
-        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
+        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else max(bound, 1 - MAX_SEQLEN)
         for bound in (a.window_left, a.window_right)
     )
     return left, 0 if a.causal else right
@@ -220,11 +220,13 @@ def _check_window(a: Arguments) -> None:
             raise TypeError(
                 f"window_size holds a {type(bound).__name__}, must be ints, or None for no bound"
             )
-        if bound < -1:
-            raise ValueError(
-                f"window_size is {(a.window_left, a.window_right)}, each must be at least 0, or "
-                "None or -1 for no bound"
-            )
+    left, right = bounds(a)
+    if left is not None and right is not None and left + right < 0:
+        causal = " with causal, whose right number is 0" if a.causal else ""
+        raise ValueError(
+            f"window_size is {(a.window_left, a.window_right)}{causal}: no query sees a key; the "
+            "sum must be at least 0, or a number None or -1 for no bound"
+        )
 
 
 def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:

@@ -64,6 +64,7 @@ from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
 from ..operator import Operator
 from .arguments import (
+    MAX_SEQLEN,
     Arguments,
     bounds,
     check,
@@ -146,10 +147,14 @@ class BackwardArguments(NamedTuple):
     @property
     def may_have_rows_without_keys(self) -> bool:
         """Whether, as far as the host knows, queries may see no key and share a tile with queries
-        that see keys. A causal sequence of more queries than keys begins with such queries."""
+        that see keys. A causal sequence of more queries than keys begins with such queries. With a
+        negative bound every sequence begins or ends with such queries."""
         _, right = bounds(self)
-        if right is None or not self.need_dkdv:
+        if not self.need_dkdv or (right is None and not self.has_negative_left):
             return False
+        if self.has_negative_left or (right is not None and right < 0):
+            return True
+        assert right is not None
         packed = self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
         if not packed and self.seqused_k is None:
             return self.q.shape[1] > self.k.shape[1] + right
@@ -157,6 +162,12 @@ class BackwardArguments(NamedTuple):
             _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
             and _same_memory(self.seqused_q, self.seqused_k)
         )
+
+    @property
+    def has_negative_left(self) -> bool:
+        """Whether queries see only keys to the right of their position."""
+        left, _ = bounds(self)
+        return left is not None and left < 0
 
     @property
     def is_fused(self) -> bool:
@@ -273,6 +284,7 @@ class Backward(Operator[BackwardArguments]):
             ds=parts.heads > 0,
             ds_of_keys=parts.key_blocks > 0,
             rows_without_keys=a.may_have_rows_without_keys,
+            negative_left=a.has_negative_left,
             deterministic=is_deterministic(a),
         )
 
@@ -357,12 +369,17 @@ class Backward(Operator[BackwardArguments]):
             zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
+        window_left, window_right = None, ready.right
         if ready.rows_without_keys:
             seen_do = torch.empty_like(a.o, memory_format=_contiguous)
             keys = a.cu_seqlens_k, a.seqused_k
+            if a.has_negative_left:
+                window_left = ready.left
+                if bounds(a)[1] is None:
+                    window_right = MAX_SEQLEN
         ready.preprocess(
             a.o, a.do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts,
-            seen_do, *keys, k.shape[-3], ready.right,
+            seen_do, *keys, k.shape[-3], window_right, window_left,
         )  # fmt: skip
         do = a.do if seen_do is None else seen_do
         if sink is not None and parts is not None and ready.sum_dsink is not None:

@@ -209,6 +209,7 @@ def plan_attention_backward(
     split: bool | None = None,
     keeps_ds: bool | None = None,
     rows_without_keys: bool | None = None,
+    negative_left: bool = False,
     deterministic: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
@@ -277,6 +278,7 @@ def plan_attention_backward(
             ds=ds and table.has("backward_ds_dq", arch, head_dim, head_dim_v),
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
+            negative_left=negative_left,
             deterministic=deterministic,
         )
         if request is not None
@@ -320,6 +322,7 @@ def backward_requests(
     ds: bool,
     ds_of_keys: bool,
     rows_without_keys: bool,
+    negative_left: bool,
     deterministic: bool,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
@@ -358,7 +361,7 @@ def backward_requests(
             return None
         return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
-    rows_without_keys = rows_without_keys and dkdv and window_right
+    rows_without_keys = rows_without_keys and dkdv and (window_right or negative_left)
     preprocess_kernel, row = table.find("backward_preprocess", arch, *dims)
     preprocess = PreprocessSpec(
         dtype=dtype,
@@ -371,6 +374,7 @@ def backward_requests(
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
         seqused_k=rows_without_keys and seqused_k,
+        negative_left=rows_without_keys and negative_left,
     )
     partial = dkdv and split
     keys = main("backward_dkdv", partial=partial) if dkdv else None
