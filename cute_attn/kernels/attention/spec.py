@@ -86,8 +86,6 @@ class ForwardSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
         if self.page_rows and (self.varlen_k or not self.seqused_k):
             raise ValueError(
                 f"page_rows is {self.page_rows}, it needs seqused_k, and varlen_k must be False"
@@ -103,7 +101,7 @@ class ForwardSpec(Spec):
     @property
     def ragged_q(self) -> bool:
         """Whether rows past the end of a sequence of queries lie inside the tensor."""
-        return self.varlen_q
+        return self.varlen_q or self.seqused_q
 
     @property
     def ragged_k(self) -> bool:
@@ -248,8 +246,6 @@ class PreprocessSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
         if (self.varlen_k or self.seqused_k or self.negative_left) and not self.rows_without_keys:
             raise ValueError(
                 "varlen_k, seqused_k or negative_left is True, they need rows_without_keys"
@@ -319,15 +315,10 @@ class BackwardSpec(Spec):
     seqused_k: bool
     partial: bool
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
-
     @property
     def ragged_q(self) -> bool:
         """Whether rows past the end of a sequence of queries lie inside the tensor."""
-        return self.varlen_q
+        return self.varlen_q or self.seqused_q
 
     @property
     def ragged_k(self) -> bool:

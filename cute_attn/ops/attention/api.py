@@ -165,7 +165,7 @@ def flash_attn_varlen_func(
             hint: with num_splits of 0, it is the number of keys to split, if the tensors have room
             for more keys.
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
-            0..length. Needs cu_seqlens_q.
+            0..length.
         seqused_k: `[batch]` int32: how many of a sequence's rows of k and v are used, clamped to
             0..length.
         page_table: `[batch, max_pages]` int32, rows contiguous: sequence b's keys j * page_size to
@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
         and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without
         cu_seqlens_q, or None without return_lse. o and lse are undefined for rows of q that belong
-        to no sequence.
+        to no sequence or are not used.
 
     Differentiable as `flash_attn_func`. Rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.

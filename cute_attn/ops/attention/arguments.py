@@ -289,10 +289,6 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {_shape(tensors[name])}, must be {list(shape)}")
     if (heads_k == 0 and heads != 0) or (heads_k != 0 and heads % heads_k):
         raise ValueError(f"q has {heads} heads, must be a multiple of the heads of k, {heads_k}")
-    if "seqused_q" in lengths and "cu_seqlens_q" not in lengths:
-        raise NotImplementedError(
-            "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
-        )
     check_tiles(a, table.smallest_tile("forward", *dims_of(a)))
 
 

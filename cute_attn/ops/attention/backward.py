@@ -158,8 +158,10 @@ class BackwardArguments(NamedTuple):
         packed = self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
         if not packed and self.seqused_k is None:
             return self.q.shape[1] > self.k.shape[1] + right
+        fits = packed or self.q.shape[1] <= self.k.shape[1]
         return not (
-            _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
+            fits
+            and _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
             and _same_memory(self.seqused_q, self.seqused_k)
         )
 
@@ -499,6 +501,10 @@ class Backward(Operator[BackwardArguments]):
         if dsink is not None and a.dlse is not None and not unused:
             # Without a key, the log-sum-exp of a row is the sink.
             dlse = a.dlse
+            if a.cu_seqlens_q is None and a.seqused_q is not None:
+                used = a.seqused_q.view(torch.int32)[:, None, None]
+                rows = torch.arange(dlse.shape[-1], dtype=torch.int32, device=dlse.device)
+                dlse = dlse.masked_fill(rows >= used, 0.0)
             if a.cu_seqlens_q is not None:
                 of_sequences = _rows_of_sequences(dlse.shape[-1], a.cu_seqlens_q, a.seqused_q)
                 dlse = dlse.masked_fill(~of_sequences, 0.0)
