@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.ops.attention_cases import (
     CACHE,
     CAPPED,
     CAUSAL,
+    FULL,
     PACKED_HEADS,
     PLAIN,
     SOME,
@@ -33,6 +35,7 @@ from tests.ops.attention_cases import (
     same,
 )
 from tests.ops.test_attention_pages import in_pages, of_kind
+from tests.ops.test_attention_pieces import of_steps, steps_of_lengths
 
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
 HEAD_DIMS = table.head_dims("forward", (ARCH,))
@@ -227,6 +230,33 @@ def test_a_graph_follows_lengths_and_pages(head_dim: int, splits: int):
         torch.cuda.synchronize()
         for found in results:
             assert all(map(torch.equal, found, true))
+
+
+@pytest.mark.skipif(not ARCH.startswith("sm_90"), reason="only Hopper has pieces")
+@settings(max_examples=100 if FULL else 20)
+@given(data=st.data(), seed=st.integers(0, 2**20))
+@pytest.mark.parametrize("batch", [2, 40, 300])
+def test_a_graph_with_pieces_follows_any_lengths(
+    head_dim: int, data: st.DataObject, batch: int, seed: int
+):
+    """Also none, all keys in one sequence, and more sequences than CTAs. The counters must be 0
+    after each replay, or the next replay is wrong."""
+    steps = data.draw(steps_of_lengths(batch, 3000 if batch < 10 else 200))
+    whole, calls = ([on_gpu(args) for args in found] for found in of_steps(steps, 2, seed))
+    buffers = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in calls[0].items()}
+    call(buffers, num_splits=0)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(buffers, num_splits=0)
+    replays = list(zip(whole, calls, strict=True))
+    for exact, args in [*replays, *reversed(replays)]:
+        for name, x in args.items():
+            if isinstance(x, torch.Tensor):
+                buffers[name].copy_(x)
+        for x in found:
+            x.fill_(math.nan)
+        graph.replay()
+        assert_agrees(exact, *found)
 
 
 def test_compiled_code_and_no_synchronisation(head_dim: int):
