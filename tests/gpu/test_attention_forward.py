@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,7 @@ from tests.ops.attention_cases import (
 )
 from tests.ops.test_attention_pages import in_pages, of_kind
 from tests.ops.test_attention_pieces import of_steps, steps_of_lengths
+from tests.ops.test_batch_invariance import Prompt, in_cache, packed, prompt
 
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
 HEAD_DIMS = table.head_dims("forward", (ARCH,))
@@ -193,6 +195,34 @@ def test_streams_do_not_share_tiles(head_dim: int):
     torch.cuda.synchronize()
     for args, one, found in zip(given, expected, results, strict=True):
         assert all(same(args, one, other) for other in found)
+
+
+def test_bits_do_not_depend_on_the_batch(head_dim: int):
+    """At real sizes: alone and in a batch, in chunks, and in decode with splits."""
+    lengths = [(700, 1500), (1, 4000), (3000, 3000), (65, 65)]
+    prompts = [prompt(*n) for n in lengths]
+    options = {"causal": True, "batch_invariant": True}
+
+    def bits(args: dict[str, Any], **more: Any) -> list[torch.Tensor]:
+        o, _ = call(on_gpu(args), **options | more)
+        starts = args["cu_seqlens_q"].tolist()
+        return [o[a:b].view(torch.int16) for a, b in itertools.pairwise(starts)]
+
+    batch = bits(packed(prompts), max_seqlen_q=3000, return_lse=True)
+    for i, own in enumerate(prompts):
+        for lse in (True, False):
+            (alone,) = bits(packed([own]), max_seqlen_q=len(own.q), return_lse=lse)
+            assert torch.equal(alone, batch[i])
+    whole = prompts[2]
+    for a, b in itertools.pairwise((0, 777, 1500, 1501, 2990, 3000)):
+        part = Prompt(whole.q[a:b], whole.k[:b], whole.v[:b], whole.do[a:b])
+        (chunk,) = bits(in_cache([part], 3000), max_seqlen_q=b - a)
+        assert torch.equal(chunk, batch[2][a:b])
+    steps = [prompt(1, n) for n in (5000, 1, 1024, 1025, 3000)]
+    decode = {"num_splits": 0, "max_seqlen_q": 1}
+    batch = bits(in_cache(steps, 9000), **decode)
+    for i, own in enumerate(steps):
+        assert torch.equal(bits(in_cache([own], len(own.k)), **decode)[0], batch[i])
 
 
 @pytest.mark.parametrize("splits", [1, 0])
