@@ -240,6 +240,7 @@ def plan_attention_backward(
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.
+        negative_left: whether window_size has a negative number to the left, other than -1.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
