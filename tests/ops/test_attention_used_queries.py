@@ -25,13 +25,19 @@ DRAFTS = Kind(
 
 @pytest.mark.parametrize("on", TARGETS)
 def test_agrees_with_the_reference(on: Target):
-    """Counts of used queries that are less than none, none, some, all and more than all, in many
-    rows and in drafts of a decode step. Unused rows hold NaN."""
+    """Counts of used queries that are less than none, none, some, and more than all. Unused rows
+    hold NaN."""
     with on_target(on):
         many = Case(
             CAUSAL, (200,) * 4, (210,) * 4, (203, 70, 0, -5), (0, 9, 30, 0), heads_k=1, group=2
         ).arguments()  # fmt: skip
         assert_agrees(many, *run(many, on=Machine(num_sms=3, schedule="adversarial")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", TARGETS)
+def test_drafts_of_a_decode_step(on: Target):
+    with on_target(on):
         few = Case(
             DRAFTS, (5,) * 4, (300,) * 4, (5, 1, 0, 4), (10, 0, 299, 100), heads_k=1, group=4
         ).arguments()  # fmt: skip

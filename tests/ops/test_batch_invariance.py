@@ -222,13 +222,9 @@ def gradients(prompts: Sequence[Prompt], **options: Any) -> list[tuple[Tensor, .
     return [(dq[a:b], dk[c:d], dv[c:d]) for (a, b), (c, d) in zip(of_q, of_k, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "on",
-    [
-        Target("sm_90a", 64),
-        *(pytest.param(Target("sm_90a", n), marks=pytest.mark.slow) for n in (128, 192, 256)),
-        pytest.param(Target("sm_100a", 256), marks=pytest.mark.slow),
-    ],
+    "on", [*(Target("sm_90a", n) for n in (64, 128, 192, 256)), Target("sm_100a", 256)]
 )
 def test_gradients_alone_as_in_a_batch(on: Target):
     with on_target(on):
@@ -312,6 +308,7 @@ def halves(x: Tensor, at: int) -> tuple[Tensor, Tensor]:
     return x[:, :at].contiguous(), x[:, at:].contiguous()
 
 
+@pytest.mark.slow
 def test_chunked_kda_alone_as_in_a_batch(monkeypatch: pytest.MonkeyPatch):
     """Without split sequences. A sequence may be cut at multiples of 64 tokens, as its state is
     float32."""
