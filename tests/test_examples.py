@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -327,12 +328,39 @@ def test_the_paged_server_prebuilds_what_it_calls(
 
     monkeypatch.setattr(Emulation, "function", function)
     monkeypatch.setattr(example, "errors", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(example, "other_tokens", lambda *_: 0)
     for arch in ("sm_90a", "sm_100a"):
         used.clear()
         with cute_attn.emulated(arch, Emulator(num_sms=132)):
-            prefills, decodes, *_ = example.run("cpu", [300, 1, 20, *[5] * 9], 8)
-        assert prefills > 5 and decodes > 15
+            prompts = [300, 1, 20, *[5] * 8, 1100]
+            found = example.run("cpu", prompts, [0] * len(prompts), 8, 1)
+        assert found.prefills > 5 and found.decodes > 15
         assert len(used) > 1 and used <= set(plan_file(tmp_path / "server.toml", arch))
+
+
+def test_the_paged_server_notices_a_request_whose_bits_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    example = load("paged_server")
+    calls = itertools.count()
+
+    def logits_of_a_step(self: Any, tokens: torch.Tensor, attend: Any) -> torch.Tensor:
+        logits = torch.arange(float(example.VOCABULARY)).expand(len(tokens), -1).clone()
+        return logits + (next(calls) if spoiled else 0)
+
+    monkeypatch.setattr(example.Model, "forward", logits_of_a_step)
+    monkeypatch.setattr(example, "errors", lambda *_: (0.0, 1.0))
+    for spoiled in (False, True):
+        found = example.run("cpu", [70, 5], [0, 9], 2, 2)
+        assert (found.same, found.alone) == (0 if spoiled else 2, 2)
+        assert found.passed != spoiled
+
+
+def test_the_replay_is_a_poisson_process_of_lengths_from_16_to_16k() -> None:
+    prompts, arrivals = load("paged_server").replay(2000)
+    assert min(prompts) in range(16, 20) and max(prompts) in range(16000, 16385)
+    gaps = torch.tensor(arrivals).diff().float()
+    assert abs(gaps.mean() - 4) < 0.5 and abs(gaps.std() - 4) < 0.6
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func as _dense
 from ..ops.attention import flash_attn_varlen_func as _varlen
 from . import kv_cache
-from .arguments import Window, refuse_given, unpacked, with_contiguous_rows
+from .arguments import Window, refuse_given, unpacked, window_of, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -92,7 +92,7 @@ def flash_attn_func(
         with_contiguous_rows(v),
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
@@ -235,7 +235,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,

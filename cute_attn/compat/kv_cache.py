@@ -15,7 +15,7 @@ from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.arguments import is_fp8
 from ..ops.attention.support import page_step
 from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
-from .arguments import Window, given_tensors, with_contiguous_rows
+from .arguments import Window, given_tensors, window_of, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
 
@@ -75,7 +75,7 @@ def attend(
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             causal=causal,
-            window_size=window_size,
+            window_size=window_of(window_size),
             return_lse=bool(return_lse),
             **options,
         )

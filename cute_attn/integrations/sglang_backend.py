@@ -81,6 +81,9 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
+        # A step may hold prefill and decode, so keys cannot be split.
+        self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
+        self.num_splits = 1 if self.batch_invariant else 0
         self.max_pages = token_slots.num_pages(self.slots.shape[1], self.page_size)
         self.forward_metadata: CuteAttnMetadata | None = None
         # By mode and number of requests: what a CUDA graph reads, in slices of one set of tensors.
@@ -232,7 +235,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             window_size=(left, 0),
             learnable_sink=sinks,
             softcap=layer.logit_cap,
-            num_splits=0,
+            num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant,
             out=out,
             **dict(zip(("k_descale", "v_descale"), scales, strict=False)),
         )

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -48,6 +49,17 @@ FP8 = {
 }
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", *FP8)
 FP8_MAJOR = 9  # the compute capability's major number with kernels for fp8 caches
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM runs with VLLM_BATCH_INVARIANT. Older releases have a function that says so."""
+    if hasattr(envs, "VLLM_BATCH_INVARIANT"):
+        return bool(envs.VLLM_BATCH_INVARIANT)
+    try:
+        from vllm.model_executor.layers.batch_invariant import vllm_is_batch_invariant
+    except ImportError:
+        return False
+    return bool(vllm_is_batch_invariant())
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -113,6 +125,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -265,6 +281,9 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # A step may hold prefill and decode, so keys cannot be split.
+        self.batch_invariant = is_batch_invariant()
+        self.num_splits = 1 if self.batch_invariant else 0
 
     def forward(
         self,
@@ -302,7 +321,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             window_size=(self.left, self.left),  # causal has no right side
             learnable_sink=self.sinks,
             softcap=self.softcap,
-            num_splits=0,
+            num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant,
             out=output[:rows],
             **self.factors(layer),
         )

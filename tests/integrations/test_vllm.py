@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -393,6 +394,41 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
         )
     assert seen[0] == seen[1]
     assert [(name, spec.scheduler) for name, spec, _ in seen[0]] == [("sm90_forward", "pieces")]
+
+
+def test_steps_with_batch_invariance(
+    backend: Any, launched: StandIns, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither prefill nor decode splits keys."""
+    assert backend.supports_batch_invariance()
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    for step in ({0: 100, 1: 3}, {0: 1, 1: 1}, {1: 70, 0: 1}):
+        queries, output = runner.step(step)
+        assert_agrees(runner, queries, output, step)
+    specs = [spec for _, spec, _ in launched.launched]
+    assert len(specs) == 3
+    assert {(spec.batch_invariant, spec.split, spec.scheduler) for spec in specs} == {
+        (True, False, "counter")
+    }
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["in envs", "a function"])
+def test_older_releases_say_by_a_function_whether_they_are_batch_invariant(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, names: bool
+):
+    found = sys.modules[backend.__module__].is_batch_invariant
+    assert not found()
+    if names:
+        monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    else:
+        monkeypatch.delattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT")
+        assert not found()  # a release without either
+        path = "vllm.model_executor.layers.batch_invariant"
+        for name in ("vllm.model_executor", "vllm.model_executor.layers", path):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(vllm_is_batch_invariant=lambda: True)
+    assert found()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ class AttentionBackend(ABC):
         return []
 
     is_mla = supports_sink = supports_mm_prefix = is_sparse = classmethod(lambda cls: False)
+    supports_batch_invariance = classmethod(lambda cls: False)
 
     @classmethod
     def supports_dcp(cls) -> bool:
@@ -356,10 +357,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, takes_names: bool = True) -> A
     vars(backend).update({x: value for x, value in globals().items() if x[0].isupper()})
     utils = ModuleType("vllm.v1.attention.backends.utils")
     vars(utils).update(get_kv_cache_layout=lambda: "NHD")
+    envs = ModuleType("vllm.envs")
+    vars(envs).update(VLLM_BATCH_INVARIANT=False)
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (registry, backend, utils):
+    for module in (registry, backend, utils, envs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(sys.modules["vllm"]).update(envs=envs)
     monkeypatch.delitem(sys.modules, "cute_attn.integrations.vllm_backend", raising=False)
     return registry
 

@@ -61,6 +61,10 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
+# Keys of a split of a `batch_invariant` call. A CTA alone reads 1024 keys of head_dim 128 in 20 us.
+INVARIANT_SPLIT = 1024
+SHORT_WINDOW = 4 * INVARIANT_SPLIT
+
 LEAST_BOX_ROWS = 16  # rows of a page that TMA loads at once; fewer are gathered
 
 # Bytes of K and V in 16 bits: a CTA alone reads them in 9 us on an H100. Pieces of fp8 have as many
@@ -181,6 +185,26 @@ def num_splits_of_forward(
     return next(n for n in range(1, most + 1) if time(n) <= NEARLY * shortest)
 
 
+def invariant_splits(
+    *, seqlen_k: int, window_left: int | None, few: bool, sink: bool, most: int
+) -> int:
+    """Into how many parts of INVARIANT_SPLIT keys a `batch_invariant` call with num_splits of 0
+    splits the keys. Parts without a key change no bit, so neither does `seqlen_k`. Only calls with
+    few rows have splits: other calls have enough tiles. Nor are the keys of a short window split.
+
+    Args:
+        seqlen_k: at least the keys of the longest sequence.
+        window_left: keys that a query sees to its left; None is no bound.
+        few: see `has_few_rows`.
+        sink: whether there is a learnable sink. The combination adds the sink with other roundings
+            than a kernel without splits, so there is always a combination.
+        most: the most splits.
+    """
+    if not few or (window_left is not None and window_left < SHORT_WINDOW):
+        return 1
+    return min(max(-(-seqlen_k // INVARIANT_SPLIT), 2 if sink else 1), most)
+
+
 def forward_spec(
     arch: str,
     head_dim: int,
@@ -194,13 +218,14 @@ def forward_spec(
     fp8: str = "none",
     k_descale: bool = False,
     v_descale: bool = False,
+    batch_invariant: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
     selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences; without
-    `few`, in tiles of PIECE_ROWS. The parameters of fp8 K and V are as in `Sm90ForwardSpec`; see
-    `configs.has_fp8`."""
+    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. The
+    parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     rows = 0
@@ -213,6 +238,8 @@ def forward_spec(
         )
     scheduler = "pieces" if pieces else row.scheduler or scheduler
     fields |= {"scheduler": scheduler, "page_rows": rows}
+    if batch_invariant and split:
+        fields["split_key_tiles"] = INVARIANT_SPLIT // row.tile.n
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
     tile_m, tile_n, stages = row.tile_for(few, pieces, fp8 != "none")
@@ -231,6 +258,7 @@ def forward_spec(
         tile_m=tile_m,
         tile_n=tile_n,
         stages=stages,
+        batch_invariant=batch_invariant,
         **fields,
     )
 

@@ -63,6 +63,7 @@ class Arguments(NamedTuple):
     softcap: float = 0.0
     scheduler: str | None = None
     num_splits: int = 1
+    batch_invariant: bool = False
     return_lse: bool = False
     deterministic: bool = False
 
@@ -212,7 +213,7 @@ def bounds(a: Any) -> tuple[int | None, int | None]:
     """The left and the right bound of the window of a call's arguments, None for a bound that masks
     nothing."""
     left, right = (
-        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
+        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else max(bound, 1 - MAX_SEQLEN)
         for bound in (a.window_left, a.window_right)
     )
     return left, 0 if a.causal else right
@@ -229,7 +230,7 @@ def check_scalars(a: Arguments) -> None:
     for name, value in (("softmax_scale", a.softmax_scale), ("softcap", a.softcap)):
         if value is not None:
             check_is_number(name, value)
-    check_flags(causal=a.causal, return_lse=a.return_lse)
+    check_flags(causal=a.causal, batch_invariant=a.batch_invariant, return_lse=a.return_lse)
     if a.softmax_scale is not None and not SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {a.softmax_scale}, must be positive and finite in float32, also "
@@ -249,6 +250,21 @@ def check_scalars(a: Arguments) -> None:
     check_length("num_splits", a.num_splits)
     if a.num_splits > MAX_SPLITS:
         raise ValueError(f"num_splits is {a.num_splits}, must be at most {MAX_SPLITS}")
+    if a.batch_invariant:
+        _check_invariant(a)
+
+
+def _check_invariant(a: Arguments) -> None:
+    if a.num_splits > 1:
+        raise ValueError(
+            f"num_splits is {a.num_splits} with batch_invariant, must be 1, or 0 for splits of a "
+            "fixed number of keys"
+        )
+    if a.num_splits == 0 and a.cu_seqlens_q is not None and a.max_seqlen_q is None:
+        raise ValueError(
+            "max_seqlen_q is not given as an int, it must be with batch_invariant, num_splits of 0 "
+            "and cu_seqlens_q: whether keys are split must not depend on the number of sequences"
+        )
 
 
 def _check_window(a: Arguments) -> None:
@@ -259,11 +275,13 @@ def _check_window(a: Arguments) -> None:
             raise TypeError(
                 f"window_size holds a {type(bound).__name__}, must be ints, or None for no bound"
             )
-        if bound < -1:
-            raise ValueError(
-                f"window_size is {(a.window_left, a.window_right)}, each must be at least 0, or "
-                "None or -1 for no bound"
-            )
+    left, right = bounds(a)
+    if left is not None and right is not None and left + right < 0:
+        causal = " with causal, whose right number is 0" if a.causal else ""
+        raise ValueError(
+            f"window_size is {(a.window_left, a.window_right)}{causal}: no query sees a key; the "
+            "sum must be at least 0, or a number None or -1 for no bound"
+        )
 
 
 def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
@@ -335,10 +353,6 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {_shape(tensors[name])}, must be {list(shape)}")
     if (heads_k == 0 and heads != 0) or (heads_k != 0 and heads % heads_k):
         raise ValueError(f"q has {heads} heads, must be a multiple of the heads of k, {heads_k}")
-    if "seqused_q" in lengths and "cu_seqlens_q" not in lengths:
-        raise NotImplementedError(
-            "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
-        )
     check_tiles(a, table.smallest_tile("forward", *dims_of(a)))
 
 

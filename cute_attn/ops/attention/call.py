@@ -57,6 +57,7 @@ def attend(
     num_splits: int,
     return_lse: Any,
     deterministic: bool,
+    batch_invariant: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions, with the arguments of both operators."""
     # One test costs a dense call less than a test for each argument.
@@ -89,6 +90,7 @@ def attend(
     usual = (
         (causal is False or causal is True or causal.__class__ is int)
         and (return_lse is False or return_lse is True or return_lse.__class__ is int)
+        and (batch_invariant is False or batch_invariant is True)
         and (window_left is None or window_left.__class__ is int)
         and (window_right is None or window_right.__class__ is int)
         and (softcap.__class__ is float or softcap.__class__ is int)
@@ -116,11 +118,12 @@ def attend(
                 plan = (
                     q.shape, k.shape, q.dtype, k.dtype, device, softmax_scale, type(softmax_scale),
                     causal, window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
-                    return_lse,
+                    return_lse, batch_invariant,
                 ) if dense else (
                     q.shape, k.shape, q.dtype, k.dtype, device, softmax_scale, type(softmax_scale),
                     causal, window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
-                    return_lse, max_seqlen_q, max_seqlen_k, k_descale is None, v_descale is None,
+                    return_lse, batch_invariant, max_seqlen_q, max_seqlen_k, k_descale is None,
+                    v_descale is None,
                     # Host code refuses all but one dimension of these four.
                     None if cu_seqlens_q is None else cu_seqlens_q.numel(),
                     None if cu_seqlens_k is None else cu_seqlens_k.numel(),
@@ -181,7 +184,8 @@ def attend(
     a = Arguments(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         page_table, k_descale, v_descale, softmax_scale, causal, window_left, window_right,
-        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
+        learnable_sink, softcap, scheduler, num_splits, batch_invariant, return_lse,
+        deterministic,
     )  # fmt: skip
     if not usual and (plain or not is_dynamo_compiling()):
         check_scalars(a)

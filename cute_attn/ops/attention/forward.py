@@ -24,6 +24,7 @@ from ...kernels.attention.heuristics import (
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
+    invariant_splits,
     num_splits_of_forward,
 )
 from ...kernels.attention.spec import LARGEST_SCALE
@@ -119,6 +120,7 @@ class Attention(Operator[_Called]):
             kv_dtype=DTYPE_NAMES[a.k.dtype],
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
+            batch_invariant=bool(a.batch_invariant),
         )
         clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
         return (
@@ -164,6 +166,7 @@ class Attention(Operator[_Called]):
             a.scheduler,
             "pieces" if takes_pieces(a) else splits_of(a) > 1,
             a.num_splits == 0,
+            a.batch_invariant,
             a.return_lse,
             # Keys of empty tensors, or of invalid numbers, are never in the table.
             0 in q_shape or 0 in k_shape,
@@ -173,7 +176,11 @@ class Attention(Operator[_Called]):
                 and SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE
                 and a.softmax_scale is not True
             ),
-            0 <= a.num_splits <= MAX_SPLITS,
+            0 <= a.num_splits <= (1 if a.batch_invariant else MAX_SPLITS),
+            a.batch_invariant
+            and a.num_splits == 0
+            and a.cu_seqlens_q is not None
+            and a.max_seqlen_q is None,
             a.max_seqlen_q is None or a.max_seqlen_q >= 0,
             a.max_seqlen_k is None or a.max_seqlen_k >= 0,
         )
@@ -251,7 +258,7 @@ class Forward(Attention[Arguments]):
     saved = (
         "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
         "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
-        "scheduler", "deterministic",
+        "scheduler", "deterministic", "batch_invariant",
     )  # fmt: skip
     kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
 
@@ -386,6 +393,7 @@ def takes_pieces(a: Any) -> bool:
     sequence is cut into splits."""
     if (
         a.num_splits
+        or a.batch_invariant
         or batch_of(a) < 2
         or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
     ):
@@ -408,6 +416,14 @@ def splits_of(a: Any) -> int:
         seqlen_k *= a.page_table.shape[1]
     if a.max_seqlen_k is not None:
         seqlen_k = min(seqlen_k, a.max_seqlen_k)
+    if a.batch_invariant:
+        return invariant_splits(
+            seqlen_k=seqlen_k,
+            window_left=bounds(a)[0],
+            few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            sink=a.learnable_sink is not None,
+            most=MAX_SPLITS,
+        )
     if a.window_left is not None and a.window_left >= 0:
         most_queries = rows if a.max_seqlen_q is None else a.max_seqlen_q
         seqlen_k = min(seqlen_k, a.window_left + 1 + most_queries)

@@ -55,6 +55,7 @@ class IntoArguments(NamedTuple):
     softcap: float = 0.0
     scheduler: str | None = None
     num_splits: int = 1
+    batch_invariant: bool = False
 
     @property
     def return_lse(self) -> bool:

@@ -26,8 +26,8 @@ class Visibility(Carried):
         tile_m: rows of a query tile.
         tile_n: keys of a K/V tile.
         rows_per_token: heads packed into the rows of a tile; a power of two.
-        left, right: how far left and right of the diagonal a query sees, at least 0; None is no
-            bound. Causal is right = 0.
+        left, right: how far left and right of the diagonal a query sees; None is no bound. Causal
+            is right = 0. With a negative number a query does not see the diagonal.
     """
 
     tile_m: int

@@ -275,7 +275,8 @@ class Sm90Forward:
         # Rows that a warpgroup adds up at once.
         self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // spec.head_dim_v)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
-        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
+        by_product = row.sums_by_product and not (spec.lse or spec.batch_invariant)
+        self.sums = SUMS if by_product else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
@@ -549,7 +550,7 @@ class Sm90Forward:
             s=fragments.accumulators(spec.tile_n),
             p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
             acc=fragments.accumulators(spec.head_dim_v + self.sums),
-            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
+            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
         )
 
@@ -854,7 +855,9 @@ class Sm90Forward:
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split or self.pieces else (first, end)
+        if self.spec.split:
+            return work.part(first, end, self.spec.split_key_tiles)
+        return work.part(first, end) if self.pieces else (first, end)
 
     @cute.jit
     def compute_tile(
