@@ -87,6 +87,7 @@ def test_prefill_and_decode(name: str) -> None:
     assert 0 < relative_error(ours, exact) <= 2 * relative_error(plain, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_training_with_autocast(name: str) -> None:
     """The parameters are float32."""

@@ -98,7 +98,11 @@ def test_the_reduced_sweep_covers_every_pair_of_values():
 
 @pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("request_", REDUCED, ids=lambda r: "-".join(map(str, r.values())))
+@pytest.mark.parametrize(
+    "request_",
+    [pytest.param(r, marks=pytest.mark.slow if n % 2 else ()) for n, r in enumerate(REDUCED)],
+    ids=lambda r: "-".join(map(str, r.values())),
+)
 def test_compiles_without_spills(request_: dict[str, Any], arch: str):
     ((kernel, spec),) = plan_decode(arch, **request_)
     assert_compiles(kernel, spec, arch)

@@ -50,6 +50,7 @@ def test_drafts_of_a_decode_step(on: Target):
         assert same(few, first, run(padded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", TARGETS)
 def test_gradients(on: Target):
     """The gradients of unused queries are 0, whatever the gradient of o holds there."""

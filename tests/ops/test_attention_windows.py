@@ -52,6 +52,7 @@ def test_any_window(on: Target):
                 assert_agrees(args, *run(args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", TARGETS)
 @pytest.mark.parametrize(
     ("left", "right", "packed"),

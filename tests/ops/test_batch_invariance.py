@@ -165,6 +165,7 @@ def test_chunks_and_decode_as_a_whole_prompt(head_dim: int):
         assert_same((o, None), own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sink", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "on", [Target("sm_90a", 64), pytest.param(Target("sm_100a", 256), marks=pytest.mark.slow)]

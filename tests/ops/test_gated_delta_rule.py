@@ -68,6 +68,7 @@ def in_segments(length: int) -> Iterator[None]:
 # -- agreement
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @pytest.mark.parametrize(
     "case",

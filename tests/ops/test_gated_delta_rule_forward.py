@@ -160,7 +160,7 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
         {"lengths": [1, 1], "gate": "weak", "l2norm": False, "sigmoid": False, "initial": False},
         {"lengths": [70, 0, 64, 1, 130], "packed": True, "gate": "raw", "v_first": True},
         {"lengths": [65], "dtype": torch.float16, "gate": "mixed"},
-        {"lengths": [192], "similar": True, "gate": "weak"},
+        slow(lengths=[192], similar=True, gate="weak"),
         {"lengths": [100], "dims": (128, 128), "heads": (2, 2), "gate": "strong"},
         slow(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
         slow(lengths=[200], dims=(128, 128), heads=(1, 8), gate="weak", dtype=torch.float16),

@@ -51,7 +51,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if n else ()) for n, x in enumerate(CASES.values())],
+    ids=CASES,
+)
 def test_agrees_with_the_reference(emulator: Emulator, case: Case):
     args = case.arguments()
     assert_agrees(args, *run(args))
@@ -94,6 +98,7 @@ def test_a_long_sequence_has_a_piece_for_each_cta(monkeypatch: pytest.MonkeyPatc
     assert int((~log_sums.isnan()).sum()) == 8 and log_sums[:8].isfinite().all()
 
 
+@pytest.mark.slow
 def test_out_and_lse_are_optional(emulator: Emulator):
     args = Case((65,), head_axis=True).arguments()
     o, lse = run(args)
