@@ -152,6 +152,63 @@ FAMILIES = (
         oldest=("tests/ops/test_attention_sm90_few.py", "tests/ops/test_attention_gradients.py"),
     ),
     Family(
+        name="gated_delta_rule",
+        functions=(
+            f"{_HERE}.ops.gated_delta_rule:chunk_gated_delta_rule",
+            f"{_HERE}.ops.gated_delta_rule:fused_recurrent_gated_delta_rule",
+            f"{_HERE}.ops.gated_delta_rule:gated_delta_rule_decode",
+        ),
+        operators=f"{_HERE}.ops.gated_delta_rule",
+        table=f"{_HERE}.kernels.delta.table",
+        reference=(f"{_HERE}.reference.gated_delta_rule", f"{_HERE}.reference.convolution"),
+        support=(
+            Support(
+                functions=("chunk_gated_delta_rule",),
+                direction="forward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule",
+                sizes=K_V,
+                states=("float32",),
+                summary="Gated Delta Net, prefill",
+            ),
+            Support(
+                functions=("chunk_gated_delta_rule",),
+                direction="backward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule_backward",
+                sizes=K_V,
+                summary="Gated Delta Net, backward",
+            ),
+            Support(
+                functions=("fused_recurrent_gated_delta_rule",),
+                direction="forward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_fused_recurrent_gated_delta_rule",
+                sizes=K_V,
+                states=("float32",),
+                summary="Gated Delta Net, decode",
+            ),
+            Support(
+                functions=("gated_delta_rule_decode",),
+                direction="forward",
+                plan=f"{_HERE}.ops.gated_delta_rule:plan_gated_delta_rule_decode",
+                sizes=K_V,
+                states=("float32", "bfloat16"),
+                summary="Gated Delta Net, decode",
+            ),
+        ),
+        spec_files=("serving.toml",),
+        pages=("operators.md",),
+        benchmarks={
+            "gdn-decode": (
+                "gated_delta_rule.decode",
+                "gated_delta_rule_decode, with the convolution, against FLA and the copy bandwidth",
+            ),
+        },
+        checks="checks.gated_delta_rule:CHECKS",
+        calls="tests.ops.gated_delta_rule_calls:OPERATORS",
+        small_calls="tests.gpu.gated_delta_rule_small_calls:CALLS",
+        other_gpus="tests.ops.gated_delta_rule_other_gpus:CALLS",
+        oldest=("tests/ops/test_gated_delta_rule_decode.py",),
+    ),
+    Family(
         name="kda",
         functions=(
             f"{_HERE}.ops.kda:chunk_kda",
@@ -160,7 +217,7 @@ FAMILIES = (
         ),
         operators=f"{_HERE}.ops.kda",
         table=f"{_HERE}.kernels.delta.table",
-        reference=(f"{_HERE}.reference.kda",),
+        reference=(f"{_HERE}.reference.kda", f"{_HERE}.reference.convolution"),
         support=(
             Support(
                 functions=("chunk_kda",),

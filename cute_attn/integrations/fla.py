@@ -1,4 +1,5 @@
-"""A backend for flash-linear-attention: its `chunk_kda` runs on the kernels of this package.
+"""A backend for flash-linear-attention: its `chunk_kda` and `chunk_gated_delta_rule` run on the
+kernels of this package.
 
     from cute_attn.integrations.fla import register
 
@@ -46,14 +47,16 @@ LN2_RECIPROCAL = 1.4426950408889634  # converts G to base 2
 
 
 def register() -> None:
-    """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
+    """Make this package a backend of flash-linear-attention, for Kimi Delta Attention and the Gated
+    Delta Net.
 
     The backend takes calls of `chunk_kda`, with gradients and without. Without gradients the
     backend also takes `fused_recurrent_kda` and `fused_recurrent_kda_fwd`, which servers call with
     states in slots that are updated in place. Speculative decoding and any number of value heads
     per query head (GVA) are included. If the backend declines a `chunk_kda` that needs gradients,
     the backend still takes stages of the forward, which the backward runs again:
-    `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+    `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`. The backend also takes
+    calls of `chunk_gated_delta_rule`, with gradients and without.
 
     The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
@@ -65,7 +68,8 @@ def register() -> None:
     ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
-    not 0; and `chunk_kda` converts an initial state in bfloat16, which the library refuses.
+    not 0; and the chunked functions convert an initial state in bfloat16, which the library's
+    `chunk_kda` refuses.
 
     The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; a call that the
     backend has taken keeps the backend's gradient. FLA_DISABLE_BACKEND_DISPATCH=1, set before the
@@ -83,6 +87,8 @@ def register() -> None:
 
         chunk_kda = staticmethod(_chunk_kda)
         chunk_kda_verifier = _verifier(_CHUNK_KDA, _declines_chunk_kda)
+        chunk_gated_delta_rule = staticmethod(_chunk_gated_delta_rule)
+        chunk_gated_delta_rule_verifier = _verifier(_CHUNK_GDN, _declines_chunk_gated_delta_rule)
         fused_recurrent_kda_fwd = staticmethod(_fused_recurrent_kda)
         fused_recurrent_kda_fwd_verifier = _verifier(_RECURRENT, _declines_recurrent)
         kda_gate_chunk_cumsum = staticmethod(_gate_cumsum)
@@ -93,7 +99,8 @@ def register() -> None:
         recompute_w_u_fwd_verifier = _verifier(_RECOMPUTE, _declines_recompute)
 
     register_backend(chunk_kda)(CuteAttnBackend)
-    register_backend("kda")(CuteAttnBackend)
+    for operation in ("kda", "gated_delta_rule"):
+        register_backend(operation)(CuteAttnBackend)
 
 
 # The names of positional arguments, in their order.
@@ -103,6 +110,11 @@ _CHUNK_KDA = (
     "allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute",
     "return_intermediate_states", "state_v_first", "cu_seqlens", "cu_seqlens_cpu", "cp_context",
     "use_graph", "max_num_seqs",
+)  # fmt: skip
+_CHUNK_GDN = (
+    "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state",
+    "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+    "cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "cp_context",
 )  # fmt: skip
 _RECURRENT = (
     "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "scale", "output_final_state",
@@ -126,6 +138,13 @@ _HANDED_ON = (
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
     "lower_bound", "disable_recompute", "return_intermediate_states", "state_v_first",
+    "cu_seqlens", "A_log", "dt_bias",
+)  # fmt: skip
+
+# Arguments of `chunk_gated_delta_rule` that are passed on.
+_HANDED_ON_GDN = (
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
     "cu_seqlens", "A_log", "dt_bias",
 )  # fmt: skip
 
@@ -243,22 +262,47 @@ def _declines_gradients(given: Arguments) -> Reason:
     return None
 
 
-def _declines_gradients_of_chunk_kda(given: Arguments) -> Reason:
+def _declines_gradients_of_chunks(given: Arguments, *, decays: str) -> Reason:
     """Why no kernel computes gradients for a call whose forward has kernels."""
     if not _needs_gradients(given):
         return None
     k, v = given["k"], given["v"]
-    reason = why_no_gradients(k.device, head_dim_k=k.shape[-1], head_dim_v=v.shape[-1])
+    reason = why_no_gradients(
+        k.device, head_dim_k=k.shape[-1], head_dim_v=v.shape[-1], decays=decays
+    )
     return reason and f"{NAME} has no gradients here: {reason}"
 
 
-def _declines_chunk_kda(given: Arguments) -> Reason:
+def _declines_chunks_and_contexts(given: Arguments) -> Reason:
     if given.get("cp_context") is not None:
         return f"{NAME} has no context parallelism (cp_context)"
     if given.get("chunk_size", CHUNK) != CHUNK:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
     if "transpose_state_layout" in given:
         return f"{NAME} takes state_v_first, not its former name"
+    return None
+
+
+def _declines_chunk_gated_delta_rule(given: Arguments) -> Reason:
+    if "head_first" in given:
+        return f"{NAME} has no head_first"
+    heads, heads_v = given["q"].shape[2], given["v"].shape[2]
+    if given["k"].shape[2] != heads or heads_v % max(heads, 1):
+        return f"{NAME} leaves it to the library to refuse {heads} heads of q and {heads_v} of v"
+    if given.get("use_gate_in_kernel") and given.get("A_log") is None:
+        return f"{NAME} needs A_log with use_gate_in_kernel"
+    return (
+        _declines_chunks_and_contexts(given)
+        or _declines_dtypes_and_sizes(given)
+        or _declines_state(given, STATE_DTYPES)
+        or _declines_gradients_of_chunks(given, decays="head")
+    )
+
+
+def _declines_chunk_kda(given: Arguments) -> Reason:
+    reason = _declines_chunks_and_contexts(given)
+    if reason is not None:
+        return reason
     if given.get("cu_seqlens") is not None and given.get("return_intermediate_states"):
         if given.get("cu_seqlens_cpu") is None:
             return "the number of chunks is not known without cu_seqlens_cpu"
@@ -267,7 +311,7 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
     return (
         _declines_dtypes_and_sizes(given)
         or _declines_state(given, STATE_DTYPES)
-        or _declines_gradients_of_chunk_kda(given)
+        or _declines_gradients_of_chunks(given, decays="channel")
     )
 
 
@@ -374,6 +418,14 @@ def _chunk_kda(*args: Any, **kwargs: Any) -> Any:
     if given.get("return_intermediate_states"):
         rest["cu_seqlens_cpu"] = given.get("cu_seqlens_cpu")
     return chunk_kda(*(given[name] for name in ("q", "k", "v", "g", "beta")), **rest)
+
+
+def _chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> Any:
+    from ..ops.gated_delta_rule import chunk_gated_delta_rule
+
+    given = _named(_CHUNK_GDN, args, kwargs)
+    rest = _taken(given, _HANDED_ON_GDN)
+    return chunk_gated_delta_rule(*(given[name] for name in ("q", "k", "v", "g", "beta")), **rest)
 
 
 def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

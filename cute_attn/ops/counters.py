@@ -12,6 +12,8 @@ SPARE = 2**20  # counters per device for launches in graphs: 4 MiB
 
 # (device, stream, count) -> the counters of the stream's launches, which follow one another
 _counters: dict[tuple[int, int, int], Tensor] = {}
+# (device, address, count) -> the counters of a pool
+_of_pools: dict[tuple[int, int, int], Tensor] = {}
 # device -> counters not yet given to a launch in a graph
 _spare: dict[int, list[Tensor]] = {}
 
@@ -38,6 +40,28 @@ def counter_for(x: Tensor, device: int | None = None, count: int = 1) -> Tensor:
         if device not in _spare:
             _spare[device] = [x.new_zeros(SPARE, dtype=torch.int32)]
             torch.cuda.synchronize(device)  # graphs may be replayed on other streams
+    return found
+
+
+def counters_of_pool(pool: Tensor, heads: int) -> Tensor:
+    """Counters, `[slots * heads]` int32, one for each slot of a pool and each head, that are 0.
+
+    The kernel leaves the counters at 0. No two launches that may overlap write one slot, so all
+    launches on a pool share its counters, graphs included. Should the pool's memory become another
+    pool's, the counters serve that pool as well.
+    """
+    count = pool.shape[0] * heads
+    device = pool.get_device()
+    if device < 0:
+        return pool.new_zeros(count, dtype=torch.int32)
+    key = device, pool.data_ptr(), count
+    found = _of_pools.get(key)
+    if found is None:
+        found = pool.new_zeros(count, dtype=torch.int32)
+        if _capturing():  # the graph sets these counters to 0
+            return found
+        _of_pools[key] = found  # for ever, because graphs hold the address
+        torch.cuda.synchronize(device)  # other streams may use the pool
     return found
 
 

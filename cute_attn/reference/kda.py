@@ -14,7 +14,8 @@ each stage can be tested alone; `kda_chunk_reference` runs all stages. `kda_grad
 differentiates the reference by autograd; `kda_chunk_gradients` computes these gradients by chunks.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
-value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
+value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK). g
+may be `[B, T, HV, 1]`, a decay for all channels of a head; `gated_delta_rule` uses that.
 With cu_seqlens `[N + 1]`, B is 1 and tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 are sequence n,
 which may be empty. Results for tokens of no sequence are undefined, and NaN here.
 """
@@ -543,7 +544,8 @@ def kda_recompute_w_u_reference(
     u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
     """
     heads = v.shape[2]
-    w, qg, kg = (torch.full(g.shape, math.nan, dtype=dtype, device=v.device) for _ in range(3))
+    shape = (*g.shape[:-1], k.shape[-1])
+    w, qg, kg = (torch.full(shape, math.nan, dtype=dtype, device=v.device) for _ in range(3))
     u = torch.full(v.shape, math.nan, dtype=dtype, device=v.device)
     for chunk in chunks(q, cu_seqlens):
         at = (chunk.batch, chunk.rows)
@@ -816,6 +818,7 @@ class _Tiles:
         self.group, self.scale, self.stage_dtype = heads // q.shape[1], scale, stage_dtype
         self.q, self.k = (per_value_head(self.stored(x), heads).transpose(0, 1) for x in (q, k))
         self.v, g = v.transpose(0, 1), g.transpose(0, 1).cumsum(dim=1)
+        self.decay_per_head = g.shape[-1] == 1
         later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
         pairs = (g.unsqueeze(2) - g.unsqueeze(1)).masked_fill(later[..., None], -math.inf)
         self.pairs = torch.exp(pairs)  # decay from token j to token i, [HV, i, j, K]
@@ -868,6 +871,8 @@ class _Tiles:
         column = column + torch.einsum("hij,hid,hijd->hjd", dlower, k, self.pairs) + of_end
         dg = q * row_q + k * row_k - k * column
         dg[:, -1] += (k * of_end).sum(1) + (self.decay * state * after).sum(2)
+        if self.decay_per_head:
+            dg = dg.sum(dim=-1, keepdim=True)
         dg = dg.flip(1).cumsum(dim=1).flip(1)
         dbeta = -both.diagonal(dim1=1, dim2=2).unsqueeze(-1) / self.beta**2
         dv = self.dr * (self.true_beta / self.beta)

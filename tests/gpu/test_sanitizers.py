@@ -61,10 +61,11 @@ def lines_of(file: str, *functions: str) -> Lines:
 # see that (docs/emulator.md). By what is copied.
 RINGS = (
     "KdaStatePass", "KdaAdjointPass",  # operands
+    "HeadStatePass", "HeadPoolPass", "HeadAdjointPass",  # operands
     "Sm90DkDv", "Sm90Hd64Backward", "Sm90Hd128Backward", "Sm90Hd256DkDv",  # lse and delta
 )  # fmt: skip
 STORES = ("Sm90Hd256DkDv",)
-FIRST_ARRIVALS = ("KdaGradients",)
+FIRST_ARRIVALS = ("KdaGradients", "GatedDeltaGradients")
 
 
 def is_settled(race: list[tuple[str, str, str, str]]) -> bool:

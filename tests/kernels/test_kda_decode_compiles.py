@@ -48,6 +48,17 @@ USUAL.append(
         slots="records",
     )
 )
+# The Gated Delta Net with a convolution.
+USUAL += [
+    Kernel(
+        decays="head",
+        multi_token=slots == "positions",
+        slots=slots,
+        conv_dtype=torch.bfloat16,
+        conv_bias=True,
+    )
+    for slots in ("indexed", "positions")
+]
 # Everything, a kernel for one architecture each.
 SAMPLE = list(zip(sample(12, seed=2), itertools.cycle(ARCHS), strict=False))
 RECURRENT = [
@@ -166,6 +177,15 @@ def decode_fields(**changes: Any) -> dict[str, Any]:
         ({"gate": "none"}, ValueError, "must be 'none' where gate is 'none'"),
         ({"A_log_dtype": "none"}, ValueError, "A_log_dtype is 'none', which gate='softplus'"),
         ({"dt_bias_dims": 0}, ValueError, "dt_bias_dims is 0 with dt_bias_dtype='float32'"),
+        ({"dt_bias_dims": 2, "decays": "head"}, ValueError, "dt_bias_dims is 2, must be 0 or 1"),
+        ({"decays": "row"}, ValueError, "decays is 'row'"),
+        ({"conv_dtype": "int8"}, ValueError, "conv_dtype is 'int8'"),
+        ({"conv_bias": True}, ValueError, "conv_bias is True, must be False where conv_dtype"),
+        (
+            {"conv_dtype": "float16", "slots": "drafts", "multi_token": True, "hints": "none"},
+            ValueError,
+            "conv_dtype is 'float16', must be 'none' with slots='drafts'",
+        ),
         ({"tile_v": 48}, ValueError, "tile_v is 48, must divide head_dim_v=128"),
         ({"lanes_per_row": 12}, ValueError, "lanes_per_row is 12, must be a power of two"),
         ({"lanes_per_row": 1}, ValueError, "leaves at least 2 lanes along K"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.launch import Request
-from cute_attn.ops import operator
+from cute_attn.ops import gated_delta_rule, operator
+from cute_attn.ops.gated_delta_rule import chunk as head_chunk
+from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.kda import (
     chunk,
     chunk_backward,
@@ -376,7 +378,10 @@ def poisoned_outputs() -> Iterator[None]:
         return torch.full(*shape or (x.shape,), math.nan, dtype=dtype or x.dtype, device=x.device)
 
     with pytest.MonkeyPatch.context() as patch:
-        modules = chunk, chunk_backward, chunk_passes, chunk_pool, stages, stages_backward
+        modules = (
+            chunk, chunk_backward, chunk_passes, chunk_pool, stages, stages_backward, head_chunk,
+            chunk_forward,
+        )  # fmt: skip
         for module in modules:
             for name, poisoned in (("_empty", empty), ("_empty_like", like), ("_new_empty", like)):
                 if hasattr(module, name):
@@ -390,10 +395,17 @@ def warm() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "may_remember", lambda _: True)
         whole = chunk._chunk, chunk_backward.BACKWARD, chunk_pool._pool
-        for one in (*whole, *vars(stages).values()):
+        for one in (*whole, *vars(stages).values(), *vars(head_chunk).values()):
             if isinstance(one, operator.Operator):
                 patch.setattr(one, "ready", {})
         yield
+
+
+def function_of(args: dict[str, Any]) -> Callable[..., Any]:
+    """The function that takes these arguments: by the gates, of channels or of heads."""
+    if args["g"].dim() == 3:
+        return gated_delta_rule.chunk_gated_delta_rule
+    return cute_attn.chunk_kda
 
 
 def run(args: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -401,7 +413,7 @@ def run(args: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tenso
     args = args | changes
     modular = args.get("return_intermediate_states")
     with torch.inference_mode() if modular else torch.no_grad(), poisoned_outputs():
-        o, final_state, *_ = cute_attn.chunk_kda(**args)
+        o, final_state, *_ = function_of(args)(**args)
     return o, final_state
 
 
@@ -449,7 +461,10 @@ def definition(args: dict[str, Any]) -> dict[str, Any]:
     operators = (
         "output_final_state", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu",
     )  # fmt: skip
-    return {name: x for name, x in args.items() if name not in operators}
+    given = {name: x for name, x in args.items() if name not in operators}
+    if given["g"].dim() == 3:  # a gate a head is KDA's gate of one channel
+        given["g"] = given["g"].unsqueeze(-1)
+    return given
 
 
 def bounded(args: dict[str, Any]) -> dict[str, Any]:

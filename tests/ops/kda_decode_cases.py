@@ -1,4 +1,4 @@
-"""KDA decode: what its tests draw, run and compare, on a GPU or in the emulator.
+"""Decode of KDA and the Gated Delta Net: what tests draw, run and compare, on a GPU or emulated.
 
 The rule for errors is that of `lightning_cases`.
 """
@@ -14,7 +14,10 @@ import torch
 from hypothesis import strategies as st
 
 import cute_attn
+from cute_attn.ops.gated_delta_rule import plan_gated_delta_rule_decode
 from cute_attn.ops.kda.decode import plan_kda_decode
+from cute_attn.reference.convolution import causal_convolution_reference
+from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 from cute_attn.reference.kda import KdaRecords, kda_decode_reference
 
 from .lightning_cases import assert_no_worse
@@ -23,6 +26,8 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 RECORDS = ("record_k", "record_g", "record_u")
+POOLS = (*RECORDS, "conv_state")  # besides the states'
+TAPS = 4
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 
 
@@ -46,6 +51,9 @@ class Kernel:
     multi_token: bool = False
     slots: str = "indexed"  # "batch", "indexed", "positions", "records" and "own records"
     accepted: bool = True  # of "positions"
+    decays: str = "channel"  # "head" is the Gated Delta Net
+    conv_dtype: torch.dtype | None = None  # of the convolution's weights
+    conv_bias: bool = False
 
     @property
     def sensible(self) -> bool:
@@ -57,11 +65,18 @@ class Kernel:
             and (self.parameter_dtype == torch.float32 or self.has_A_log or self.dt_bias_dims > 0)
             and (self.multi_token or self.slots in ("batch", "indexed"))
             and (self.accepted or self.slots == "positions")
+            and (self.decays == "channel" or self.dt_bias_dims < 2)
+            and (self.conv_dtype is not None or not self.conv_bias)
+            and (self.conv_dtype is None or "records" not in self.slots)
         )
 
     def plan(self, arch: str) -> list[Any]:
         name = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-        return plan_kda_decode(
+        plan: Any = plan_kda_decode
+        more: dict[str, Any] = {"dt_bias_dims": self.dt_bias_dims}
+        if self.decays == "head":
+            plan, more = plan_gated_delta_rule_decode, {}
+        return plan(  # type: ignore[no-any-return]
             arch,
             dtype=name[self.dtype],
             gate_dtype=name[self.gate_dtype],
@@ -69,7 +84,6 @@ class Kernel:
             state_dtype=name[self.state_dtype],
             A_log_dtype=name[self.parameter_dtype] if self.has_A_log else "none",
             dt_bias_dtype=name[self.parameter_dtype] if self.dt_bias_dims else "none",
-            dt_bias_dims=self.dt_bias_dims,
             head_dim_k=self.head_dim_k,
             head_dim_v=self.head_dim_v,
             state_v_first=self.state_v_first,
@@ -81,6 +95,9 @@ class Kernel:
             slots="records" if "records" in self.slots else self.slots,
             indexed=self.slots == "records",
             accepted=self.accepted,
+            conv_dtype="none" if self.conv_dtype is None else name[self.conv_dtype],
+            conv_bias=self.conv_bias,
+            **more,
         )
 
 
@@ -101,7 +118,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "multi_token": (False, True),
     "slots": ("batch", "indexed", "positions", "records", "own records"),
     "accepted": (True, False),
+    "decays": ("channel", "head"),
+    "conv_dtype": (None, torch.bfloat16, torch.float32),
+    "conv_bias": (False, True),
 }
+# What KDA's own tests draw.
+KDA: dict[str, Any] = {"decays": "channel", "conv_dtype": None, "conv_bias": False}
 assert set(VALUES) == {field.name for field in fields(Kernel)}
 
 
@@ -179,7 +201,39 @@ SOME = [
     Kernel(64, 128, multi_token=True, slots="positions", parameter_dtype=torch.bfloat16),
     replace(WITH_RECORDS, beta_dtype=torch.float32),
     replace(WITH_RECORDS, head_dim_k=256, state_dtype=torch.bfloat16, state_v_first=False),
-    *sample(12, seed=0),
+    *sample(12, seed=0, **KDA),
+]
+# The Gated Delta Net, and both with a convolution.
+GATED_DELTA_RULE = [
+    Kernel(64, 64, decays="head"),
+    Kernel(64, 64, decays="head", conv_dtype=torch.bfloat16, conv_bias=True),
+    Kernel(64, 64, decays="head", multi_token=True, slots="positions", conv_dtype=torch.bfloat16),
+    Kernel(64, 64, decays="head", multi_token=True, slots="records", gate_dtype=torch.float32),
+    Kernel(
+        128,
+        64,
+        torch.float16,
+        parameter_dtype=torch.bfloat16,
+        state_dtype=torch.bfloat16,
+        state_v_first=False,
+        decays="head",
+        multi_token=True,
+        slots="batch",
+        conv_dtype=torch.float32,
+    ),
+    Kernel(
+        64,
+        128,
+        torch.float32,
+        decays="head",
+        gate="none",
+        has_A_log=False,
+        dt_bias_dims=0,
+        l2norm=False,
+        beta_sigmoid=False,
+    ),
+    Kernel(128, 128, slots="batch", conv_dtype=torch.bfloat16),  # KDA
+    Kernel(64, 64, multi_token=True, slots="positions", conv_dtype=torch.float16, conv_bias=True),
 ]
 
 
@@ -191,6 +245,7 @@ class Result(NamedTuple):
     record_k: torch.Tensor | None = None
     record_g: torch.Tensor | None = None
     record_u: torch.Tensor | None = None
+    conv_state: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -231,7 +286,7 @@ class Case:
             "q": (normal(*step, heads, dim_k), kernel.dtype),
             "k": (normal(*step, heads, dim_k), kernel.dtype),
             "v": (normal(*step, heads_v, dim_v), kernel.dtype),
-            "g": (self.gates(normal(*step, heads_v, dim_k)), kernel.gate_dtype),
+            "g": (self.gates(normal(*step, *self.gates_of_step)), kernel.gate_dtype),
             "beta": (normal(*step, heads_v), kernel.beta_dtype),
         }
         if not kernel.l2norm:  # lest the state grows
@@ -248,7 +303,8 @@ class Case:
         matrix = (dim_v, dim_k) if kernel.state_v_first else (dim_k, dim_v)
         state = normal(slots, heads_v + int(self.strided_state), *matrix).to(kernel.state_dtype)
         if kernel.gate != "none":
-            of_gate = {"A_log": (heads_v,), "dt_bias": (heads_v * dim_k,)}
+            dims = 1 if kernel.decays == "head" else dim_k
+            of_gate = {"A_log": (heads_v,), "dt_bias": (heads_v * dims,)}
             if kernel.dt_bias_dims == 2:
                 of_gate["dt_bias"] = (heads_v, dim_k)
             if kernel.has_A_log:
@@ -286,8 +342,19 @@ class Case:
             if not kernel.l2norm:
                 k = torch.nn.functional.normalize(k, dim=-1)
             args["record_k"] = k.to(kernel.dtype)
-            args["record_g"] = self.gates(normal(*of_records, heads_v, dim_k)).to(kernel.gate_dtype)
+            record_g = self.gates(normal(*of_records, *self.gates_of_step))
+            args["record_g"] = record_g.to(kernel.gate_dtype)
             args["record_u"] = normal(*of_records, heads_v, dim_v)
+        if kernel.conv_dtype is not None:
+            channels = 2 * heads * dim_k + heads_v * dim_v
+            length = TAPS - 1 + (self.speculated if kernel.slots == "positions" else 0)
+            pool = normal(slots, length, channels).transpose(1, 2)  # as vLLM's
+            if self.packing == "separate":  # as SGLang's
+                pool = pool.contiguous()
+            args["conv_state"] = pool.to(kernel.dtype)
+            args["conv_weight"] = (0.5 * normal(channels, TAPS)).to(kernel.conv_dtype)
+            if kernel.conv_bias:
+                args["conv_bias"] = normal(channels).to(kernel.conv_dtype)
         if self.give_out:
             args["out"] = torch.full((*step, heads_v, dim_v), torch.nan).to(device, kernel.dtype)
         return args
@@ -299,6 +366,13 @@ class Case:
             return self.batch
         width = 1 + self.speculated if self.kernel.slots == "positions" else 1
         return self.batch * width + self.spare_slots
+
+    @property
+    def gates_of_step(self) -> tuple[int, ...]:
+        """The dimensions of a token's gates."""
+        if self.kernel.decays == "head":
+            return (self.heads_v,)
+        return (self.heads_v, self.kernel.head_dim_k)
 
     def gates(self, x: torch.Tensor) -> torch.Tensor:
         return -self.spread * x.abs() if self.kernel.gate == "none" else self.spread * x
@@ -323,15 +397,15 @@ def packed(args: dict[str, torch.Tensor], gap: int) -> dict[str, torch.Tensor]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, device: str, **fixed: Any) -> Case:
-    """Fixed are fields of the kernel."""
+def cases(draw: st.DrawFn, device: str, kernels: list[Kernel] | None = None, **fixed: Any) -> Case:
+    """Kernels are KDA's without a convolution by default. Fixed are fields of the kernel."""
     emulated = device == "cpu"
-    if FULL:
-        kernels = sample(200, seed=1, **fixed)
+    if kernels is None and FULL:
+        kernels = sample(200, seed=1, **KDA | fixed)
     else:
         kernels = [
             kernel
-            for kernel in (EMULATED if emulated else SOME)
+            for kernel in kernels or (EMULATED if emulated else SOME)
             if all(getattr(kernel, name) == value for name, value in fixed.items())
         ]
     kernel = draw(st.sampled_from(kernels))
@@ -359,15 +433,21 @@ def cases(draw: st.DrawFn, device: str, **fixed: Any) -> Case:
 def run(args: dict[str, Any]) -> Result:
     """One call, leaving the arguments as they are."""
     args = dict(args)
-    for name in ("state", *RECORDS):
+    for name in ("state", *POOLS):
         if name in args:
             args[name] = copied(args[name])
     if "out" in args:
         args["out"] = torch.full_like(args["out"], torch.nan)
-    o = cute_attn.kda_decode(**args)
+    o = function_of(args)(**args)
     if "out" in args:
         assert o is args["out"]
-    return Result(o, args["state"], *(args.get(name) for name in RECORDS))
+    return Result(o, args["state"], *(args.get(name) for name in POOLS))
+
+
+def function_of(args: dict[str, Any]) -> Any:
+    """The public function that the arguments are for."""
+    of_head = args["g"].dim() == args["beta"].dim()
+    return cute_attn.gated_delta_rule_decode if of_head else cute_attn.kda_decode
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
@@ -380,9 +460,29 @@ def reference(args: dict[str, Any], dtype: torch.dtype) -> Result:
     args = {name: x for name, x in args.items() if name != "out"}
     given = [args.pop(name, None) for name in RECORDS]
     args["records"] = None if given[0] is None else KdaRecords(*given)
-    o, state, records, _ = kda_decode_reference(**args, dtype=dtype)
-    o = o if dtype == torch.float64 else o.to(args["q"].dtype)
-    return Result(o, state, *(records or ()))
+    args, stored = convolved(args, dtype), args["q"].dtype
+    pool = args.pop("conv_state", None)
+    of_head = args["g"].dim() == args["beta"].dim()
+    run = gated_delta_rule_decode_reference if of_head else kda_decode_reference
+    o, state, records, _ = run(**args, dtype=dtype)
+    o = o if dtype == torch.float64 else o.to(stored)
+    return Result(o, state, *(records or (None,) * 3), pool)
+
+
+def convolved(args: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a call without a convolution, with q, k and v that have gone through it, and
+    the pool after the call as conv_state."""
+    names = ("q", "k", "v", "conv_state")
+    of_slots = ("state_indices", "num_accepted_tokens", "cu_seqlens", "has_initial_state")
+    options = {name: args[name] for name in (*of_slots, "pad_slot_id") if name in args}
+    if "conv_state" not in args:
+        return args
+    parameters = args["conv_weight"], args.get("conv_bias")
+    found = causal_convolution_reference(
+        *(args[name] for name in names), *parameters, **options, dtype=dtype
+    )
+    rest = {name: x for name, x in args.items() if name not in ("conv_weight", "conv_bias")}
+    return rest | dict(zip(names, found, strict=True))
 
 
 def assert_agrees(args: dict[str, Any], result: Result) -> None:
@@ -395,6 +495,8 @@ def assert_agrees(args: dict[str, Any], result: Result) -> None:
         assert_no_worse(result.record_u, plain.record_u, exact.record_u)
         assert torch.equal(result.record_k.double(), exact.record_k)
         assert torch.equal(result.record_g.double(), exact.record_g)
+    if result.conv_state is not None:  # holds inputs as they are
+        assert torch.equal(result.conv_state.double(), exact.conv_state)
 
 
 def assert_equal(one: Result, other: Result) -> None:
@@ -409,4 +511,16 @@ def repeated_heads(case: Case, args: dict[str, Any]) -> dict[str, Any]:
     for name in ("q", "k", "record_k"):
         if name in args:
             changed[name] = args[name].repeat_interleave(case.group, dim=-2)
+    for name, dim in (("conv_state", 1), ("conv_weight", 0), ("conv_bias", 0)):
+        if name in args:
+            changed[name] = repeated_channels(case, args[name], dim)
     return changed
+
+
+def repeated_channels(case: Case, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The channels of a convolution, with those of q and k for each value head."""
+    of_k = case.heads * case.kernel.head_dim_k
+    *qk, v = x.split([of_k, of_k, x.shape[dim] - 2 * of_k], dim)
+    heads = (y.unflatten(dim, (case.heads, -1)) for y in qk)
+    repeated = (y.repeat_interleave(case.group, dim).flatten(dim, dim + 1) for y in heads)
+    return torch.cat([*repeated, v], dim)

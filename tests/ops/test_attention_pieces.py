@@ -47,15 +47,18 @@ def launched(emulator: Emulator) -> list[str]:
     return [launch.kernel for launch in emulator.report.launches]
 
 
-def test_one_launch_agrees_with_the_reference_and_repeats():
-    """With a sink, a log-sum-exp, sequences without keys and without queries. The bits depend on
-    the lengths and the number of CTAs, not on the schedule."""
+@pytest.mark.parametrize("queries", [1, 50])
+def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
+    """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
+    rows and in two. The bits depend on the lengths and the number of CTAs, not on the schedule."""
     with on_target(Target(ARCH, 64)):
-        args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, 1, group=2).arguments()
+        args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, queries, group=2).arguments()
+        args["max_seqlen_q"] = queries
         emulator = Emulator(num_sms=5, schedule="adversarial")
         with cute_attn.emulated(ARCH, emulator):
             first = cute_attn.flash_attn_varlen_func(**args, num_splits=0)
-        assert len(launched(emulator)) == 1
+        (launch,) = emulator.report.launches
+        assert launch.block[0] == (256 if queries == 1 else 384)
         assert not emulator.report.findings
         assert_agrees(args, *first)
         for seed in range(2):
@@ -69,7 +72,7 @@ def test_one_launch_agrees_with_the_reference_and_repeats():
 @given(
     kind=st.sampled_from([CACHE, WINDOWED, replace(CACHE, sink=None, lse=False)]),
     lengths=st.lists(
-        st.tuples(st.sampled_from([0, 1, 1, 2, 40]), st.sampled_from([0, 1, 64, 300, 900])),
+        st.tuples(st.sampled_from([0, 1, 1, 2, 40, 64]), st.sampled_from([0, 1, 64, 300, 900])),
         min_size=2,
         max_size=70,
     ),
@@ -92,7 +95,7 @@ def test_any_lengths(
             kind, queries, (most,) * len(keys), (), tuple(most - n for n in keys), heads_k, 2,
             left=left, seed=seed,
         )  # fmt: skip
-        args = case.arguments()
+        args = case.arguments() | {"max_seqlen_q": max(queries)}
         on = Machine(num_sms=num_sms, schedule=schedule, seed=seed % 1000)
         if sum(queries):
             assert_agrees(args, *run(args, on=on, num_splits=0))
@@ -146,7 +149,7 @@ def test_a_piece_is_never_short(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"tile_m": 128}, "scheduler is 'pieces', it needs tile_m of 64"),
+        ({"tile_m": 192}, "scheduler is 'pieces', it needs tile_m of at most 128"),
         ({"split": True, "lse": True}, "no split"),
         ({"least_key_tiles": 0}, "least_key_tiles is 0, must be positive"),
         ({"scheduler": "counter"}, "least_key_tiles is 1, .* otherwise 0"),

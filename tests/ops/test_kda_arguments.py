@@ -915,7 +915,10 @@ def test_signature_is_flash_linear_attentions():
     positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     shared = [argument.arg for argument in theirs.args if argument.arg in ours]
     assert positional == shared
-    of_pools = {"state_indices", "checkpoint_indices", "checkpoint_interval"}
+    of_pools = {
+        "state_indices", "checkpoint_indices", "checkpoint_interval", "has_initial_state",
+        "pad_slot_id", "out",
+    }  # fmt: skip
     of_their_kwargs = {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
     assert set(ours) - set(positional) == of_their_kwargs | of_pools
     assert shared == [argument.arg for argument in theirs.args]

@@ -542,7 +542,8 @@ def test_the_recurrent_form_compiles_as_one_graph():
 def test_schemas_name_what_is_written():
     schema = torch.ops.cute_attn.kda_decode.default._schema
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["state", "out", "record_k", "record_g", "record_u", "draft_states"]
+    pools = ["record_k", "record_g", "record_u", "draft_states", "conv_state"]
+    assert written == ["state", "out", *pools]
     schema = torch.ops.cute_attn.fused_recurrent_kda.default._schema
     assert not any(a.alias_info for a in schema.arguments)
 

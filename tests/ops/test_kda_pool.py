@@ -39,6 +39,7 @@ from .kda_cases import (
     assert_no_worse,
     cases,
     examples,
+    function_of,
     give_one_beta,
     plain,
     poisoned_outputs,
@@ -99,7 +100,7 @@ class PoolCall:
 
     def run(self, **changes: Any) -> torch.Tensor:
         with torch.no_grad(), poisoned_outputs():
-            o, final_state = cute_attn.chunk_kda(**self.given | changes)
+            o, final_state = function_of(self.args)(**self.given | changes)
         assert final_state is self.pool
         return o
 

@@ -20,6 +20,7 @@ from ..harness.roofline import Roofline, gbps
 from ..harness.timing import Timing
 
 CHUNK = 64
+TAPS = 4  # of the causal convolution
 SEED = 20261121
 LOWER_BOUND = -5.0
 ELEMENT, FLOAT = 2, 4  # bytes of bfloat16 or float16, and of float32
@@ -262,6 +263,8 @@ class DecodeCase:
     Attributes:
         slots: places of the states. "batch": in the order of the batch, without indices. "random":
             in a pool, with indices in random order, as in a server that has run for a while.
+        decays: what has a decay of its own: "channel" (KDA) or "head" (the Gated Delta Net).
+        convolution: whether q, k and v go through the causal convolution first.
     """
 
     batch: int
@@ -270,18 +273,35 @@ class DecodeCase:
     head_dim_k: int = 128
     head_dim_v: int = 128
     slots: Slots = "random"
+    decays: str = "channel"
+    convolution: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Numbers of g of a head."""
+        return 1 if self.decays == "head" else self.head_dim_k
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.heads * self.head_dim_k + self.heads_v * self.head_dim_v
 
     @property
     def min_bytes(self) -> int:
-        """The states twice; q, k, v, g, beta, o, A_log, dt_bias and the indices once."""
+        """The states twice; q, k, v, g, beta, o, A_log, dt_bias and the indices once. With a
+        convolution, the windows twice and the weights once."""
         k, v = self.head_dim_k, self.head_dim_v
         state = self.heads_v * k * v * FLOAT
-        token = (2 * self.heads * k + self.heads_v * (2 * v + k + 1)) * ELEMENT
-        return self.batch * (2 * state + token + 4) + self.heads_v * (k + 1) * FLOAT
+        token = (2 * self.heads * k + self.heads_v * (2 * v + self.gates + 1)) * ELEMENT
+        total = self.batch * (2 * state + token + 4) + self.heads_v * (self.gates + 1) * FLOAT
+        if self.convolution:
+            total += self.channels * ELEMENT * (2 * (TAPS - 1) * self.batch + TAPS)
+        return total
 
     def __str__(self) -> str:
         slots = ", random slots" if self.slots == "random" else ""
-        return f"B={self.batch} H={self.heads} HV={self.heads_v}{slots}"
+        convolution = ", with convolution" if self.convolution else ""
+        return f"B={self.batch} H={self.heads} HV={self.heads_v}{slots}{convolution}"
 
 
 def dense_cases(tokens: Sequence[int]) -> list[Case]:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from cute_attn.reference import kda as reference
+from cute_attn.reference.convolution import causal_convolution_reference
+from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 
 from ..harness.agreement import Disagreement, poison, relative_error
 from ..harness.timing import Mode, Timing, time_cuda_interleaved
-from .cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
+from .cases import LOWER_BOUND, SEED, TAPS, Case, DecodeCase, Path
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -132,23 +134,28 @@ def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
 
 
 def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
-    """Arguments of `kda_decode`; `out` is NaN."""
+    """Arguments of `kda_decode`, or of `gated_delta_rule_decode`; `out` is NaN."""
     random = _Random(seed)
     k, v = case.head_dim_k, case.head_dim_v
     arguments: Arguments = {}
     if case.slots == "random":
         slots = torch.randperm(case.batch, generator=random.generator, device=DEVICE)
         arguments["state_indices"] = slots.to(torch.int32)
+    gates = () if case.decays == "head" else (k,)
+    if gates:
+        arguments["lower_bound"] = LOWER_BOUND
+    if case.convolution:
+        arguments["conv_state"] = random.normal(case.batch, case.channels, TAPS - 1)
+        arguments["conv_weight"] = 0.5 * random.normal(case.channels, TAPS)
     return arguments | {
         "q": random.normal(case.batch, case.heads, k),
         "k": random.normal(case.batch, case.heads, k),
         "v": random.normal(case.batch, case.heads_v, v),
-        "g": random.normal(case.batch, case.heads_v, k),
+        "g": random.normal(case.batch, case.heads_v, *gates),
         "beta": random.normal(case.batch, case.heads_v),
         "state": random.normal(case.batch, case.heads_v, v, k, dtype=torch.float32),
-        "lower_bound": LOWER_BOUND,
         "out": torch.full((case.batch, case.heads_v, v), torch.nan, device=DEVICE, dtype=DTYPE),
-        **gate_parameters(random, case.heads_v, k),
+        **gate_parameters(random, case.heads_v, case.gates),
     }
 
 
@@ -258,25 +265,36 @@ def _named(names: Sequence[str], result: Sequence[Any]) -> Results:
     }
 
 
+# Whether the gate is a head's -> flash-linear-attention's function.
+DECODE_PEERS = {
+    False: "fla.ops.kda:fused_recurrent_kda",
+    True: "fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule",
+}
+
+
 def decode_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
-    """A decode step of each contender; the peer gets its own state, in its default layout."""
-    from cute_attn import kda_decode
+    """A decode step of each contender; the peer gets its own state, in its default layout. The peer
+    has no convolution."""
+    import cute_attn
 
     given = dict(arguments)
     tensors = [given.pop(name) for name in ("q", "k", "v", "g", "beta", "state")]
-    calls: dict[str, Call] = {"ours": lambda: kda_decode(*tensors, **given)}
-    theirs = peer("fla.ops.kda:fused_recurrent_kda") if with_peer else None
+    of_head = arguments["g"].dim() == arguments["beta"].dim()
+    ours = cute_attn.gated_delta_rule_decode if of_head else cute_attn.kda_decode
+    calls: dict[str, Call] = {"ours": lambda: ours(*tensors, **given)}
+    theirs = peer(DECODE_PEERS[of_head]) if with_peer else None
     if theirs is not None:
         state = arguments["state"][_order(arguments)].transpose(-1, -2).contiguous()
         tokens = {
             name: x.unsqueeze(1)
             for name, x in zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
         }
+        bounds = {name: given[name] for name in ("lower_bound",) if name in given}
         calls["fla"] = lambda: theirs(
             **tokens,
+            **bounds,
             A_log=arguments["A_log"],
             dt_bias=arguments["dt_bias"],
-            lower_bound=arguments["lower_bound"],
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -461,14 +479,24 @@ def check_decode(
 ) -> dict[str, float]:
     """Compare as `check_chunk` does, for a decode step, which updates the arguments' state."""
     few = some_heads(case.heads, case.heads_v)[1]
-    cut = of_heads(arguments, case.heads, case.heads_v, 1)
-    cut.pop("out")
-    if "state_indices" in cut:
-        cut["state_indices"] = cut["state_indices"].cpu()  # read once per sequence
+    whole = {name: x for name, x in arguments.items() if name != "out"}
+    if "state_indices" in whole:
+        whole["state_indices"] = whole["state_indices"].cpu()  # read once per sequence
+    of_head = case.decays == "head"
+    run = gated_delta_rule_decode_reference if of_head else reference.kda_decode_reference
 
     def results(**how: Any) -> Results:
-        found = reference.kda_decode_reference(**cut, **how)
-        return {"o": found.o, "state": found.state}
+        given, found = dict(whole), {}
+        if case.convolution:
+            pool, weight = given.pop("conv_state"), given.pop("conv_weight")
+            slots = given.get("state_indices")
+            q, k, v, pool = causal_convolution_reference(
+                given["q"], given["k"], given["v"], pool, weight, state_indices=slots, **how
+            )
+            given |= {"q": q, "k": k, "v": v}
+            found["conv_state"] = pool
+        o, state, *_ = run(**of_heads(given, case.heads, case.heads_v, 1), **how)
+        return {"o": o, "state": state} | found
 
     plain, exact = results(dtype=torch.float32), results()
     order = _order(arguments)
@@ -477,11 +505,14 @@ def check_decode(
         result = outcome(who, call)
         if who == "ours":
             actual[who] = {"o": arguments["out"][:, few], "state": arguments["state"][:, few]}
+            if case.convolution:
+                actual[who]["conv_state"] = arguments["conv_state"]
             continue
         state = torch.empty_like(exact["state"], dtype=torch.float32)
         state[order] = result[1].transpose(-1, -2)[:, few]
         actual[who] = {"o": result[0][:, 0, few], "state": state}
-    return hold(f"kda_decode at {case}", actual, plain, exact)
+    name = "gated_delta_rule_decode" if of_head else "kda_decode"
+    return hold(f"{name} at {case}", actual, plain, exact)
 
 
 def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:

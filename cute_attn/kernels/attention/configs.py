@@ -97,6 +97,8 @@ class ForwardRow(Row):
         few: the tile for at most `few.m` query rows of a K/V head. Its additional stages let K and
             V be loaded far ahead. None stands for `tile`. Both tiles have equally many keys, so a
             row's bits do not depend on the choice.
+        pieces: the tile for more than `few.m`, and at most `pieces.m`, query rows of a K/V head,
+            where long sequences' keys are cut into pieces; None: such calls take `tile`.
         capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
@@ -109,6 +111,7 @@ class ForwardRow(Row):
 
     _: KW_ONLY
     few: Tile | None = None
+    pieces: Tile | None = None
     capped_m: int | None = None
     most_packed_heads: int
     page_keys: int
@@ -117,9 +120,12 @@ class ForwardRow(Row):
     fma_step: int = 0
     sums_by_product: bool = False
 
-    def tile_for(self, few: bool) -> Tile:
-        """The tile for few query rows of a K/V head, or for any number."""
-        return self.few if few and self.few else self.tile
+    def tile_for(self, few: bool, pieces: bool = False) -> Tile:
+        """The tile for few query rows of a K/V head, or for more rows: with pieces, or for any
+        number."""
+        if few and self.few:
+            return self.few
+        return self.pieces if pieces and self.pieces else self.tile
 
 
 @dataclass(frozen=True)
@@ -162,23 +168,24 @@ def _by_key(*rows: Of) -> dict[tuple[str, str, int, int], Of]:
 FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(192, 128, 3), few=Tile(64, 128, 4), capped_m=128, most_packed_heads=32,
-        page_keys=128, fma_step=8, sums_by_product=True,
+        tile=Tile(192, 128, 3), few=Tile(64, 128, 4), pieces=Tile(128, 128, 4), capped_m=128,
+        most_packed_heads=32, page_keys=128, fma_step=8, sums_by_product=True,
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
         "forward", SM90, 128, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(192, 64, 3), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
-        sums_by_product=True,
+        tile=Tile(192, 64, 3), few=Tile(64, 64, 4), pieces=Tile(128, 64, 4), most_packed_heads=32,
+        page_keys=64, sums_by_product=True,
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), most_packed_heads=32, page_keys=64,
-        sums_by_product=True,
+        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), pieces=Tile(128, 128, 2),
+        most_packed_heads=32, page_keys=64, sums_by_product=True,
     ),
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 64, 2), few=Tile(64, 64, 3), most_packed_heads=32, page_keys=64, held=64,
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 3), pieces=Tile(128, 64, 2), most_packed_heads=32,
+        page_keys=64, held=64,
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),

@@ -42,6 +42,7 @@ from .spec import (
 SHORT_SEQLEN_Q = TILE_M // 2
 # Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
+PIECE_ROWS = max(row.pieces.m for row in configs.FORWARD.values() if row.pieces)
 MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 
 # How `sum_partials` adds up the few partial sums of dk and dv, and the many, of few elements, of
@@ -98,11 +99,11 @@ def _packed(group: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)  # each call of the operator comes here
-def has_few_rows(*, heads: int, heads_k: int, most_queries: int) -> bool:
+def has_few_rows(*, heads: int, heads_k: int, most_queries: int, few_rows: int = FEW_ROWS) -> bool:
     """Whether the query rows of a K/V head in a sequence of at most `most_queries` queries fit the
-    tile for few rows. Without this tile, two of three warpgroups had no row in a decode step at
-    head_dim 64: the products held the step to 58 % of an H200's copy bandwidth."""
-    return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= FEW_ROWS
+    tile of `few_rows` rows. Without the tile of FEW_ROWS, two of three warpgroups had no row in a
+    decode step at head_dim 64: the products held the step to 58 % of an H200's copy bandwidth."""
+    return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= few_rows
 
 
 def page_rows(arch: str, head_dim: int, head_dim_v: int | None = None, *, page_size: int) -> int:
@@ -190,7 +191,8 @@ def forward_spec(
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
-    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences."""
+    selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences; without
+    `few`, in tiles of PIECE_ROWS."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     rows = 0
@@ -200,7 +202,7 @@ def forward_spec(
     fields |= {"scheduler": scheduler, "page_rows": rows}
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
-    tile_m, tile_n, stages = row.tile_for(few)
+    tile_m, tile_n, stages = row.tile_for(few, pieces)
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:

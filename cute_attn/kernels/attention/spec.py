@@ -159,8 +159,8 @@ class Sm90ForwardSpec(ForwardSpec):
         super().__post_init__()
         find("forward", "sm_90a", self.head_dim, self.head_dim_v)
         pieces = self.scheduler == "pieces"
-        if pieces and (self.tile_m > 64 or self.split):
-            raise ValueError("scheduler is 'pieces', it needs tile_m of 64, and no split")
+        if pieces and (self.tile_m > 128 or self.split):
+            raise ValueError("scheduler is 'pieces', it needs tile_m of at most 128, and no split")
         if pieces != (self.least_key_tiles > 0):
             raise ValueError(
                 f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "

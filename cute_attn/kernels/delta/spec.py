@@ -9,6 +9,7 @@ from ..common.spec import Spec
 L2NORM_EPSILON = 1e-6  # added to the sum of squares
 
 GATES = ("none", "softplus", "lower_bound")
+DECAYS = ("channel", "head")  # what has a decay of its own: KDA, or Gated Delta Net
 INDEX_DTYPES = ("none", "int32", "int64")
 SLOT_DTYPES = ("int32", "int64")
 

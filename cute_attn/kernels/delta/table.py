@@ -1,4 +1,4 @@
-"""The Kimi Delta Attention kernels, by name. Importing this loads no compiler."""
+"""The kernels of KDA and the Gated Delta Net, by name. Importing this loads no compiler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,32 @@ STATE_PASS = KernelDef(name="kda_state_pass", target=f"{_HERE}.chunk.fused.state
 POOL_PASS = KernelDef(name="kda_pool_pass", target=f"{_HERE}.chunk.fused.pool_pass:KdaPoolPass")
 SEGMENTS = KernelDef(name="kda_segments", target=f"{_HERE}.chunk.fused.segments:KdaSegments")
 
+# The fused path for one decay a head.
+HEAD_PREPARE = KernelDef(
+    name="delta_head_prepare", target=f"{_HERE}.chunk.per_head.prepare:HeadPrepare"
+)
+HEAD_STATE_PASS = KernelDef(
+    name="delta_head_state_pass", target=f"{_HERE}.chunk.per_head.state_pass:HeadStatePass"
+)
+HEAD_POOL_PASS = KernelDef(
+    name="delta_head_pool_pass", target=f"{_HERE}.chunk.per_head.pool_pass:HeadPoolPass"
+)
+
+HEAD_ADJOINT_PASS = KernelDef(
+    name="delta_head_adjoint_pass", target=f"{_HERE}.chunk.per_head.adjoint_pass:HeadAdjointPass"
+)
+
 # The backward of the chunked path. It also runs PREPARE and STATE_PASS.
 ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",
     target=f"{_HERE}.chunk.backward.adjoint_pass:KdaAdjointPass",
 )
 GRADIENTS = KernelDef(name="kda_gradients", target=f"{_HERE}.chunk.backward.gradients:KdaGradients")
+
+HEAD_GRADIENTS = KernelDef(
+    name="gated_delta_gradients",
+    target=f"{_HERE}.chunk.backward.head_gradients:GatedDeltaGradients",
+)
 
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(
@@ -61,3 +81,12 @@ DECODE_RECORDS = KernelDef(
     name="kda_decode_records", target=f"{_HERE}.step.records:KdaDecodeRecords"
 )
 RECURRENT = KernelDef(name="kda_recurrent", target=f"{_HERE}.step.recurrent:KdaRecurrent")
+
+# These kernels run on sm_90a alone; other architectures take PREPARE and the passes beside it.
+_OF_HOPPER = {HEAD_PREPARE, HEAD_STATE_PASS, HEAD_POOL_PASS, HEAD_ADJOINT_PASS}
+
+
+def called(arch: str) -> set[KernelDef]:
+    """The kernels that operators call on an architecture."""
+    kernels = {x for x in globals().values() if isinstance(x, KernelDef)}
+    return kernels if arch == "sm_90a" else kernels - _OF_HOPPER

@@ -145,7 +145,7 @@ def attend(
                         parts = Splits.allocate(q, layouts)
                         written, of_lse, sink = parts.o, parts.lse.mT, None
                     if shared is not None:
-                        counters, of_pieces = shared_memory(q, device, clusters, shared)
+                        counters, of_pieces = shared_memory(q, device, shared)
                         function(
                             q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters, counters,

@@ -21,6 +21,7 @@ from ...kernels.attention import configs, table
 from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
+    PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
     num_splits_of_forward,
@@ -121,7 +122,7 @@ class Attention(Operator[_Called]):
             spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
-            parts_layout(clusters, head_dim_v) if spec.scheduler == "pieces" else None,
+            parts_layout(clusters, spec.tile_m, head_dim_v) if spec.scheduler == "pieces" else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -149,7 +150,7 @@ class Attention(Operator[_Called]):
             a.window_right,
             a.softcap,
             a.scheduler,
-            takes_pieces(a) or splits_of(a) > 1,
+            "pieces" if takes_pieces(a) else splits_of(a) > 1,
             a.num_splits == 0,
             a.return_lse,
             # Keys of empty tensors, or of invalid numbers, are never in the table.
@@ -169,7 +170,7 @@ class Attention(Operator[_Called]):
         function, default_scale, cap, left, right, clusters, counts, combine, _, shared = ready
         o, lse = self.results_of(a)
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        counter = shared_memory(a.q, None, clusters, shared) if counts else ()
+        counter = shared_memory(a.q, None, shared) if counts else ()
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -293,9 +294,9 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
 
-def parts_layout(ctas: int, head_dim_v: int) -> _Layout:
+def parts_layout(ctas: int, tile_m: int, head_dim_v: int) -> _Layout:
     """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    return _contiguous_layout((2 * ctas, FEW_ROWS, head_dim_v + PART_COLUMNS))
+    return _contiguous_layout((2 * ctas, tile_m, head_dim_v + PART_COLUMNS))
 
 
 def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
@@ -303,14 +304,15 @@ def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
 
 
 def shared_memory(
-    q: Tensor, device: int | None, ctas: int, layout: _Layout | None
+    q: Tensor, device: int | None, layout: _Layout | None
 ) -> tuple[Tensor, Tensor | None]:
     """The counters through which the CTAs of a launch share out or combine work, and memory for the
     results of pieces."""
     if layout is None:
         return counter_for(q, device), None
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    return counter_for(q, device, 2 + 2 * ctas), parts
+    pieces, _, _ = layout[0]
+    return counter_for(q, device, 2 + pieces), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -365,7 +367,7 @@ def takes_pieces(a: Any) -> bool:
     if (
         a.num_splits
         or batch_of(a) < 2
-        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q)
+        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
@@ -445,8 +447,9 @@ def _is_few(
     k_shape: Sequence[int],
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
+    few_rows: int = FEW_ROWS,
 ) -> bool:
-    """Whether a K/V head has few rows in each sequence, as far as the host knows."""
+    """Whether a K/V head has at most `few_rows` rows in each sequence, as far as the host knows."""
     if cu_seqlens_q is None:
         most = q_shape[1]
     elif max_seqlen_q is not None:
@@ -454,8 +457,8 @@ def _is_few(
     else:
         most = q_shape[0]
     # The cheap test first: each call comes here.
-    return most <= FEW_ROWS and has_few_rows(
-        heads=q_shape[-2], heads_k=k_shape[-2], most_queries=most
+    return most <= few_rows and has_few_rows(
+        heads=q_shape[-2], heads_k=k_shape[-2], most_queries=most, few_rows=few_rows
     )
 
 

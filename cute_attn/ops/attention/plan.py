@@ -88,9 +88,9 @@ def plan_attention(
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
-        pieces: only for few query rows, with num_splits of 0. True for several sequences, whose
-            keys are cut into pieces where sequences are long; False for one sequence, None for
-            both.
+        pieces: only for at most 128 query rows of a K/V head, with num_splits of 0. True for
+            several sequences, whose keys are cut into pieces where sequences are long; False for
+            one sequence or more rows, None for both.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -108,12 +108,15 @@ def plan_attention(
     chosen = _scheduler(scheduler)
     if chosen == "clc" and not has_clc(arch):
         _say_static(arch)
-    tiles: list[tuple[int, bool]] = []  # (packed heads, whether rows are few)
+    # (packed heads, whether rows are few, whether there are pieces)
+    tiles: list[tuple[int, bool, bool]] = []
     for case in (False, True) if short is None else (short,):
         packing = packed_heads(arch, *dims, heads=heads, heads_k=heads_k, short=case)
-        can_be_few = case and configs.forward(arch, *dims).few is not None
+        tuning = configs.forward(arch, *dims)
+        can_be_few = case and tuning.few is not None
         of_case = ((False, True) if few is None else (few,)) if can_be_few else (False,)
-        tiles += [(packing, value) for value in of_case]
+        has_pieces = can_be_few and tuning.pieces is not None
+        tiles += [(packing, value, value or has_pieces) for value in of_case]
     requests: list[launch.Request] = [
         (
             kernel,
@@ -138,9 +141,10 @@ def plan_attention(
                 lse=return_lse,
             ),
         )
-        for packing, few_rows in dict.fromkeys(tiles)
-        for way in _ways(num_splits, few_rows, pieces)
+        for packing, few_rows, has_pieces in tiles
+        for way in _ways(num_splits, has_pieces, pieces)
     ]
+    requests = list(dict.fromkeys(requests))
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(
             dtype, row.head_dim_v, sink_dtype=sink or "none", lse=return_lse, dependent=True
@@ -149,12 +153,12 @@ def plan_attention(
     return requests
 
 
-def _ways(num_splits: int, few: bool, pieces: bool | None) -> list[str]:
+def _ways(num_splits: int, has_pieces: bool, pieces: bool | None) -> list[str]:
     """How the keys of a query tile are shared out: "whole", "splits" or "pieces"."""
     if num_splits:
         return ["splits" if num_splits > 1 else "whole"]
-    found = [] if few and pieces else ["whole", "splits"]
-    return [*found, "pieces"] if few and pieces is not False else found
+    found = [] if has_pieces and pieces else ["whole", "splits"]
+    return [*found, "pieces"] if has_pieces and pieces is not False else found
 
 
 @launch.planner

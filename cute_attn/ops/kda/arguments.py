@@ -246,6 +246,7 @@ def check_gate(
     use_gate_in_kernel: bool,
     safe_gate: bool,
     lower_bound: float | None,
+    head_gate: bool = False,
 ) -> None:
     """Check A_log, dt_bias and lower_bound, which are used only with use_gate_in_kernel."""
     if not use_gate_in_kernel:
@@ -259,7 +260,8 @@ def check_gate(
                 f"lower_bound is {lower_bound}, must be in [{low:g}, {high:g}) with safe_gate and "
                 "use_gate_in_kernel"
             )
-    for name, letters in (("A_log", ("HV",)), ("dt_bias", ("HV", "K"))):
+    of_bias = ("HV",) if head_gate else ("HV", "K")
+    for name, letters in (("A_log", ("HV",)), ("dt_bias", of_bias)):
         if name not in given:
             continue
         x, count = given[name], math.prod(sizes[letter] for letter in letters)
@@ -316,7 +318,9 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
     check_dtypes_are(given, ("k", "v", "out"), given["q"].dtype)
 
 
-def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
+def check_step_shapes(
+    sizes: Sizes, given: dict[str, Tensor], step: str, head_gate: bool = False
+) -> None:
     """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
     dimensions."""
     sizes.take("q", given["q"], f"{step} HQK K")
@@ -324,7 +328,7 @@ def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
     sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
-    sizes.take("g", given["g"], f"{step} HV K")
+    sizes.take("g", given["g"], f"{step} HV" if head_gate else f"{step} HV K")
     sizes.take("beta", given["beta"], f"{step} HV")
 
 

@@ -24,7 +24,7 @@ backward (`chunk_backward`) otherwise computes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,13 @@ from .arguments import (
     sequence_plan,
     unchanged,
 )
-from .chunk_arguments import ChunkArguments, check, check_disable_recompute
-from .chunk_backward import RECORDS, SAVED, backward
+from .chunk_arguments import (
+    ChunkArguments,
+    check,
+    check_disable_recompute,
+    refuse_chunks_and_contexts,
+)
+from .chunk_backward import BACKWARD, RECORDS, SAVED
 from .chunk_passes import empty_records, empty_states, empty_v_new, run_in_segments
 from .chunk_plan import plan_chunk_kda
 from .chunk_pool import chunk_kda_in_pool
@@ -198,7 +203,7 @@ def chunk_kda(
             requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
-        _refuse_chunks_and_contexts(chunk_size)
+        refuse_chunks_and_contexts(chunk_size)
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if (
@@ -521,19 +526,11 @@ class _Chunk(Operator[ChunkArguments]):
         gradients: Mapping[str, Tensor | None],
         needed: frozenset[str],
     ) -> Mapping[str, Tensor]:
-        return backward(saved, gradients["o"], gradients["final_state"], needed)
+        return BACKWARD.of_forward(saved, gradients["o"], gradients["final_state"], needed)
 
 
 _chunk = _Chunk()
 _forward = _chunk.forward  # bound once: this saves time per call
-
-
-def _refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:
-    if chunk_size != CHUNK:
-        raise NotImplementedError(
-            f"chunk_size is {chunk_size}, there are kernels for chunks of {CHUNK}"
-        )
-    raise NotImplementedError("cp_context is given, must be None: there is no context parallelism")
 
 
 def _by_stages(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ...kernels.delta.chunk.spec import CHUNK
 from ..checks import check_flags, check_number
 from .arguments import (
     Sizes,
@@ -55,23 +56,30 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
     Args:
         given: the arguments that are tensors, by name.
     """
-    check_number("scale", a.scale)
     check_number("lower_bound", a.lower_bound)
+    check_flags(safe_gate=a.safe_gate, return_intermediate_states=a.return_intermediate_states)
+    check_disable_recompute(a.disable_recompute, a.return_intermediate_states)
+    if a.keep_states and a.return_intermediate_states:
+        raise ValueError("keep_states is True, must be False with return_intermediate_states")
+    sizes = check_sequences(a, given, gate="B T HV K")
+    check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
+    return sizes
+
+
+def check_sequences(a: Any, given: dict[str, Tensor], *, gate: str) -> Sizes:
+    """`check` without the parameters of the gate, whose shape is `gate`, and without arguments that
+    only `chunk_kda` has."""
+    check_number("scale", a.scale)
     check_flags(
         output_final_state=a.output_final_state,
         use_qk_l2norm_in_kernel=a.use_qk_l2norm_in_kernel,
         use_gate_in_kernel=a.use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
         allow_neg_eigval=a.allow_neg_eigval,
-        safe_gate=a.safe_gate,
-        return_intermediate_states=a.return_intermediate_states,
         state_v_first=a.state_v_first,
+        keep_states=a.keep_states,
     )
     check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
-    check_disable_recompute(a.disable_recompute, a.return_intermediate_states)
-    check_flags(keep_states=a.keep_states)
-    if a.keep_states and a.return_intermediate_states:
-        raise ValueError("keep_states is True, must be False with return_intermediate_states")
     check_dtypes(given, ("q", "k", "v"))
     check_scale(a)
     check_gate_and_beta_dtypes(given)
@@ -81,15 +89,14 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
     sizes.take("v", a.v, "B T HV V")
     sizes.check_heads()
     sizes.check_dims()
-    sizes.take("g", a.g, "B T HV K")
+    sizes.take("g", a.g, gate)
     sizes.take("beta", a.beta, "B T HV")
     sizes.check_sequences(a.cu_seqlens)
     check_state(sizes, a.initial_state, a.state_v_first)
-    check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
     return sizes
 
 
-def check_scale(a: ChunkArguments) -> None:
+def check_scale(a: Any) -> None:
     """Raise ValueError for a scale that takes intermediate results out of range."""
     if a.scale is None or a.scale == 0:
         return
@@ -111,3 +118,11 @@ def check_disable_recompute(disable_recompute: Any, return_intermediate_states: 
             "disable_recompute is True, must be False with return_intermediate_states: one is "
             "for training, the other for inference"
         )
+
+
+def refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:
+    if chunk_size != CHUNK:
+        raise NotImplementedError(
+            f"chunk_size is {chunk_size}, there are kernels for chunks of {CHUNK}"
+        )
+    raise NotImplementedError("cp_context is given, must be None: there is no context parallelism")

@@ -30,12 +30,13 @@ split, as in the forward, each segment takes 4 (K + V) K bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.delta.table import HEAD_PREPARE
 from ..checks import check_dtypes_are, check_flags, check_shapes
 from ..operator import Operator
 from .arguments import (
@@ -50,7 +51,7 @@ from .arguments import (
 )
 from .chunk_arguments import ChunkArguments, check
 from .chunk_passes import Pass, empty_records, empty_states, empty_v_new, num_slots
-from .chunk_plan import backward_requests
+from .chunk_plan import BackwardRequests, backward_requests
 
 _empty = torch.empty
 _empty_like = torch.empty_like
@@ -115,11 +116,11 @@ class BackwardArguments(NamedTuple):
     def of_gate(self) -> tuple[Tensor | None, Tensor | None]:
         """The kernels' arguments A_log and dt_bias, None if not used."""
         A, bias = (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
-        heads, dim_k = self.g.shape[2:]
-        return None if A is None else A.view(heads), None if bias is None else bias.view(-1, dim_k)
+        gates = self.g.shape[2:]  # HV K, or HV alone
+        return None if A is None else A.view(gates[:1]), None if bias is None else bias.view(gates)
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """The loaded kernels, None for kernels not needed, and all values that calls with one key
     share."""
 
@@ -131,10 +132,15 @@ class _Ready(NamedTuple):
     zero_unused: _Function | None
     scalars: tuple[float, float, float]
     cluster: int  # CTAs of `gradients` that share a chunk and a head
+    per_head: bool  # whether prepare and adjoint_pass are those of `kernels.delta.chunk.per_head`
 
 
 class Backward(Operator[BackwardArguments]):
+    """The gradient of `chunk_kda`; a subclass computes the gradient of `chunk_gated_delta_rule`."""
+
     name = "chunk_kda_backward"
+    of = "chunk_kda"
+    decays: ClassVar[str] = "channel"  # what has a decay of its own, see `plan_chunk_kda`
     arguments = BackwardArguments
     results = (
         *((f"d{name}", "need_inputs") for name in _INPUTS),
@@ -144,7 +150,7 @@ class Backward(Operator[BackwardArguments]):
     )
 
     def check(self, a: BackwardArguments, given: dict[str, Tensor]) -> None:
-        check(a.forward, given)
+        self.check_forward(a.forward, given)
         needs = {name: getattr(a, name) for name in BackwardArguments._fields[-4:]}
         check_flags(**needs)
         if not any(needs.values()):
@@ -175,11 +181,17 @@ class Backward(Operator[BackwardArguments]):
             )
         check_shapes(given, {name: expected[name].shape for name in (*_STATES, *records)})
 
-    def prepare(self, a: BackwardArguments) -> _Ready:
+    def requests(self, arch: str, **options: Any) -> BackwardRequests:
+        return backward_requests(arch, **options)
+
+    def check_forward(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
+        check(a, given)
+
+    def prepare(self, a: BackwardArguments) -> Ready:
         device = a.q.device
         plan = sequence_plan(a.forward)
         del plan["initial_state"], plan["output_final_state"]
-        requests = backward_requests(
+        requests = self.requests(
             launch.arch_for(device),
             **plan,
             dfinal_state=a.dfinal_state is not None,
@@ -188,12 +200,13 @@ class Backward(Operator[BackwardArguments]):
             inputs=a.from_tokens,
             grouped=a.q.shape[2] != a.v.shape[2],
             split=None,
+            decays=self.decays,
         )
 
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
 
-        return _Ready(
+        return Ready(
             prepare=load(requests.prepare),
             adjoint_pass=Pass.load(device, requests.adjoint_pass),
             gradients=load(requests.gradients),
@@ -202,6 +215,7 @@ class Backward(Operator[BackwardArguments]):
             zero_unused=load(requests.zero_unused),
             scalars=launch_scalars(a),
             cluster=requests.gradients[1].cluster if requests.gradients else 1,
+            per_head=requests.prepare is not None and requests.prepare[0] is HEAD_PREPARE,
         )
 
     def key(self, a: BackwardArguments) -> tuple[Any, ...]:
@@ -225,48 +239,72 @@ class Backward(Operator[BackwardArguments]):
             a.cu_seqlens is None or (a.q.shape[0] == 1 and a.cu_seqlens.dim() == 1),
         )
 
-    def launch(self, ready: _Ready, a: BackwardArguments) -> _Gradients:
+    def launch(self, ready: Ready, a: BackwardArguments) -> _Gradients:
         q, v, cu_seqlens = a.q, a.v, a.cu_seqlens
         given = q, v, cu_seqlens
         A, bias = a.of_gate
         inputs = (q, a.k, a.g, a.beta, A, bias)
-        tiles, decay, inverse_norms = (getattr(a, name) for name in RECORDS)
-        if ready.prepare is not None:
-            tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
-            ready.prepare(*inputs, cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
-        assert tiles is not None and decay is not None
         dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
         adjoints, dv = empty_states(*given), _empty_like(v, memory_format=_contiguous)
-        ready.adjoint_pass.run(
-            a.do, tiles, decay, (dv, adjoints, None), a.dfinal_state, dinitial_state, cu_seqlens
-        )
+        # Unless kept, the records' memory is used for the results.
+        inverse_norms = self.run_adjoints(ready, a, inputs, (dv, adjoints, None), dinitial_state)
         if ready.gradients is None:
             return (None,) * 7 + (dinitial_state,)
-        del tiles, decay  # unless kept, their memory is used for the results
         dq, dk, dg, dbeta = (
             _empty_like(x, memory_format=_contiguous) for x in (q, a.k, a.g, a.beta)
         )
         results = dq, dk, dv, dg, dbeta
         if ready.zero_unused is not None:
             _zero_unused(ready.zero_unused, results, cu_seqlens)
-        parts = (num_slots(v, cu_seqlens), *a.g.shape[2:])
+        slots, gates = num_slots(v, cu_seqlens), a.g.shape[2:]
+        heads, per_head = gates[0], self.decays == "head"
         dA_log = ddt_bias = A_parts = bias_parts = None
+        of_heads = slots, ready.cluster, heads
         if A is not None:
-            shape = parts[0], ready.cluster, parts[1]
-            A_parts = _empty(shape, dtype=torch.float32, device=v.device)
+            A_parts = _empty(of_heads, dtype=torch.float32, device=v.device)
         if bias is not None:
-            bias_parts = _empty(parts, dtype=torch.float32, device=v.device)
+            shape = of_heads if per_head else (slots, *gates)
+            bias_parts = _empty(shape, dtype=torch.float32, device=v.device)
         ready.gradients(
             *inputs, inverse_norms, a.do, a.states, adjoints, a.v_new, dv, dq, dk, dg, dbeta,
             A_parts, bias_parts, cu_seqlens, *ready.scalars,
         )  # fmt: skip
         if ready.sum_A_log is not None and A_parts is not None:
-            dA_log = _empty(parts[1:2], dtype=torch.float32, device=v.device)
-            ready.sum_A_log(A_parts.view(-1, 1, parts[1]), dA_log[None])
+            dA_log = _empty((heads,), dtype=torch.float32, device=v.device)
+            ready.sum_A_log(A_parts.view(-1, 1, heads), dA_log[None])
         if ready.sum_dt_bias is not None and bias_parts is not None:
-            ddt_bias = _empty(parts[1:], dtype=torch.float32, device=v.device)
-            ready.sum_dt_bias(bias_parts, ddt_bias)
+            ddt_bias = _empty(gates, dtype=torch.float32, device=v.device)
+            if per_head:
+                ready.sum_dt_bias(bias_parts.view(-1, 1, heads), ddt_bias[None])
+            else:
+                ready.sum_dt_bias(bias_parts, ddt_bias)
         return *(results if a.need_inputs else [None] * 5), dA_log, ddt_bias, dinitial_state
+
+    def run_adjoints(
+        self,
+        ready: Ready,
+        a: BackwardArguments,
+        inputs: tuple[Tensor | None, ...],
+        written: tuple[Tensor, Tensor, None],
+        dinitial_state: Tensor | None,
+    ) -> Tensor | None:
+        """Prepare the chunks, unless they are kept, and run the pass. Return the inverse norms of q
+        and k.
+
+        Args:
+            inputs: q, k, g, beta, A_log and dt_bias.
+            written: dv, adjoints and None.
+        """
+        tiles, decay, inverse_norms = a.tiles, a.decay, a.inverse_norms
+        if ready.prepare is not None:
+            given = a.q, a.v, a.cu_seqlens
+            tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
+            ready.prepare(*inputs, a.cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
+        assert tiles is not None and decay is not None
+        ready.adjoint_pass.run(
+            a.do, tiles, decay, written, a.dfinal_state, dinitial_state, a.cu_seqlens
+        )
+        return inverse_norms
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         inputs = [_empty_like(getattr(a, name), memory_format=_contiguous) for name in _INPUTS]
@@ -279,9 +317,8 @@ class Backward(Operator[BackwardArguments]):
         )
 
     def readable(self, a: BackwardArguments) -> BackwardArguments:
-        changed: dict[str, Any] = {
-            name: readable(getattr(a, name)) for name in ("q", "k", "v", "g", "do")
-        }
+        rows = ("q", "k", "v", "do") if self.decays == "head" else ("q", "k", "v", "g", "do")
+        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in rows}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
         for name in (*_STATES, *RECORDS, "cu_seqlens"):
@@ -307,8 +344,53 @@ class Backward(Operator[BackwardArguments]):
         needed: frozenset[str],
     ) -> Mapping[str, Tensor]:
         raise NotImplementedError(
-            "chunk_kda has no second derivative: take the first one without create_graph=True"
+            f"{self.of} has no second derivative: take the first one without create_graph=True"
         )
+
+    def of_forward(
+        self,
+        saved: Mapping[str, Any],
+        do: Tensor | None,
+        dfinal_state: Tensor | None,
+        needed: frozenset[str],
+    ) -> dict[str, Tensor]:
+        """The gradients of the forward's arguments named in `needed`.
+
+        Args:
+            saved: the tensors that `SAVED` names.
+            do, dfinal_state: the gradients of o and final_state; None is 0.
+        """
+        a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES) if name in saved}
+        if saved.get("disable_recompute"):
+            # A result that was not requested is a tensor without elements.
+            records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
+            a |= {name: saved[name] for name in records}
+        if do is None:
+            do = torch.zeros_like(saved["v"])
+        needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}
+        if not needed:
+            return {}
+        found = dict(
+            zip(
+                (*_INPUTS, "A_log", "dt_bias", "initial_state"),
+                self.routed(
+                    *BackwardArguments(
+                        **a,
+                        do=do,
+                        dfinal_state=dfinal_state,
+                        need_inputs=not needed.isdisjoint(_INPUTS),
+                        need_dA_log="A_log" in needed,
+                        need_ddt_bias="dt_bias" in needed,
+                        need_dinitial_state="initial_state" in needed,
+                    )
+                ),
+                strict=True,
+            )
+        )
+        for name in ("A_log", "dt_bias", "initial_state"):  # convert from float32
+            if name in needed:
+                found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
+        return {name: found[name] for name in needed}
 
 
 def _sequences(a: BackwardArguments) -> int:
@@ -342,48 +424,3 @@ def _zero_unused(kernel: _Function, results: tuple[Tensor, ...], cu_seqlens: Ten
 
 
 BACKWARD = Backward()
-
-
-def backward(
-    saved: Mapping[str, Any],
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    needed: frozenset[str],
-) -> dict[str, Tensor]:
-    """The gradients of the arguments of `chunk_kda` named in `needed`.
-
-    Args:
-        saved: the tensors that `SAVED` names.
-        do, dfinal_state: the gradients of o and final_state; None is 0.
-    """
-    a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES)}
-    if saved["disable_recompute"]:
-        # A result that was not requested is a tensor without elements.
-        records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
-        a |= {name: saved[name] for name in records}
-    if do is None:
-        do = torch.zeros_like(saved["v"])
-    needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}
-    if not needed:
-        return {}
-    found = dict(
-        zip(
-            (*_INPUTS, "A_log", "dt_bias", "initial_state"),
-            BACKWARD.routed(
-                *BackwardArguments(
-                    **a,
-                    do=do,
-                    dfinal_state=dfinal_state,
-                    need_inputs=not needed.isdisjoint(_INPUTS),
-                    need_dA_log="A_log" in needed,
-                    need_ddt_bias="dt_bias" in needed,
-                    need_dinitial_state="initial_state" in needed,
-                )
-            ),
-            strict=True,
-        )
-    )
-    for name in ("A_log", "dt_bias", "initial_state"):  # convert from float32
-        if name in needed:
-            found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
-    return {name: found[name] for name in needed}

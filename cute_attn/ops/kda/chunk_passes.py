@@ -80,6 +80,21 @@ class Pass(NamedTuple):
         cu_seqlens: Tensor | None,
     ) -> None:
         """Launch the pass; see `chunk_pass.Arguments`."""
+        given = rows, tiles, decay
+        self.run_on(given, rows, decay.shape[-1], written, first, last, cu_seqlens)
+
+    def run_on(
+        self,
+        given: tuple[Tensor, ...],
+        rows: Tensor,
+        dim_k: int,
+        written: tuple[Tensor, Tensor | None, Tensor | None],
+        first: Tensor | None,
+        last: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Launch any kernel of a pass. `given` are the kernel's arguments up to `o`, and `rows` is
+        v or the gradient of o."""
         batch, tokens, heads, dim_v = rows.shape
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         length = 0
@@ -93,11 +108,10 @@ class Pass(NamedTuple):
                 num_sms=self.num_sms,
             )
         if length:
-            run_in_segments(
-                self.split, length, rows, tiles, decay, written, (first, last), cu_seqlens
-            )
+            carried = first, last
+            launch_segments(self.split, length, given, rows, dim_k, written, carried, cu_seqlens)
         else:
-            self.whole(rows, tiles, decay, *written, first, last, cu_seqlens, None, None, 0, 1)
+            self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1)
 
 
 def run_in_segments(
@@ -117,16 +131,32 @@ def run_in_segments(
         carried: the kernel's next arguments, up to cu_seqlens: the tensors with the carried
             matrices.
     """
+    launch_segments(
+        split, length, (rows, tiles, decay), rows, decay.shape[-1], written, carried, cu_seqlens
+    )
+
+
+def launch_segments(
+    split: tuple[launch.Request, ...],
+    length: int,
+    given: tuple[Tensor, ...],
+    rows: Tensor,
+    dim_k: int,
+    written: tuple[Tensor | None, ...],
+    carried: tuple[Any, ...],
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Launch `run_in_segments` for any kernel of a pass. `given` are the kernel's arguments up to
+    `o`, and `rows` is v."""
     batch, tokens, heads, dim_v = rows.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    device, dim_k = rows.device, decay.shape[-1]
+    device = rows.device
     count = -(-tokens // (CHUNK * length))
     states, moves = (
         _empty((sequences, count, heads, size, dim_k), dtype=torch.float32, device=device)
         for size in (dim_v, dim_k)
     )
     transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
-    given = rows, tiles, decay
     # `transitions` writes none of `written`; its o may be any tensor of this shape.
     rest = *carried, cu_seqlens
     nothing = (None,) * (len(written) - 1)

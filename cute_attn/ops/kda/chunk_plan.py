@@ -14,6 +14,7 @@ from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
+    head_gradients_config,
     output_config,
     segments_config,
     state_pass_config,
@@ -23,6 +24,7 @@ from ...kernels.delta.chunk.spec import (
     DeltaHSpec,
     GateSpec,
     GradientsSpec,
+    HeadGradientsSpec,
     IntraSpec,
     OutputSpec,
     PassSpec,
@@ -64,6 +66,7 @@ def plan_chunk_kda(
     A_log: bool = True,
     dt_bias: bool = True,
     split: bool | None = None,
+    decays: str = "channel",
 ) -> list[launch.Request]:
     """The kernels that `chunk_kda` uses for these arguments, for `cute_attn.warmup` and spec files.
     The choice does not depend on batch, lengths or numbers of heads, except through `split`.
@@ -97,6 +100,8 @@ def plan_chunk_kda(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         split: whether to include the three kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
+        decays: what has a decay of its own: "channel", or "head" as in a Gated Delta Net. With
+            "head", g is `[B, T, HV]` and dt_bias `[HV]`, and there are no intermediate states.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -106,19 +111,14 @@ def plan_chunk_kda(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
-    for name, value in (
-        ("gradient", gradient),
-        ("return_intermediate_states", return_intermediate_states),
-    ):
-        if state_indices and value:
-            raise ValueError(f"{name} is True, must be False with state_indices")
-    for name, value in (
-        ("checkpoint_indices", checkpoint_indices),
-        ("has_initial_state", has_initial_state),
-    ):
-        if value and not state_indices:
-            raise ValueError(f"{name} is True, must be False without state_indices")
-    call = _Call(
+    if decays == "head" and return_intermediate_states:
+        raise ValueError('return_intermediate_states is True, must be False with decays="head"')
+    check_pool(
+        state_indices,
+        without={"gradient": gradient, "return_intermediate_states": return_intermediate_states},
+        needed={"checkpoint_indices": checkpoint_indices, "has_initial_state": has_initial_state},
+    )
+    call = ChunkCall(
         arch,
         dtype=dtype,
         gate_dtype=gate_dtype,
@@ -136,6 +136,7 @@ def plan_chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
         split=split,
+        decays=decays,
     )
     if return_intermediate_states:
         return call.stages()
@@ -151,6 +152,17 @@ def plan_chunk_kda(
         return [call.prepare(for_backward=False), *passes]
     keeps = bool(gradient)
     return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
+
+
+def check_pool(state_indices: bool, *, without: dict[str, bool], needed: dict[str, bool]) -> None:
+    """Raise ValueError if a plan's parameter in `without` is given with a pool, or a parameter in
+    `needed` without a pool."""
+    for name, value in without.items():
+        if state_indices and value:
+            raise ValueError(f"{name} is True, must be False with state_indices")
+    for name, value in needed.items():
+        if value and not state_indices:
+            raise ValueError(f"{name} is True, must be False without state_indices")
 
 
 @launch.planner
@@ -233,8 +245,7 @@ def plan_chunk_kda_backward(
         grouped=grouped,
         split=split,
     )
-    single = (found.prepare, found.gradients, found.sum_A_log, found.sum_dt_bias, found.zero_unused)
-    return [*found.adjoint_pass, *filter(None, single)]
+    return found.listed()
 
 
 SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
@@ -253,6 +264,13 @@ class BackwardRequests(NamedTuple):
     sum_dt_bias: launch.Request | None
     zero_unused: launch.Request | None
 
+    def listed(self) -> list[launch.Request]:
+        """All kernels, those for the state's gradient first."""
+        single = (
+            self.prepare, self.gradients, self.sum_A_log, self.sum_dt_bias, self.zero_unused
+        )  # fmt: skip
+        return [*self.adjoint_pass, *filter(None, single)]
+
 
 def backward_requests(
     arch: str,
@@ -265,19 +283,23 @@ def backward_requests(
     **options: Any,
 ) -> BackwardRequests:
     """The kernels of `plan_chunk_kda_backward` by their part; arguments and errors are equal."""
-    call = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
+    call = ChunkCall(
+        arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options
+    )
     gate = call.gate_fields
     return BackwardRequests(
         prepare=None if disable_recompute else call.prepare(for_backward=True),
         adjoint_pass=call.adjoint_pass(),
         gradients=call.gradients(grouped=grouped) if inputs else None,
         sum_A_log=SUM_A_LOG if inputs and gate["has_A_log"] else None,
-        sum_dt_bias=SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
+        sum_dt_bias=(SUM_A_LOG if call.decays == "head" else SUM_DT_BIAS)
+        if inputs and gate["has_dt_bias"]
+        else None,
         zero_unused=_ZERO_UNUSED if inputs and call.base["index_dtype"] != "none" else None,
     )
 
 
-class _Call:
+class ChunkCall:
     """The requests of a call with these parameters; see `plan_chunk_kda`.
 
     Args:
@@ -304,6 +326,7 @@ class _Call:
         A_log: bool,
         dt_bias: bool,
         split: bool | None,
+        decays: str = "channel",
     ) -> None:
         gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
         if gate == "softplus" and not A_log:
@@ -325,6 +348,7 @@ class _Call:
             "has_A_log": bool(A_log and use_gate_in_kernel),
             "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
         }
+        self.decays = decays
         self.state_fields: dict[str, Any] = {
             "state_v_first": bool(state_v_first),
             "has_initial_state": bool(has_initial_state),
@@ -343,6 +367,7 @@ class _Call:
             "beta_dtype": self.beta_dtype,
             "l2norm": self.l2norm,
             "beta_sigmoid": self.beta_sigmoid,
+            "decays": self.decays,
         }
 
     def prepare(self, *, for_backward: bool) -> launch.Request:
@@ -355,7 +380,7 @@ class _Call:
             **state_pass_config(**self.dims),
             store_states=store_states,
         )
-        return self._with_segments(table.STATE_PASS, spec)
+        return self.with_segments(table.STATE_PASS, spec)
 
     def pool_pass(self, **of_pool: Any) -> list[launch.Request]:
         """The requests of a pass in a pool; `of_pool` are the fields that only its spec has."""
@@ -365,13 +390,13 @@ class _Call:
             **state_pass_config(**self.dims),
             **of_pool,
         )
-        return self._with_segments(table.POOL_PASS, spec)
+        return self.with_segments(table.POOL_PASS, spec)
 
     def adjoint_pass(self) -> list[launch.Request]:
         spec = AdjointPassSpec(**self.base, **self.state_fields, **state_pass_config(**self.dims))
-        return self._with_segments(table.ADJOINT_PASS, spec)
+        return self.with_segments(table.ADJOINT_PASS, spec)
 
-    def _with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
+    def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,
@@ -388,6 +413,11 @@ class _Call:
         ]
 
     def gradients(self, *, grouped: bool) -> launch.Request:
+        if self.decays == "head":
+            of_head = head_gradients_config(**self.dims, grouped=grouped)
+            return table.HEAD_GRADIENTS, HeadGradientsSpec(
+                **self.inputs, grouped=grouped, **of_head
+            )
         config = gradients_config(**self.dims)
         spec = GradientsSpec(**self.inputs, grouped=grouped, **config)
         return table.GRADIENTS, spec

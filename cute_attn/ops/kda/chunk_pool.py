@@ -41,6 +41,7 @@ from ..operator import (
 from .arguments import (
     MAX_TOKENS,
     STATE_DTYPES,
+    Sizes,
     check_slots,
     contiguous,
     count_chunks,
@@ -92,16 +93,7 @@ def chunk_kda_in_pool(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_kda` with state_indices; see `chunk_kda`."""
-    if state_indices is None:
-        named = {
-            "checkpoint_indices": checkpoint_indices,
-            "has_initial_state": has_initial_state,
-            "out": out,
-        }
-        first = next(name for name, x in named.items() if x is not None)
-        raise ValueError(f"{first} is given without state_indices, which it needs")
-    if initial_state is None:
-        raise ValueError("initial_state is None, must be the pool of states with state_indices")
+    check_has_pool(state_indices, initial_state, checkpoint_indices, has_initial_state, out)
     check_flags(
         output_final_state=output_final_state,
         disable_recompute=disable_recompute,
@@ -138,10 +130,30 @@ def chunk_kda_in_pool(
     return o, initial_state if output_final_state else None
 
 
+def check_has_pool(
+    state_indices: Tensor | None,
+    initial_state: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Raise ValueError for a call without state_indices, or without a pool."""
+    if state_indices is None:
+        named = {
+            "checkpoint_indices": checkpoint_indices,
+            "has_initial_state": has_initial_state,
+            "out": out,
+        }
+        first = next(name for name, x in named.items() if x is not None)
+        raise ValueError(f"{first} is given without state_indices, which it needs")
+    if initial_state is None:
+        raise ValueError("initial_state is None, must be the pool of states with state_indices")
+
+
 _BOOL = frozenset({bool})
 
 
-class _Arguments(NamedTuple):
+class PoolArguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -173,7 +185,7 @@ class _Arguments(NamedTuple):
 
 _OF_CHUNK_KDA = tuple(
     name
-    for name in _Arguments._fields
+    for name in PoolArguments._fields
     if name in ChunkArguments._fields and name != "initial_state"
 )
 
@@ -190,14 +202,17 @@ class _Ready(NamedTuple):
     split: tuple[launch.Request, ...]
 
 
-class _Pool(Operator[_Arguments]):
+class Pool(Operator[PoolArguments]):
+    """`chunk_kda` with state_indices; a subclass serves `chunk_gated_delta_rule`."""
+
     name = "chunk_kda_in_pool"
     public_name = "chunk_kda with state_indices"
-    arguments = _Arguments
+    arguments = PoolArguments
     written = _WRITTEN
 
-    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
-        sizes = check(ChunkArguments(**{name: getattr(a, name) for name in _OF_CHUNK_KDA}), given)
+    def check(self, a: PoolArguments, given: dict[str, Tensor]) -> None:
+        of_chunk_kda = ChunkArguments(**{name: getattr(a, name) for name in _OF_CHUNK_KDA})
+        sizes = self.check_sequences(of_chunk_kda, given)
         check_dtype("initial_state", a.initial_state, STATE_DTYPES)
         matrix = "V K" if a.state_v_first else "K V"
         sizes.take("initial_state", a.initial_state, f"slots HV {matrix}")
@@ -227,7 +242,10 @@ class _Pool(Operator[_Arguments]):
             check_dtypes_are(given, ("out",), a.q.dtype)
             sizes.take("out", a.out, "B T HV V")
 
-    def check_memory(self, a: _Arguments) -> None:
+    def check_sequences(self, a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
+        return check(a, given)
+
+    def check_memory(self, a: PoolArguments) -> None:
         check_state_address(a.initial_state, VECTOR_BYTES, "initial_state")
         tensors = self.tensors(a)
         if a.out is not None:
@@ -239,7 +257,7 @@ class _Pool(Operator[_Arguments]):
         written = {name: tensors.pop(name) for name in _WRITTEN}
         check_memory(written, tensors)
 
-    def _check_inputs(self, name: str, written: Tensor, inputs: dict[str, Tensor | None]) -> None:
+    def check_inputs(self, name: str, written: Tensor, inputs: dict[str, Tensor | None]) -> None:
         """Refuse inputs of `prepare` that overlap a written tensor: the host code of `prepare` does
         not see this tensor."""
         memory = written.untyped_storage().data_ptr()
@@ -248,13 +266,13 @@ class _Pool(Operator[_Arguments]):
                 check_memory({name: written}, inputs)
                 return
 
-    def nothing(self, a: _Arguments) -> Tensor | None:
+    def nothing(self, a: PoolArguments) -> Tensor | None:
         """The result for no tokens; the states stay unchanged."""
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
             return None
         return a.out
 
-    def readable(self, a: _Arguments) -> _Arguments:
+    def readable(self, a: PoolArguments) -> PoolArguments:
         changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
@@ -262,7 +280,7 @@ class _Pool(Operator[_Arguments]):
             changed["cu_seqlens"] = contiguous(a.cu_seqlens)
         return a._replace(**changed)
 
-    def prepare(self, a: _Arguments) -> _Ready:
+    def prepare(self, a: PoolArguments) -> _Ready:
         device = a.q.device
         prepare, pool_pass, *split = plan_chunk_kda(
             launch.arch_for(device),
@@ -281,7 +299,7 @@ class _Pool(Operator[_Arguments]):
             tuple(split),
         )
 
-    def key(self, a: _Arguments) -> tuple[Any, ...]:
+    def key(self, a: PoolArguments) -> tuple[Any, ...]:
         flags = (
             a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
             a.allow_neg_eigval, a.safe_gate, a.state_v_first,
@@ -311,7 +329,7 @@ class _Pool(Operator[_Arguments]):
             and (a.has_initial_state is None or a.has_initial_state.shape[0] == sequences),
         )  # fmt: skip
 
-    def launch(self, ready: _Ready, a: _Arguments) -> Tensor:
+    def launch(self, ready: _Ready, a: PoolArguments) -> Tensor:
         batch, tokens, heads, dim_v = a.v.shape
         dim_k, device = a.q.shape[3], a.q.device
         if a.cu_seqlens is None:
@@ -326,7 +344,7 @@ class _Pool(Operator[_Arguments]):
         if A is not None and A.dim() != 1:
             A = A.view(-1)
         inputs = {"q": a.q, "k": a.k, "g": a.g, "beta": a.beta, "A_log": A, "dt_bias": bias}
-        self._check_inputs("initial_state", a.initial_state, inputs)
+        self.check_inputs("initial_state", a.initial_state, inputs)
         tiles = _new_empty(a.q, (slots, heads, record_elements(dim_k)))
         decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
         given = cast("Tensor | None", a.out)
@@ -334,7 +352,7 @@ class _Pool(Operator[_Arguments]):
             o = _empty_like(a.v, memory_format=_contiguous)
         else:
             o = given
-            self._check_inputs("out", o, inputs)
+            self.check_inputs("out", o, inputs)
         ready.prepare(
             a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens, tiles, decay, None, ready.scale,
             ready.lower_bound, ready.beta_scale,
@@ -349,12 +367,7 @@ class _Pool(Operator[_Arguments]):
                 packed=a.cu_seqlens is not None,
                 num_sms=ready.num_sms,
             )
-        chunks = 0 if a.checkpoint_indices is None else a.checkpoint_interval // CHUNK
-        flags = a.has_initial_state
-        states = (
-            a.initial_state, a.state_indices, a.checkpoint_indices, chunks,
-            None if flags is None else flags.view(torch.uint8),
-        )  # fmt: skip
+        states = carried_states(a)
         if length:
             run_in_segments(ready.split, length, a.v, tiles, decay, (o,), states, a.cu_seqlens)
         else:
@@ -369,5 +382,15 @@ class _Pool(Operator[_Arguments]):
         return a._replace(out=_empty_like(a.v, memory_format=_contiguous))
 
 
-_pool = _Pool()
+def carried_states(a: PoolArguments) -> tuple[Any, ...]:
+    """The arguments of a pass for states in a pool."""
+    chunks = 0 if a.checkpoint_indices is None else a.checkpoint_interval // CHUNK
+    flags = a.has_initial_state
+    return (
+        a.initial_state, a.state_indices, a.checkpoint_indices, chunks,
+        None if flags is None else flags.view(torch.uint8),
+    )  # fmt: skip
+
+
+_pool = Pool()
 _forward = _pool.forward  # bound once: this saves time per call

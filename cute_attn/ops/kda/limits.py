@@ -7,7 +7,7 @@ import torch
 from ... import launch
 from ...kernels.common.spec import VECTOR_BYTES as VECTOR_BYTES
 from ...kernels.delta.chunk import spec as chunk
-from ...kernels.delta.chunk.heuristics import gradients_config
+from ...kernels.delta.chunk.heuristics import gradients_config, head_gradients_config
 from ...kernels.delta.step import spec as step
 from .arguments import STATE_DTYPES as STATE_DTYPES
 
@@ -23,10 +23,18 @@ STEP_STATE_DTYPES = step.STATE_DTYPES
 STEP_PARAMETER_DTYPES = step.PARAMETER_DTYPES
 
 
-def why_no_gradients(device: torch.device, *, head_dim_k: int, head_dim_v: int) -> str | None:
-    """Why `chunk_kda` has no backward on the device, or None if it has one."""
+def why_no_gradients(
+    device: torch.device, *, head_dim_k: int, head_dim_v: int, decays: str = "channel"
+) -> str | None:
+    """Why `chunk_kda`, or with decays="head" `chunk_gated_delta_rule`, has no backward on the
+    device; None if it has one."""
+    sizes = {"head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+    arch = launch.arch_for(device)
     try:
-        gradients_config(arch=launch.arch_for(device), head_dim_k=head_dim_k, head_dim_v=head_dim_v)
+        if decays == "head":
+            head_gradients_config(arch=arch, **sizes, grouped=False)
+        else:
+            gradients_config(arch=arch, **sizes)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -8,7 +8,7 @@ before it launches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,6 +183,30 @@ def plan_fused_recurrent_kda(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
+    return recurrent_requests("channel", **locals())
+
+
+def recurrent_requests(
+    decays: str,
+    *,
+    arch: str,
+    dtype: str,
+    gate_dtype: str | None,
+    beta_dtype: str | None,
+    head_dim_k: int,
+    head_dim_v: int,
+    initial_state: bool,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    lower_bound: bool,
+    state_v_first: bool,
+    index_dtype: str,
+    A_log: bool,
+    dt_bias: bool,
+) -> list[launch.Request]:
+    """The kernel of a plan; see `plan_fused_recurrent_kda`. `decays` is as in `StepSpec`."""
     del arch
     tuned: dict[str, Any] = {
         "state_dtype": "float32",
@@ -197,7 +221,8 @@ def plan_fused_recurrent_kda(
         beta_dtype=beta_dtype or dtype,
         A_log_dtype="float32" if gated and A_log else "none",
         dt_bias_dtype="float32" if gated and dt_bias else "none",
-        dt_bias_dims=2 if gated and dt_bias else 0,
+        dt_bias_dims=0 if not (gated and dt_bias) else 1 if decays == "head" else 2,
+        decays=decays,
         gate=gate_kind(gated, 0.0 if lower_bound else None),
         l2norm=bool(use_qk_l2norm_in_kernel),
         beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
@@ -218,7 +243,7 @@ _empty = torch.empty
 _Ready = tuple[Callable[..., None], float, float, float]
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -238,12 +263,25 @@ class _Arguments(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-class _Recurrent(Operator[_Arguments]):
-    name = "fused_recurrent_kda"
-    arguments = _Arguments
+class Recurrent(Operator[Arguments]):
+    """Base class of the operators of KDA and the Gated Delta Net.
+
+    Class attribute of a subclass:
+        decays: what has a decay of its own, "channel" or "head".
+        dt_bias_dims: dimensions of dt_bias in the kernel.
+    """
+
+    arguments = Arguments
+    decays: ClassVar[str]
+    dt_bias_dims: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_gate = self.decays == "head"
+
     results = (("o", ""), ("final_state", "output_final_state"))
 
-    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
+    def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
         check_number("lower_bound", a.lower_bound)
         check_flags(
@@ -257,13 +295,14 @@ class _Recurrent(Operator[_Arguments]):
         check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
         check_step_dtypes(given)
         sizes = Sizes()
-        check_step_shapes(sizes, given, "B T")
+        check_step_shapes(sizes, given, "B T", self.head_gate)
         sizes.check_sequences(a.cu_seqlens)
         check_state(sizes, a.initial_state, a.state_v_first)
-        check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
+        check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound, self.head_gate)
 
-    def prepare(self, a: _Arguments) -> _Ready:
-        (request,) = plan_fused_recurrent_kda(launch.arch_for(a.q.device), **sequence_plan(a))
+    def prepare(self, a: Arguments) -> _Ready:
+        arch = launch.arch_for(a.q.device)
+        (request,) = recurrent_requests(self.decays, arch=arch, **sequence_plan(a))
         return (launch.get_for(a.q.device, *request), *launch_scalars(a))
 
     def forward(  # type: ignore[override]
@@ -308,6 +347,7 @@ class _Recurrent(Operator[_Arguments]):
                     )  # fmt: skip
                 key = (
                     dim_k, shape[-1], q.dtype, g.dtype, beta.dtype, beta.is_neg(), q.get_device(),
+                    self.head_gate and g.is_neg(),
                     A_log is None, dt_bias is None, scale, type(scale), initial_state is None,
                     output_final_state, use_qk_l2norm_in_kernel,
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -320,8 +360,8 @@ class _Recurrent(Operator[_Arguments]):
             A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
             if A is not None and A.dim() != 1:
                 A = A.view(-1)
-            if bias is not None and bias.dim() != 2:
-                bias = bias.view(-1, dim_k)
+            if bias is not None and bias.dim() != self.dt_bias_dims:
+                bias = bias.view(-1) if self.dt_bias_dims == 1 else bias.view(-1, dim_k)
             o, final_state = _outputs(
                 v, shape, dim_k, output_final_state, state_v_first, cu_seqlens
             )
@@ -338,12 +378,13 @@ class _Recurrent(Operator[_Arguments]):
                 cu_seqlens,
             )  # fmt: skip
 
-    def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
         shape, dim_k = a.v.shape, a.q.shape[-1]
         return _outputs(a.v, shape, dim_k, a.output_final_state, a.state_v_first, a.cu_seqlens)
 
-    def readable(self, a: _Arguments) -> _Arguments:
-        changed: dict[str, Any] = {name: _with_rows(getattr(a, name)) for name in "qkvg"}
+    def readable(self, a: Arguments) -> Arguments:
+        rows = "qkv" if self.head_gate else "qkvg"
+        changed: dict[str, Any] = {name: _with_rows(getattr(a, name)) for name in rows}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
         return a._replace(
@@ -352,14 +393,19 @@ class _Recurrent(Operator[_Arguments]):
             cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
         )
 
-    def nothing(self, a: _Arguments) -> tuple[Tensor, Tensor | None] | None:
+    def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
             return None
         o, final_state = self.outputs(a)
         return o, unchanged(final_state, a.initial_state)
 
 
-_recurrent = _Recurrent()
+class _RecurrentKda(Recurrent):
+    name = "fused_recurrent_kda"
+    decays, dt_bias_dims = "channel", 2
+
+
+_recurrent = _RecurrentKda()
 _forward = _recurrent.forward  # bound once: this saves time per call
 
 

@@ -1,4 +1,5 @@
-"""The KDA benchmarks on the CPU, with plain PyTorch for kernels and formulas for GPU times."""
+"""The benchmarks of KDA and the Gated Delta Net on the CPU, with plain PyTorch for kernels and
+formulas for GPU times."""
 
 import argparse
 import functools
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from cute_attn.bench.__main__ import main
+from cute_attn.bench.gated_delta_rule import decode as gdn_decode
 from cute_attn.bench.harness.roofline import Roofline
 from cute_attn.bench.harness.timing import Timing
 from cute_attn.bench.kda import cases as kda_cases
@@ -21,6 +23,8 @@ from cute_attn.bench.kda import recompute as kda_recompute
 from cute_attn.bench.kda import stage as kda_stage
 from cute_attn.bench.kda.cases import Case, DecodeCase
 from cute_attn.reference import kda as reference
+from cute_attn.reference.convolution import causal_convolution_reference
+from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 
 DIMS = {"head_dim_k": 64, "head_dim_v": 64}
 SMALL = [
@@ -69,6 +73,19 @@ def plain_decode(q, k, v, g, beta, state, *, out, **rest):
     return out.copy_(found.o)
 
 
+def plain_gdn_decode(q, k, v, g, beta, state, *, out, conv_state=None, conv_weight=None, **rest):
+    how = {"dtype": torch.float32}
+    if conv_state is not None:
+        slots = rest.get("state_indices")
+        q, k, v, pool = causal_convolution_reference(
+            q, k, v, conv_state, conv_weight, state_indices=slots, **how
+        )
+        conv_state.copy_(pool)
+    found = gated_delta_rule_decode_reference(q, k, v, g, beta, state, **rest, **how)
+    state.copy_(found.state)
+    return out.copy_(found.o)
+
+
 def fla_intra(q, k, v, gk, beta, scale, safe_gate):
     """Results in FLA's order, with garbage in elements that FLA does not write."""
     assert safe_gate
@@ -112,6 +129,7 @@ def contenders(monkeypatch):
         kda_chunk_intra=plain_intra,
         kda_recompute_w_u=plain_recompute,
         kda_decode=plain_decode,
+        gated_delta_rule_decode=plain_gdn_decode,
     )
     monkeypatch.setattr(problem, "peer", PEER.get)
     monkeypatch.setattr(problem, "compile_chunk", lambda cases, paths: None)
@@ -130,7 +148,7 @@ def fake_gpu(monkeypatch, contenders):
         return {name: Timing.from_samples([us[name]] * 3) for name in fns}
 
     monkeypatch.setattr(problem, "time_cuda_interleaved", fake_times)
-    for module in (kda_chunk, kda_decode, kda_stage):
+    for module in (kda_chunk, kda_decode, kda_stage, gdn_decode):
         monkeypatch.setattr(module, "measure_roofline", lambda **_: Roofline(3000.0, 2900.0))
 
 
@@ -249,6 +267,19 @@ def test_decode_contenders_compute_the_operator(contenders, slots):
     errors = problem.check_decode(case, arguments, problem.decode_calls(arguments, with_peer=True))
     assert set(errors) == {"ours o", "ours state", "fla o", "fla state"}
     assert not torch.equal(before, arguments["state"])
+
+
+def test_gdn_decode_computes_the_operator(contenders):
+    case = DecodeCase(3, 2, 4, **DIMS, decays="head", convolution=True)
+    arguments = problem.decode_arguments(case, 5)
+    assert arguments["g"].shape == (3, 4) and arguments["dt_bias"].shape == (4,)
+    calls = problem.decode_calls(arguments, with_peer=False)
+    errors = problem.check_decode(case, arguments, calls)
+    assert set(errors) == {"ours o", "ours state", "ours conv_state"}
+    assert errors["ours conv_state"] == 0
+    kept = arguments | {"conv_state": arguments["conv_state"].clone()}
+    with pytest.raises(problem.Disagreement, match="conv_state has a relative error"):
+        problem.check_decode(case, arguments, {"ours": lambda: plain_gdn_decode(**kept)})
 
 
 @pytest.mark.parametrize(
@@ -424,6 +455,24 @@ def test_kda_stages(fake_gpu, monkeypatch, tmp_path, name, module, target, met):
     case = Case(1, 1, 70, batch=2)
     expected = case.intra_bytes if name == "intra" else case.recompute_bytes
     assert report["rows"][0]["roofline_us"] == pytest.approx(expected / 3e6)
+
+
+def test_gdn_decode(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gdn_decode, "HEADS", ((1, 2),))
+    monkeypatch.setattr(gdn_decode, "SHORT_BATCHES", (1, 32))
+    report = run(tmp_path, "gdn-decode", "--short", "--no-peer")
+    kinds = [("batch", False), ("random", False), ("random", True)]
+    assert [(r["batch"], r["slots"], r["convolution"], r["mode"]) for r in report["rows"]] == [
+        (batch, *kind, mode)
+        for batch in (1, 32)
+        for kind in kinds
+        for mode in ("do_bench", "graph")
+    ]
+    found = {v["name"]: v["passed"] for v in report["verdicts"]}
+    name = "B=32 H=1 HV=2 random slots (graph)"
+    assert found[f"{name}: with the convolution at most 1.1 of the time without"]
+    assert found[f"{name}: time_to_copy_ratio at most 1.01"] is False
+    assert found["B=32 H=1 HV=2 batch slots (graph): speedup_vs_fla at least 1.1"] is None
 
 
 def test_kda_decode(fake_gpu, monkeypatch, tmp_path):

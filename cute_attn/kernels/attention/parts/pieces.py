@@ -4,10 +4,14 @@ A segment is a query tile of one (pack of) heads with all K/V tiles that its seq
 segment is cut into pieces of about `length` K/V tiles, a little more than a CTA's even share of all
 K/V tiles. CTAs take pieces and whole segments one after the other, in classes of length: first the
 pieces, then segments with more than half of `length` K/V tiles, then segments with more than a
-quarter, then all others. Where there are many segments, all whole segments are one class.
+quarter, then all others. Where there are many segments, all whole segments are one class. Last
+come the sums of segments with many rows: the pieces are added up in at most as many parts of rows
+as there are pieces. Otherwise the CTA of a segment's last piece adds the pieces up.
 
-Pieces and segments are numbered in this order. Each CTA's load warp reads the lengths from memory,
-32 sequences at a time, one sequence in each lane, and goes over all sequences once for each class.
+Pieces, segments and sums are numbered in this order, and CTAs take the numbers one after the other
+from a counter. So a CTA that waits with a sum for the segment's pieces waits for running CTAs only.
+Each CTA's load warp reads the lengths from memory, 32 sequences at a time, one sequence in each
+lane, and goes over all sequences once for each class.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ READS = 4  # lengths of a lane in flight
 
 @dataclass(frozen=True)
 class PieceWork(Work):
-    """A piece of a segment, or a whole segment.
+    """A piece of a segment, a whole segment, or the sum of a part of a segment's rows.
 
     Attributes:
-        first, end: K/V tiles first to end - 1.
+        first, end: K/V tiles first to end - 1; none for a sum.
         pieces: the number of the segment's pieces; 1 for a whole segment.
-        slot: the number of the piece, and so the place of its result.
+        slot: the number of the piece, and so the place of its result; -1 - n for part n of the
+            segment's rows in a sum.
         first_slot: the number of the segment's first piece.
         apart: the difference between the numbers of a segment's consecutive pieces.
     """
@@ -53,6 +58,13 @@ class PieceWork(Work):
         """The piece's K/V tiles among first to end - 1, the K/V tiles that the query tile sees."""
         first = cutlass.max(first, self.first)
         return first, cutlass.max(first, cutlass.min(end, self.end))
+
+
+def parts_of_sum(pieces: Int32, rows: Int32, tile_m: int, at_once: int) -> Int32:
+    """Into how many parts of rows the sum of a segment's pieces is cut: no more than there are
+    pieces, and none of fewer than `at_once` rows. `rows` are the sequence's."""
+    rows = cutlass.min(rows, tile_m)
+    return cutlass.min(pieces, (rows + (at_once - 1)) // at_once)
 
 
 class Sizes(NamedTuple):
@@ -71,28 +83,39 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Window(Carried):
-    """32 consecutive sequences, one for each lane, of which one class of length counts.
+    """32 consecutive sequences, one for each lane, of which one class counts.
 
     Attributes:
-        order: the class of length, from 0 for pieces; `PieceMap.orders` is the end.
+        order: the class, from 0 for pieces; `PieceMap.end` is the end.
         first: the sequence of lane 0.
-        before: the pieces and segments that come before the window's.
+        before: the numbers that come before the window's.
+        slots_before: the pieces of sequences before the window's.
         segments: segments of the lane's sequence; 0 if the sequence does not count.
         pieces: of each of these segments.
-        up_to: the window's pieces and segments up to those of the lane's sequence.
+        items: the numbers of each of these segments: its pieces, 1, or the parts of its sum.
+        up_to: the window's numbers up to those of the lane's sequence.
+        slots: the window's pieces up to those of the lane's sequence.
     """
 
     order: Int32
     first: Int32
     before: Int32
+    slots_before: Int32
     segments: Int32
     pieces: Int32
+    items: Int32
     up_to: Int32
+    slots: Int32
 
     @property
     def end(self) -> Int32:
-        """The pieces and segments up to the window's last; all lanes take part."""
+        """The numbers up to the window's last; all lanes take part."""
         return self.before + cute.arch.shuffle_sync(self.up_to, WARP_SIZE - 1)
+
+    @property
+    def slots_end(self) -> Int32:
+        """The pieces up to the window's last; all lanes take part."""
+        return self.slots_before + cute.arch.shuffle_sync(self.slots, WARP_SIZE - 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,9 @@ class PieceMap(Carried):
         tiles: the query tiles.
         visible: the keys that a query sees.
         length: K/V tiles of a piece, on average.
-        first, orders: the classes of length are `first` to `orders - 1`.
+        first, orders: the classes of length are `first` to `orders - 1`. Class `orders` has the
+            sums, if class 0 has pieces.
+        rows_at_once: rows that a CTA adds up at once.
     """
 
     tiles: TileMap
@@ -111,28 +136,36 @@ class PieceMap(Carried):
     length: Int32
     first: Int32
     orders: Int32
+    rows_at_once: int
 
     @classmethod
-    def of(cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int) -> PieceMap:
+    def of(
+        cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int, rows_at_once: int
+    ) -> PieceMap:
         """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
         calls this."""
-        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
+        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0), rows_at_once)
         segments, key_tiles, longest = unknown.totals()
         # Pieces have 3/4 to 3/2 of this length, so there are fewer than 2 * ctas.
         share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
         length = cutlass.max(share, least)
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
-        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders))
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders), rows_at_once)
         return replace(found, first=Int32(found.order(longest) != 0))
 
-    def sizes(self, sequence: Int32) -> tuple[Int32, Int32]:
-        """The number of a sequence's segments, and the K/V tiles of each. The sequence need not
-        exist."""
+    @property
+    def end(self) -> Int32:
+        """The class after the last one."""
+        return self.orders + cutlass.select_(self.first == 0, Int32(1), Int32(0))
+
+    def sizes(self, sequence: Int32) -> tuple[Int32, Int32, Int32]:
+        """The number of a sequence's segments, the K/V tiles of each, and the sequence's queries.
+        The sequence need not exist."""
         exists = sequence < self.tiles.batch
         work = self.tiles.work(0, 0, cutlass.min(sequence, self.tiles.batch - 1))
         first, end = self.key_tiles(work)
         segments = self.tiles.blocks(work.seqlen_q) * self.tiles.heads
-        return cutlass.select_(exists, segments, 0), end - first
+        return cutlass.select_(exists, segments, 0), end - first, work.seqlen_q
 
     def key_tiles(self, work: Work) -> tuple[Int32, Int32]:
         """[first, end) of the K/V tiles that at least one query tile of the sequence sees."""
@@ -159,7 +192,7 @@ class PieceMap(Carried):
         """The sizes of all sequences together."""
         count, total, longest = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, self.tiles.batch, WARP_SIZE, unroll=READS):
-            segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
+            segments, key_tiles, _ = self.sizes(first + cute.arch.lane_idx())
             count += segments
             total += segments * key_tiles
             longest = cutlass.max(longest, cutlass.select_(segments > 0, key_tiles, 0))
@@ -169,49 +202,67 @@ class PieceMap(Carried):
             cute.arch.warp_redux_sync(longest, "max"),
         )
 
-    def window(self, order: Int32, first: Int32, before: Int32) -> Window:
-        """The window whose first sequence is `first`; `before` as in `Window`."""
-        segments, key_tiles = self.sizes(first + cute.arch.lane_idx())
-        counts = self.order(key_tiles) == order
+    def start(self) -> Window:
+        """The empty window before all sequences."""
+        zero = Int32(0)
+        return Window(self.first, Int32(-WARP_SIZE), zero, zero, zero, Int32(1), zero, zero, zero)
+
+    def window(self, order: Int32, first: Int32, before: Int32, slots_before: Int32) -> Window:
+        """The window whose first sequence is `first`; `before` and `slots_before` as in
+        `Window`."""
+        segments, key_tiles, seqlen_q = self.sizes(first + cute.arch.lane_idx())
+        of_sums = order == self.orders
+        counts = self.order(key_tiles) == cutlass.select_(of_sums, Int32(0), order)
         segments = Int32(cutlass.select_(counts, segments, 0))  # a loop carries only such numbers
         pieces = Int32(self.pieces(key_tiles))
-        return Window(order, first, before, segments, pieces, sums_up_to(segments * pieces))
+        rows = seqlen_q * self.tiles.packed_heads
+        parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
+        parts = cutlass.select_(parts > 1, parts, 0)
+        items = Int32(cutlass.select_(of_sums, parts, pieces))
+        return Window(
+            order, first, before, slots_before, segments, pieces, items,
+            sums_up_to(segments * items), sums_up_to(segments * pieces),
+        )  # fmt: skip
 
     @cute.jit
     def window_of(self, number: Int32, window: Window) -> Window:
-        """The window that holds a piece or segment, from an earlier window; or the end."""
+        """The window that holds a number, from an earlier window; or the end."""
         end = window.end
-        while number >= end and window.order < self.orders:
+        while number >= end and window.order < self.end:
             order, first = window.order, window.first + WARP_SIZE
+            slots = window.slots_end
             if first >= self.tiles.batch:
                 order += 1
                 first = Int32(0)
-            window = self.window(order, first, end)
+                slots = Int32(0)
+            window = self.window(order, first, end, slots)
             end = window.end
         return window
 
     def work(self, number: Int32, window: Window) -> PieceWork:
-        """The Work of a piece or segment in the window."""
+        """The Work of a number in the window."""
         holds = cute.arch.vote_ballot_sync(number < window.before + window.up_to)
         owner = first_lane(holds)
-        segments, pieces = (
-            cute.arch.shuffle_sync(x, owner) for x in (window.segments, window.pieces)
+        segments, pieces, items, up_to, slots = (
+            cute.arch.shuffle_sync(x, owner)
+            for x in (window.segments, window.pieces, window.items, window.up_to, window.slots)
         )
-        up_to = cute.arch.shuffle_sync(window.up_to, owner)
-        within = number - (window.before + up_to - segments * pieces)
+        within = number - (window.before + up_to - segments * items)
         # Heads are the fast index: CTAs that run at once read the same pages.
-        piece = within // segments
-        segment = within - piece * segments
+        item = within // segments
+        segment = within - item * segments
         block = segment // self.tiles.heads
         own = self.tiles.work(block, segment - block * self.tiles.heads, window.first + owner)
         first, end = self.key_tiles(own)
-        count = end - first
+        of_sums = window.order == self.orders
+        count = cutlass.select_(of_sums, Int32(0), end - first)
+        first_slot = window.slots_before + slots - segments * pieces + segment
         return PieceWork(
             **vars(own),
-            first=first + piece * count // pieces,
-            end=first + (piece + 1) * count // pieces,
+            first=first + item * count // pieces,
+            end=first + (item + 1) * count // pieces,
             pieces=pieces,
-            slot=number,
-            first_slot=number - piece * segments,
+            slot=cutlass.select_(of_sums, -1 - item, first_slot + item * segments),
+            first_slot=first_slot,
             apart=segments,
         )

@@ -31,8 +31,9 @@ With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O
 and its log-sum-exp in float32. `combine` adds up the results.
 
 With pieces (few query rows, as in decode), only the K/V tiles of long sequences are shared out,
-see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. The CTA that arrives
-last adds up the segment's pieces, in the order of the keys.
+see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. When all of a
+segment's pieces have arrived, the CTA that arrived last adds them up, in the order of the keys. If
+there are many rows, CTAs add up a part of the rows each.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.carried import Carried
@@ -59,9 +60,11 @@ from ...common.ptx.memory import (
     NEVER,
     count_arrival,
     increment_global,
+    load_acquire,
     load_shared,
     prefetch_global,
     shared_address,
+    sleep,
     store_global,
     store_shared,
 )
@@ -77,7 +80,7 @@ from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.gather import Gather
 from ..parts.merge import VECTOR, Parts, add_up, finish
 from ..parts.pages import Pages
-from ..parts.pieces import PieceMap, PieceWork
+from ..parts.pieces import PieceMap, PieceWork, parts_of_sum
 from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
@@ -103,6 +106,8 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 GATHER_REGISTERS = {**REGISTERS, 2: (40, 232)}  # where the load warp's warpgroup gathers rows
+# The load warp of a kernel with pieces computes where pieces begin.
+PIECES_REGISTERS = {1: (56, 240), 2: (56, 224)}
 
 # The number of heads whose tiles are computed at a time. With fewer heads, more CTAs read the same
 # K and V together. With more heads, tiles of different lengths end with short tiles.
@@ -114,7 +119,10 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "pieces": CounterScheduler,
 }
 
-AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
+# Rows that a thread adds up at a time: their loads are in flight together. With eight rows, the
+# code took longer to come from memory than the rows.
+AT_ONCE = 2
+POLL = 32  # nanoseconds between looks at the number of arrivals
 
 
 class Arguments(NamedTuple):
@@ -123,8 +131,9 @@ class Arguments(NamedTuple):
     Attributes:
         num_ctas: how many CTAs are resident at once.
         counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
-            the next piece, the number of CTAs that are done, and for each segment's first piece the
-            number of pieces that have arrived. All are 0 before and after the launch.
+            the next number of `pieces`, the number of CTAs that are done, and for each segment's
+            first piece the arrivals of warpgroups, with pieces and then with sums. All are 0
+            before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
     """
@@ -189,7 +198,7 @@ class Consumer(Carried):
         q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
         ones: the shared address of the ones beside V.
-        arrived: the shared address of the number of a segment's pieces that have arrived.
+        arrived: the shared address of the number of earlier arrivals at a query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
     """
@@ -226,10 +235,12 @@ class Sm90Forward:
         # a warpgroup without existing rows passes over all K/V tiles but one.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
-        self.held = 0 if self.few_rows else row.held
+        self.held = 0 if self.few_rows or self.pieces else row.held
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
+        # Rows that a warpgroup adds up at once.
+        self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // spec.head_dim_v)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
         self.sums = SUMS if row.sums_by_product and not spec.lse else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
@@ -238,7 +249,8 @@ class Sm90Forward:
         # The warps that load K and V, and the warps that take tiles from the load warp.
         self.loaders, self.takers = self.load, self.consumers
         self.gathers = spec.page_rows == GATHERED
-        self.registers = (GATHER_REGISTERS if self.gathers else REGISTERS)[self.warpgroups]
+        registers = GATHER_REGISTERS if self.gathers else REGISTERS
+        self.registers = (PIECES_REGISTERS if self.pieces else registers)[self.warpgroups]
         if self.gathers:
             warps = range(consumer_warps, consumer_warps + WARPGROUP_WARPS)
             self.load = Role("load", warps[-1:])
@@ -287,7 +299,7 @@ class Sm90Forward:
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
-            o = (Buffer("arrived", Int32, 1, holds="the number of pieces that have arrived"), *o)
+            o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
@@ -329,7 +341,7 @@ class Sm90Forward:
             pages = Pages.of(a.page_table, a.k, spec, spec.tile_n)
             keys = Sequences(pages.most_keys, a.cu_seqlens_k, a.seqused_k)
         tiles = self.tile_map(a, queries, keys, batch)
-        if cutlass.const_expr(not (spec.split or self.few_rows)):
+        if cutlass.const_expr(not (spec.split or self.few_rows or self.pieces)):
             tiles = tiles.balanced(spec, a.num_ctas)
         scaling = Scaling.of(
             a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
@@ -386,7 +398,7 @@ class Sm90Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            if cutlass.const_expr(spec.seqused_k and self.few_rows):
+            if cutlass.const_expr(spec.seqused_k and (self.few_rows or self.pieces)):
                 prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             if cutlass.const_expr(self.pieces):
                 self.prefetch(x.pages, tiles)
@@ -441,7 +453,7 @@ class Sm90Forward:
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
-            arrived=shared_address(storage.arrived) if self.pieces else None,
+            arrived=shared_address(storage.arrived) + group * 4 if self.pieces else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
@@ -509,19 +521,25 @@ class Sm90Forward:
         visible: Visibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        pieces = PieceMap.of(tiles, visible, x.num_tiles, self.spec.least_key_tiles)
-        window = pieces.window(pieces.first, Int32(0), Int32(0))
-        number = cute.arch.block_idx()[0]
-        window = pieces.window_of(number, window)
+        number, barriers = self.take_number(x), queue.barriers
+        pieces = PieceMap.of(
+            tiles, visible, x.num_tiles, self.spec.least_key_tiles, self.warpgroups * self.rows_once
+        )
+        window = pieces.start()
         taken, n = Int32(0), Int32(0)
-        while window.order < pieces.orders:
-            work = pieces.work(number, window)
-            taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-            number = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                number = increment_global(x.counter.iterator.toint(), NEVER)
-            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+        # The code is cold, and comes from memory: each part of it stands once.
+        exists = Boolean(True)
+        while exists:
+            number = cute.arch.shuffle_sync(number, 0)
             window = pieces.window_of(number, window)
+            exists = window.order < pieces.end
+            if exists:
+                work = pieces.work(number, window)
+                taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
+                if self.is_sum(work):
+                    # A CTA that took sums ahead would keep them from idle CTAs.
+                    barriers.wait_previous("q_empty", taken - 1 + self.q_stages)
+                number = self.take_number(x)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -529,6 +547,14 @@ class Sm90Forward:
             ctas = cute.arch.grid_dim()[0]
             if count_arrival(at + 4, ctas) == ctas - 1:
                 store_global(Int32, at, [Int32(0)])
+
+    @cute.jit
+    def take_number(self, x: Operands) -> Int32:
+        """The next number, in lane 0."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = increment_global(x.counter.iterator.toint(), NEVER)
+        return number
 
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
@@ -653,11 +679,14 @@ class Sm90Forward:
             first, end = self.key_tiles(own.visible, work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, taken, n)
-            if first >= end or self.q_stages > 1:
-                own.barriers.warp_arrives("q_empty", taken)
             if cutlass.const_expr(self.pieces):
+                self.release_empty(own, work, first >= end, taken)
                 self.finish_piece(x, own, work)
+                if self.is_sum(work):
+                    own.barriers.warp_arrives("q_empty", taken)
             else:
+                if first >= end or self.q_stages > 1:
+                    own.barriers.warp_arrives("q_empty", taken)
                 self.finish_rows(x, own, work)
                 if cutlass.const_expr(self.o_staged):
                     self.store_tile(x, own, storage, work)
@@ -668,6 +697,17 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
+
+    def is_sum(self, work: Any) -> Any:
+        """Whether the work of a kernel with pieces is a sum of pieces."""
+        return work.slot < 0
+
+    @cute.jit
+    def release_empty(self, own: Consumer, work: Any, empty: Any, taken: Int32) -> None:
+        """Release Q of a piece, if `compute_tile` has not: Q of a sum is released after the sum."""
+        if work.slot >= 0:
+            if empty or self.q_stages > 1:
+                own.barriers.warp_arrives("q_empty", taken)
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -888,36 +928,74 @@ class Sm90Forward:
 
     @cute.jit
     def finish_piece(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Store the result of a whole query tile, or of a piece. After the last piece of a query
-        tile, add up its pieces."""
-        if work.pieces == 1:
+        """Store the result of a whole query tile or of a piece, and add up pieces: all rows after
+        the last piece, or a part of the rows as work of its own."""
+        parts = self.parts(work)
+        adds, first, parts_once = Boolean(False), Int32(0), Int32(1)
+        if work.slot < 0:
+            self.wait_for_pieces(x, own, work)
+            adds = Boolean(True)
+            first = (-1 - work.slot) * self.warpgroups + own.group
+            parts_once = parts * self.warpgroups
+        elif work.pieces == 1:
             self.finish_rows(x, own, work)
             self.store_rows(x, own, work)
         else:
             self.finish_rows(x, own, work, True)
             self.store_rows(x, own, work, True)
-            group_barrier(own.group)
-            if cute.arch.thread_idx()[0] == 0:
-                # All threads' stores come before the arrival, which a later arrival sees.
-                at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
-                store_shared(Int32, own.arrived, [count_arrival(at, work.pieces)])
-            group_barrier(own.group)
-            if load_shared(Int32, own.arrived)[0] == work.pieces - 1:
-                self.add_pieces(x, own, work)
+            last = cutlass.select_(parts == 1, work.pieces * self.warpgroups - 1, NEVER)
+            adds = Boolean(self.arrive(x, own, work, parts) == last)
+        if adds:
+            self.add_pieces(x, own, work, first * self.rows_once, parts_once * self.rows_once)
+        if work.slot < 0:
+            self.arrive(x, own, work, parts)
 
     @cute.jit
-    def add_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
-        """Add up the pieces of a query tile: a thread has four columns of AT_ONCE rows at a
-        time."""
+    def arrive(self, x: Operands, own: Consumer, work: PieceWork, parts: Int32) -> Int32:
+        """Count the warpgroup's arrival at the query tile, after the warpgroup's accesses, and
+        return the number of earlier arrivals. After the last arrival the count is 0."""
+        group_barrier(own.group)
+        # Sums arrive too, if they are work of their own.
+        arrivals = work.pieces + cutlass.select_(parts > 1, parts, 0)
+        arrivals *= self.warpgroups
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            earlier = count_arrival(self.arrivals(x, work), arrivals)
+            store_shared(Int32, own.arrived, [earlier])
+        group_barrier(own.group)
+        return load_shared(Int32, own.arrived)[0]
+
+    @cute.jit
+    def wait_for_pieces(self, x: Operands, own: Consumer, work: PieceWork) -> None:
+        """Wait until all pieces of the query tile have arrived."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            while load_acquire(self.arrivals(x, work)) < work.pieces * self.warpgroups:
+                sleep(POLL)
+        group_barrier(own.group)
+
+    def arrivals(self, x: Operands, work: PieceWork) -> Int64:
+        """The address of the number of arrivals at a query tile."""
+        return x.counter.iterator.toint() + (2 + work.first_slot) * 4
+
+    def parts(self, work: PieceWork) -> Int32:
+        """The number of parts in which the rows of a query tile's pieces are added up."""
+        rows = work.seqlen_q * self.spec.packed_heads
+        return parts_of_sum(work.pieces, rows, self.spec.tile_m, self.warpgroups * self.rows_once)
+
+    @cute.jit
+    def add_pieces(
+        self, x: Operands, own: Consumer, work: PieceWork, begin: Int32, stride: Int32
+    ) -> None:
+        """Add up rows of the pieces of a query tile: `rows_once` from `begin` on, and after every
+        `stride` rows. A thread has four columns of AT_ONCE rows at a time."""
         spec = self.spec
         across = spec.head_dim_v // VECTOR
         abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
-        thread = cute.arch.thread_idx()[0]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
         in_row, vector = thread // across, thread % across
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
         rows = cutlass.min(rows, spec.tile_m)
         step = Int64(work.apart) * (x.parts.stride[0] * 4)
-        for first in cutlass.range(0, rows, abreast * AT_ONCE, unroll=1):
+        for first in cutlass.range(begin, rows, stride, unroll=1):
             of_thread = [first + i * abreast + in_row for i in range(AT_ONCE)]
             starts = [
                 x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()

@@ -30,6 +30,24 @@ def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
+def prefetch_bulk(source: Int64, nbytes: int) -> None:
+    """Start to bring `nbytes` contiguous bytes to L2 (sm_90 and newer), by one thread. The address
+    and `nbytes` are multiples of 16."""
+    asm(f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};", [], [Int64(source)], volatile=True)
+
+
+def copy_bulk_to_cluster(
+    shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int
+) -> None:
+    """Start a `copy_bulk` to the same place in each CTA of the cluster whose rank has a bit in
+    `mask` (sm_90 and newer). Each of these CTAs counts the bytes at its mbarrier."""
+    text = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        f"[$0], [$1], {nbytes}, [$2], {mask};"
+    )
+    asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
+
+
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
     """Start to add `nbytes` of float32 from shared memory to the float32 at a 64-bit global address
     (sm_90 and newer). One thread calls this; the copy joins this thread's bulk group. Addresses and

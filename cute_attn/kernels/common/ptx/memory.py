@@ -46,7 +46,12 @@ def prefetch_global(x: cute.Tensor, index: Int32) -> None:
     """Bring an element's line to L2, for a contiguous tensor in global memory. An index past the
     end stands for the last element."""
     at = x.iterator + cutlass.min(index, cute.size(x) - 1)
-    asm("prefetch.global.L2 [$0];", [], [at.toint()], volatile=True)
+    prefetch_line(at.toint())
+
+
+def prefetch_line(address: Int64) -> None:
+    """Bring the line of a 64-bit address in global memory to L2."""
+    asm("prefetch.global.L2 [$0];", [], [Int64(address)], volatile=True)
 
 
 def add_global(address: Int64, values: Sequence[Float32]) -> None:

@@ -151,6 +151,7 @@ class ChunkPass:
     """
 
     backwards = False
+    cluster = 1  # CTAs that share copies
 
     def __init__(
         self, spec: PassSpec, *, rows_step: int, scores: bool, starts: bool, ends: bool,
@@ -269,13 +270,13 @@ class ChunkPass:
         sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
         return {
             "grid": [columns // self.spec.tile_v, a.rows.shape[2], sequences * a.num_segments],
-            "block": [(self.num_warps + 1) * WARP_SIZE, 1, 1],
+            "block": [sum(map(len, self.roles)) * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
         }
 
     @cute.kernel
-    def kernel(self, x: Operands) -> None:
+    def kernel(self, x: Any) -> None:
         tile, head, sequence = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
@@ -309,12 +310,20 @@ class ChunkPass:
                     cute.arch.mbarrier_init(at, edge.arrivals)
             if cutlass.const_expr(self.bulk):
                 cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         if warp_index == self.num_warps:
             self.load_warp(x, place, head, tile_start, stages, barriers, first, end, last)
         else:
             at = Place(place, head, column)
             self.state_warp(x, at, sequence, segment, stages, barriers, first, end, last)
+        if cutlass.const_expr(self.cluster > 1):
+            # No CTA may end while the other CTA signals it or copies to it.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def chunk_index(self, c: Any, last: Any) -> Any:
         """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
@@ -325,7 +334,7 @@ class ChunkPass:
     @cute.jit
     def load_warp(
         self,
-        x: Operands,
+        x: Any,
         place: Any,
         head: Int32,
         tile_start: Int32,
@@ -421,7 +430,7 @@ class ChunkPass:
     @cute.jit
     def state_warp(
         self,
-        x: Operands,
+        x: Any,
         place: Place,
         sequence: Int32,
         segment: Int32,
@@ -451,7 +460,7 @@ class ChunkPass:
             if first < end:
                 self.state.load(state, starts, True, sequence, head, column)
 
-        held = self.hold()
+        held = self.hold(state)
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
@@ -461,7 +470,7 @@ class ChunkPass:
             self.checkpoint(state, x, place, sequence, c + 1)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                mbarrier.arrive(barriers.address("chunk_empty", stage))
+                self.release(barriers, stage)
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
@@ -494,25 +503,30 @@ class ChunkPass:
     # -- methods of a pass --------------------------------------------------------------------
 
     def load_start(
-        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Any
+        self, state: cute.Tensor, x: Any, sequence: Int32, head: Int32, column: Any
     ) -> None:
         """Load the carried matrix before the first chunk of a sequence."""
         self.state.load(state, x.start, self.spec.state_v_first, sequence, head, column)
 
     def store_result(
-        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Any
+        self, state: cute.Tensor, x: Any, sequence: Int32, head: Int32, column: Any
     ) -> None:
         """Store the carried matrix after the last chunk of a sequence."""
         self.state.store(state, x.result, self.spec.state_v_first, sequence, head, column)
 
     def checkpoint(
-        self, state: cute.Tensor, x: Operands, place: Place, sequence: Int32, count: Any
+        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Any
     ) -> None:
         """Store the carried matrix after `count` chunks of a sequence, if the call asks for this
         matrix."""
 
-    def hold(self) -> Any:
-        """Return registers that `chunk` keeps from one chunk to the next."""
+    def release(self, barriers: Barriers, stage: Int32) -> None:
+        """Tell the load warp that this warp has read a stage."""
+        mbarrier.arrive(barriers.address("chunk_empty", stage))
+
+    def hold(self, state: cute.Tensor) -> Any:
+        """Return registers that `chunk` keeps from one chunk to the next. `state` is the matrix
+        before the first chunk."""
         return None
 
     def chunk(

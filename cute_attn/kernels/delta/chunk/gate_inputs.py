@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -16,7 +17,7 @@ from ...common.ptx.convert import unpack
 from ...common.ptx.math import exp2
 from ...common.ptx.memory import load_global
 from ..gates import log2_decay
-from .chunks import row_offset
+from .chunks import row_offset, rows_of
 from .spec import CHUNK, InputsSpec
 from .sub_chunks import SUB_CHUNK
 
@@ -55,6 +56,10 @@ class GateInputs:
         if cutlass.const_expr(dt_bias is not None):
             bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
         return a, bias
+
+    def load_gates(self, g: cute.Tensor, place: Any, head: Int32) -> Any:
+        """Load a thread's part of a value head's gates of a chunk."""
+        return self.load(rows_of(g, place, head), place.length)
 
     @cute.jit
     def load(self, rows: Any, length: Int32) -> Any:
@@ -105,3 +110,49 @@ class GateInputs:
         if self.dtype is Float32:
             return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
         return unpack(self.dtype, raw[t])
+
+
+class HeadGateInputs(GateInputs):
+    """`GateInputs` for one gate of each value head, which both of a thread's channels get."""
+
+    @cute.jit
+    def load_parameters(
+        self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
+    ) -> Any:
+        """Load A_log and dt_bias."""
+        a = Float32(0.0)
+        bias = Float32(0.0)
+        if cutlass.const_expr(A_log is not None):
+            a = A_log[head]
+        if cutlass.const_expr(dt_bias is not None):
+            bias = dt_bias[head]
+        return a, bias
+
+    @cute.jit
+    def load_gates(self, g: cute.Tensor, place: Any, head: Int32) -> Any:
+        """Load g of a thread's tokens, as float32. Tokens past the chunk's end repeat the last
+        token."""
+        thread, _, _ = cute.arch.thread_idx()
+        raw = cute.make_rmem_tensor((self.tokens,), Float32)
+        if thread < self.num_threads:
+            first, _ = self.place()
+            for t in cutlass.range_constexpr(self.tokens):
+                at = cutlass.min(first + t, place.length - 1)
+                raw[t] = Float32(g[place.batch, place.start + at, head])
+        return raw
+
+    @cute.jit
+    def blank(self, raw: cute.Tensor, length: Int32) -> None:
+        """Overwrite tokens past the chunk's end with values whose gate is 0."""
+        first, _ = self.place()
+        if length < CHUNK:
+            for t in cutlass.range_constexpr(self.tokens):
+                if first + t >= length:
+                    raw[t] = Float32(0.0 if self.spec.gate == "none" else -math.inf)
+
+    def gates(self, raw: cute.Tensor, rate: Any, bias: Any, lower_bound: Any) -> list[list[Any]]:
+        """Return the gates of the thread's tokens, base 2."""
+        gates = (
+            log2_decay(self.spec.gate, raw[t], rate, bias, lower_bound) for t in range(self.tokens)
+        )
+        return [[x, x] for x in gates]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, record_elements
+from .spec import CHUNK, MOST_HEADS_PER_CTA, record_elements
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -29,6 +29,77 @@ def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[st
         "products": "wgmma" if arch == "sm_90a" else "mma",
         "segments": "none",
     }
+
+
+def has_head_path(arch: str) -> bool:
+    """Whether the fused path for one decay a head (`per_head`) has kernels."""
+    return arch == "sm_90a"
+
+
+def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a HeadPassSpec."""
+    del arch
+    return {
+        "cluster": 1 if head_dim_k % 128 or head_dim_v % 128 else 2,
+        "tile_v": 64,
+        "num_stages": MOST_STAGES,
+        "copies": "bulk",
+        "products": "wgmma",
+        "segments": "none",
+    }
+
+
+# Microseconds, from measurements on an H100 with 8 and 32 value heads: a chunk of a pass of
+# `per_head.state_pass`, a step of `segments`, and what three kernels cost more than one.
+HEAD_OUTPUT_CHUNK, HEAD_TRANSITION_CHUNK, SEGMENT_STEP, MORE_KERNELS = 1.0, 1.0, 4.5, 10.0
+
+
+def head_chunks_per_segment(
+    *,
+    sequences: int,
+    tokens: int,
+    heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    packed: bool,
+    num_sms: int,
+) -> int:
+    """Chunks of a segment of `per_head.state_pass`, or 0 where sequences are not split.
+
+    Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
+
+    Args:
+        tokens: tokens of each sequence, or of all packed sequences together.
+    """
+    columns = head_dim_v // 64
+    if 2 * sequences * heads * columns > num_sms:
+        return 0
+    # The host only knows the total length of packed sequences; one sequence may have all tokens.
+    ctas = heads * (1 if packed else sequences)
+    chunks = -(-tokens // CHUNK)
+    best, found = chunks * HEAD_OUTPUT_CHUNK, 0
+    for segments in range(2, MOST_SEGMENTS + 1):
+        length = -(-chunks // segments)
+        moves = (segments - 1) * ctas * (columns + head_dim_k // 64)
+        time = length * HEAD_TRANSITION_CHUNK * -(-moves // num_sms)
+        time += length * HEAD_OUTPUT_CHUNK * -(-segments * ctas * columns // num_sms)
+        time += SEGMENT_STEP * (segments - 2) + MORE_KERNELS
+        if time < best:
+            best, found = time, length
+    return found
+
+
+# CTAs of `per_head.prepare` for each SM below which CTAs have fewer value heads.
+PREPARE_CTAS_PER_SM = 1.5
+
+
+def heads_per_cta(*, chunks: int, heads_qk: int, heads: int, num_sms: int) -> int:
+    """Value heads of a CTA of `per_head.prepare`, which all have one head of q and k."""
+    group = heads // heads_qk
+    count = min(group, MOST_HEADS_PER_CTA)
+    while count > 1 and chunks * heads_qk * -(-group // count) < PREPARE_CTAS_PER_SM * num_sms:
+        count = -(-count // 2)
+    return count
 
 
 def has_bulk_copies(arch: str) -> bool:
@@ -70,6 +141,30 @@ def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     if smem_bytes(arch) < 44_000 + 896 * (head_dim_k // cluster):
         raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
     return {"cluster": cluster, "copies": "bulk" if bulk else "cp_async"}
+
+
+def head_gradients_config(
+    *, arch: str, head_dim_k: int, head_dim_v: int, grouped: bool
+) -> dict[str, Any]:
+    """The tuning fields of a HeadGradientsSpec.
+
+    Raises:
+        NotImplementedError: the kernel's shared memory does not fit.
+    """
+    del head_dim_v  # a multiple of a stage's columns
+    bulk = has_bulk_copies(arch)
+    cluster = head_dim_k // 64 if bulk else 1
+    channels = head_dim_k // cluster
+    # A test compares these numbers with the kernel's declaration.
+    nbytes = 43_300 + 528 * channels + 16 * head_dim_k
+    if smem_bytes(arch) < nbytes:
+        raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
+    keeps_sums = grouped and nbytes + 512 * channels <= smem_bytes(arch)
+    return {
+        "cluster": cluster,
+        "copies": "bulk" if bulk else "cp_async",
+        "keeps_sums": keeps_sums,
+    }
 
 
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

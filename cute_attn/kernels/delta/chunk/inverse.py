@@ -38,7 +38,6 @@ from .sub_chunks import (
     REGION,
     SUB_CHUNK,
     SUB_CHUNKS,
-    ChunkMemory,
     block_element,
     block_offset,
     row_and_part,
@@ -56,13 +55,25 @@ def split(x: Any) -> tuple[Any, Any]:
     return high, low.bitcast(Int32)
 
 
+def rounded(x: Any) -> Any:
+    """Round x to the nearest tf32. A tf32 MMA does not read the lower 13 bits."""
+    return Float32(x).bitcast(Int32) + Int32(1 << 12)
+
+
 class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
-    def __init__(self, memory: ChunkMemory, *, columns: str | None = None):
-        """columns: the buffer of `memory` with a factor for each column of the result, if there are
-        factors."""
+    def __init__(self, memory: Any, *, columns: str | None = None, exact: bool = True):
+        """
+        Args:
+            memory: the CTA's shared memory, a ChunkMemory or one with its buffers and attributes
+                that methods here use.
+            columns: the buffer of `memory` with a factor for each column of the result, if there
+                are factors.
+            exact: whether a product of blocks is three tf32 products, or one of rounded operands.
+        """
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
+        self.exact = exact
 
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
@@ -180,7 +191,10 @@ class Inverse:
     # -- operands -----------------------------------------------------------------------------
 
     def _split(self, x: list[Any]) -> list[Any]:
-        """Return the high operands of 8 float32, followed by the low operands."""
+        """Return the high operands of 8 float32, followed by the low operands; without `exact`, the
+        rounded operands."""
+        if not self.exact:
+            return [rounded(y) for y in x]
         high, low = zip(*map(split, x), strict=True)
         return [*high, *low]
 
@@ -235,6 +249,11 @@ class Inverse:
             main, small, rest = ([Float32(0.0)] * 4 for _ in range(3))
             for s in range(1 if lower and t == 0 else 2):
                 n = (t * 2 + s) * 2
+                if not self.exact:
+                    left = [a[4 * s + order] for order in (0, 2, 1, 3)]
+                    right = [rounded(x) for x in rows[n : n + 2]]
+                    main = list(mma_tf32(main, left, right))
+                    continue
                 high, low = zip(*map(split, rows[n : n + 2]), strict=True)
                 left, left_low = (
                     [a[base + 4 * s + order] for order in (0, 2, 1, 3)] for base in (0, 8)
@@ -242,7 +261,9 @@ class Inverse:
                 rest = list(mma_tf32(rest, left_low, high))
                 small = list(mma_tf32(small, left, low))
                 main = list(mma_tf32(main, left, high))
-            result += [x + (y + z) for x, y, z in zip(main, small, rest, strict=True)]
+            if self.exact:
+                main = [x + (y + z) for x, y, z in zip(main, small, rest, strict=True)]
+            result += main
         return result
 
     # -- results ------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...common.spec import Spec
-from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
+from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 CHUNK = 64  # tokens
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_k": HEAD_DIMS,
     "head_dim_v": HEAD_DIMS_V,
     "gate": GATES,
+    "decays": DECAYS,
     "index_dtype": INDEX_DTYPES,
     "copies": ("cp_async", "bulk"),
     "products": ("mma", "wgmma"),
@@ -73,6 +74,8 @@ class InputsSpec(ChunkSpec):
         has_A_log, has_dt_bias: whether the gate has A_log, dt_bias.
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
+        decays: "channel" (g is [B, T, HV, K], dt_bias [HV, K]) or "head" (g is [B, T, HV] with any
+            strides, dt_bias [HV]): what has a decay of its own.
     """
 
     gate_dtype: str
@@ -82,6 +85,7 @@ class InputsSpec(ChunkSpec):
     has_dt_bias: bool
     l2norm: bool
     beta_sigmoid: bool
+    decays: str = field(default="channel", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,71 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
 
 
 @dataclass(frozen=True)
+class HeadPrepareSpec(InputsSpec):
+    """The preparation of chunks for one decay a head (`per_head.prepare`).
+
+    Attributes:
+        for_backward: as in `PrepareSpec`.
+        ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
+        last_first: whether the last chunks come first, so that L2 has the chunks with which the
+            pass begins.
+    """
+
+    for_backward: bool = False
+    ctas_per_sm: int = 3
+    last_first: bool = True
+
+    ALLOWED = ALLOWED | {"ctas_per_sm": (2, 3)}
+
+    @property
+    def store_norms(self) -> bool:
+        return self.for_backward and self.l2norm
+
+    @property
+    def elements(self) -> int:
+        """Elements of a chunk's tiles: the inverse, and the decayed scores."""
+        return 2 * SUB_TILE
+
+
+MOST_HEADS_PER_CTA = 8  # value heads of a CTA of `per_head.prepare`: a warp has the gates of one
+
+# float32 that `per_head.prepare` writes for a chunk and value head: 4 factors of each token, and
+# the decay of the chunk; a multiple of 16 bytes.
+FACTORS = 4 * CHUNK + 4
+
+
+@dataclass(frozen=True)
+class HeadPassSpec(StatePassSpec):
+    """The pass of the state through chunks for one decay a head (`per_head.state_pass`).
+
+    Attributes:
+        cluster: 1, or 2 CTAs of a value head that share copies of what both read.
+    """
+
+    cluster: int = 1
+
+    ALLOWED = PoolPassSpec.ALLOWED | {"cluster": (1, 2)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cluster > 1 and (self.head_dim_k % 128 or self.head_dim_v % 128):
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}, "
+                f"head_dim_v={self.head_dim_v}"
+            )
+        if self.copies != "bulk":
+            raise ValueError(f'copies is "{self.copies}", must be "bulk" with one decay a head')
+        if self.tile_v != 64:
+            # With 8 warps of 240 registers, TMA's warp would need a warpgroup of its own.
+            raise ValueError(f"tile_v is {self.tile_v}, must be 64 with one decay a head")
+
+
+@dataclass(frozen=True)
+class HeadPoolPassSpec(HeadPassSpec, PoolPassSpec):
+    """The pass of states that are in a pool, for one decay a head (`per_head.pool_pass`)."""
+
+
+@dataclass(frozen=True)
 class AdjointPassSpec(PassSpec):
     """The pass of the state's gradient backwards through chunks (`adjoint_pass`)."""
 
@@ -212,6 +281,40 @@ class GradientsSpec(InputsSpec):
     def exchanges(self) -> bool:
         """Whether a norm's gradient needs sums over the channels of both CTAs."""
         return self.l2norm and self.cluster > 1
+
+
+@dataclass(frozen=True)
+class HeadAdjointSpec(HeadPassSpec):
+    """The pass of the state's gradient for one decay a head (`per_head.adjoint_pass`).
+
+    Attributes:
+        has_initial_state: whether the gradient of the initial state is a result.
+        has_final_state: whether the call has the gradient of the final state.
+        store_states: whether the gradients of the states after chunks are a result.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype != "bfloat16":
+            raise ValueError(f'dtype is "{self.dtype}", must be "bfloat16": Aqk has factors beta')
+
+
+@dataclass(frozen=True)
+class HeadGradientsSpec(GradientsSpec):
+    """`GradientsSpec` for one decay a head (`backward.head_gradients`).
+
+    Attributes:
+        keeps_sums: whether the sums of dq and dk over a group lie in shared memory.
+    """
+
+    keeps_sums: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decays != "head":
+            raise ValueError(f"decays is {self.decays}, must be head: each head has one decay")
+        if self.keeps_sums and not self.grouped:
+            raise ValueError("keeps_sums is True, must be False without groups")
 
 
 @dataclass(frozen=True)

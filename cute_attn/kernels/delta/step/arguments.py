@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 
 from ...common.arguments import fake_contiguous, fake_matrices, fake_rows, fake_strided
 from ...common.dtypes import DTYPE
-from .spec import StepSpec
+from .spec import RecordsSpec, StepSpec
 
 
 class Sizes:
@@ -31,19 +31,28 @@ def inputs(
     if spec.A_log_dtype != "none":
         A_log = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))
     if spec.dt_bias_dims:
-        shape = (cute.sym_int(),) if spec.dt_bias_dims == 1 else (sizes.heads_v, spec.head_dim_k)
+        shape: tuple[cute.SymInt | int, ...] = (sizes.heads_v, spec.head_dim_k)
+        if spec.dt_bias_dims == 1:
+            shape = (sizes.heads_v if spec.head_gate else cute.sym_int(),)
         dt_bias = fake_contiguous(DTYPE[spec.dt_bias_dtype], shape)
     return {
         "q": rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
         "k": rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
         "v": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
-        "g": rows(spec.gate_dtype, *step, sizes.heads_v, spec.head_dim_k),
+        "g": gates(spec, *step, sizes.heads_v),
         "beta": fake_strided(DTYPE[spec.beta_dtype], (*step, sizes.heads_v)),
         "A_log": A_log,
         "dt_bias": dt_bias,
         "o": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
         **dict.fromkeys(("scale", "lower_bound", "beta_scale"), Float32(1.0)),
     }
+
+
+def gates(spec: StepSpec | RecordsSpec, *shape: cute.SymInt) -> cute.Tensor:
+    """Gates of heads, whose dimensions are `shape`: a row for each head, or one number."""
+    if spec.head_gate:
+        return fake_strided(DTYPE[spec.gate_dtype], shape)
+    return rows(spec.gate_dtype, *shape, spec.head_dim_k)
 
 
 def states(spec: StepSpec, sizes: Sizes, *slots: cute.SymInt) -> cute.Tensor:

@@ -1,19 +1,22 @@
-"""KDA decode, with a tile of the recurrent state in a CTA's registers.
+"""Decode of KDA and the Gated Delta Net, with a tile of the recurrent state in a CTA's registers.
 
 Per token and value head, with the state a K by V matrix S:
 
     S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
+
+The Gated Delta Net has one decay for the head (`head_gate`). With conv_dtype, q, k and v first go
+through a causal convolution (`convolution`).
 
 A call reads and writes the state once. All other tensors together have a fiftieth of the state's
 bytes, so the kernel is bound by memory bandwidth, as Lightning decode is
 (docs/kernels/kda_decode.md).
 
     CTA (tile of V, value head, sequence)
-      fetch     the token's q, k, v, g and beta
+      fetch     the token's q, k, v, g and beta; with a convolution, the window and the weights
       load      the tile of the slot's state, 16 bytes an access
       prepare   norms, gate and sigmoid, once for the CTA, to shared memory; barrier
       advance   decay, both sums over K in one pass, rank-1 update
-      store     the tile, in place; barrier; the output
+      store     the tile, in place; barrier; the output; with a convolution, the window
 
 With several tokens, the next token is fetched and prepared while the current token is computed,
 with one barrier for each token. With records, the accepted drafted tokens come first, and the state
@@ -32,14 +35,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...common.arguments import fake_offsets
+from ...common.arguments import fake_contiguous, fake_offsets, fake_strided
 from ...common.carried import Carried
+from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
 from ..chunk.chunks import SequencePlace, num_sequences, sequence_place
 from ..slots import fake_flags, fake_slots, is_slot
 from . import arguments
-from .spec import DecodeSpec
+from .convolution import Convolution, ConvPlace, Windows
+from .spec import CONV_TAPS, DecodeSpec
 from .tile import StateTile
 from .tokens import (
     STAGES,
@@ -49,6 +54,7 @@ from .tokens import (
     TokenReader,
     Tokens,
     TokenStage,
+    gates_at,
     stage_of,
 )
 
@@ -63,20 +69,25 @@ class Arguments(NamedTuple):
     Attributes:
         q, k: `[B, HQK, K]` or `[B, T, HQK, K]`, with a contiguous last dimension.
         v, o: `[B, HV, V]` or `[B, T, HV, V]`.
-        g: `[B, HV, K]` or `[B, T, HV, K]`.
+        g: `[B, HV, K]` or `[B, T, HV, K]`; with head_gate without K.
         beta: `[B, HV]` or `[B, T, HV]`, with any strides.
         A_log: `[HV]`.
-        dt_bias: `[HV * K]` or `[HV, K]`.
+        dt_bias: `[HV * K]` or `[HV, K]`; with head_gate `[HV]`.
         state: `[N, HV, V, K]` or `[N, HV, K, V]`, with a contiguous matrix of each head.
         state_indices: `[B]` or `[B, 1 + S]`.
         num_accepted: `[B]`, int32.
         record_k: `[N, S, HQK, K]`, with a contiguous last dimension.
-        record_g: `[N, S, HV, K]`.
+        record_g: `[N, S, HV, K]`; with head_gate `[N, S, HV]`.
         record_u: `[N, S, HV, V]`, float32.
         cu_seqlens: `[B + 1]`.
         has_initial_state: `[B]`, bytes.
         draft_states: `[M, S, ...]`, matrices as in state: the state after token t of a sequence.
         draft_indices: `[B]`, int32: the sequence's row of draft_states.
+        conv_state: `[M, D, W]`, dtype of q: the pool of the convolution's windows, with any
+            strides. D is 2 HQK K + HV V.
+        conv_weight: `[D, 4]`.
+        conv_bias: `[D]`.
+        conv_counters: Int32 for each slot of conv_state and head of q; 0 before and after a call.
     """
 
     q: cute.Tensor
@@ -97,6 +108,10 @@ class Arguments(NamedTuple):
     has_initial_state: cute.Tensor | None
     draft_states: cute.Tensor | None
     draft_indices: cute.Tensor | None
+    conv_state: cute.Tensor | None
+    conv_weight: cute.Tensor | None
+    conv_bias: cute.Tensor | None
+    conv_counters: cute.Tensor | None
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
@@ -116,10 +131,12 @@ class Records(Carried):
 
 @dataclass(frozen=True)
 class Source(Carried):
-    """The source of a sequence's tokens: first the records, then the call."""
+    """The source of a sequence's tokens: first the records, then the call. With a convolution, the
+    sequence's place in its pool."""
 
     tokens: Tokens
     records: Records
+    conv: ConvPlace | None
 
 
 class KdaDecode:
@@ -134,6 +151,8 @@ class KdaDecode:
         self.positions = spec.slots == "positions"
         self.drafts = spec.slots == "drafts"
         self.packed = spec.index_dtype != "none"
+        self.convolves = spec.conv_dtype != "none"
+        self.convolution = Convolution(spec, self.reader)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -147,7 +166,7 @@ class KdaDecode:
         if self.replays:
             of_slots = (slots, records)
             record_k = arguments.rows(spec.dtype, *of_slots, sizes.heads, spec.head_dim_k)
-            record_g = arguments.rows(spec.gate_dtype, *of_slots, sizes.heads_v, spec.head_dim_k)
+            record_g = arguments.gates(spec, *of_slots, sizes.heads_v)
             record_u = arguments.rows("float32", *of_slots, sizes.heads_v, spec.head_dim_v)
         return placeholders(
             Arguments(
@@ -166,8 +185,24 @@ class KdaDecode:
                     else None
                 ),
                 draft_indices=arguments.indices(sequences) if self.drafts else None,
+                **self.fake_convolution(),
             )
         )
+
+    def fake_convolution(self) -> dict[str, cute.Tensor | None]:
+        names = ("conv_state", "conv_weight", "conv_bias", "conv_counters")
+        if not self.convolves:
+            return dict.fromkeys(names)
+        channels, dtype = cute.sym_int(), DTYPE[self.spec.conv_dtype]
+        window = (cute.sym_int(), channels, cute.sym_int())
+        row = CONV_TAPS * dtype.width // 8
+        tensors = (
+            fake_strided(DTYPE[self.spec.dtype], window),
+            fake_contiguous(dtype, (channels, CONV_TAPS), align=row),
+            fake_contiguous(dtype, (channels,)) if self.spec.conv_bias else None,
+            arguments.indices(cute.sym_int()),
+        )
+        return dict(zip(names, tensors, strict=True))
 
     @entry(Arguments)
     @cute.jit
@@ -181,10 +216,10 @@ class KdaDecode:
         # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator raises
         # the reason.
         ctas = heads_v
-        pools = (a.state, a.record_k, a.record_g, a.record_u, a.draft_states)
+        pools = (a.state, a.record_k, a.record_g, a.record_u, a.draft_states, a.conv_state)
         inputs = (
             a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, a.state_indices, a.num_accepted,
-            a.cu_seqlens, a.has_initial_state, a.draft_indices,
+            a.cu_seqlens, a.has_initial_state, a.draft_indices, a.conv_weight, a.conv_bias,
         )  # fmt: skip
         if overlaps((a.o, *pools), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
@@ -192,7 +227,7 @@ class KdaDecode:
             if a.q.shape[1] == 0:
                 ctas = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
-            if a.dt_bias.shape[0] != heads_v * spec.head_dim_k:
+            if a.dt_bias.shape[0] != heads_v * spec.gates_of_head:
                 ctas = 0
         if cutlass.const_expr(self.packed):
             # The sequences' lengths are known on the device only.
@@ -214,6 +249,18 @@ class KdaDecode:
         if cutlass.const_expr(self.replays):
             if a.q.shape[1] > a.record_u.shape[1]:
                 ctas = 0
+        if cutlass.const_expr(self.convolves):
+            longest = CONV_TAPS - 1
+            if cutlass.const_expr(self.positions):
+                longest = a.state_indices.shape[1] + CONV_TAPS - 2
+            channels = 2 * heads * spec.head_dim_k + heads_v * spec.head_dim_v
+            if a.conv_state.shape[1] != channels or a.conv_state.shape[2] < longest:
+                ctas = 0
+            if a.conv_counters.shape[0] < a.conv_state.shape[0] * heads:
+                ctas = 0
+            if cutlass.const_expr(not spec.indexed):
+                if a.conv_state.shape[0] != batch:
+                    ctas = 0
         group = heads_v // cutlass.max(heads, 1)
         self.kernel(a, group).launch(
             grid=[spec.head_dim_v // spec.tile_v, ctas, batch],
@@ -228,7 +275,8 @@ class KdaDecode:
         spec = self.spec
         tile_index, head, sequence = cute.arch.block_idx()
         head_qk = Int32(cutlass.Uint32(head) // cutlass.Uint32(group))
-        memory = cutlass.memory.SmemAllocator().allocate_tensor(
+        allocator = cutlass.memory.SmemAllocator()
+        memory = allocator.allocate_tensor(
             Float32, cute.make_layout((self.stages * TokenStage.elements(spec),)), 16
         )
         slot = sequence
@@ -240,6 +288,15 @@ class KdaDecode:
                 index = x.state_indices[sequence]
             valid = is_slot(index, x.state, spec.null_slot)
             slot = Int32(index)
+        conv = None
+        if cutlass.const_expr(self.convolves):
+            conv_slot = sequence
+            if cutlass.const_expr(self.positions):
+                conv_slot = x.state_indices[sequence, 0]
+            elif cutlass.const_expr(spec.indexed):
+                conv_slot = x.state_indices[sequence]
+            valid = valid and is_slot(conv_slot, x.conv_state, spec.null_slot)
+            conv = self.conv_place(x, allocator, sequence, Int32(conv_slot), head_qk, group)
 
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         if cutlass.const_expr(not spec.multi_token):
@@ -248,25 +305,70 @@ class KdaDecode:
                 x.q[sequence, head_qk, None],
                 x.k[sequence, head_qk, None],
                 x.v[sequence, head, None],
-                x.g[sequence, head, None],
+                gates_at(x.g, sequence, head),
                 cute.domain_offset((sequence, head), x.beta),
             )
             self.reader.fetch(fetched, token, tile_index)
             if valid:
                 stage = TokenStage(spec, memory, record=False)
                 loaded = self.tile.load(x.state[slot, head, None, None], tile_index)
-                self.reader.prepare(stage, fetched, gate, x.beta_scale)
+                if cutlass.const_expr(self.convolves):
+                    tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, sequence, 0, head, head_qk)
+                    windows = self.convolution.load(conv, tokens, tile_index)
+                    convolved = self.convolution.apply(windows, fetched)
+                    self.reader.prepare(stage, convolved, gate, x.beta_scale)
+                    self.convolution.park(windows, conv, tokens, tile_index)
+                else:
+                    self.reader.prepare(stage, fetched, gate, x.beta_scale)
                 cute.arch.sync_threads()
+                if cutlass.const_expr(self.convolves):
+                    self.convolution.arrive(conv)
                 s = self.started(loaded, x, sequence)
                 self.tile.advance(s, stage, x.scale)
                 self.tile.store(s, x.state[slot, head, None, None], tile_index)
                 cute.arch.sync_threads()
                 self.reader.write(stage.o, x.o[sequence, head, None], tile_index)
+                if cutlass.const_expr(self.convolves):
+                    self.convolution.store_parked(conv, tokens, tile_index)
             else:
                 self.reader.write_zeros(x.o[sequence, head, None], tile_index)
         else:
             place = sequence_place(sequence, x.q.shape[1], x.cu_seqlens)
-            self.sequence(x, place, sequence, slot, valid, head, head_qk, gate, memory, tile_index)
+            tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk)
+            self.sequence(x, place, sequence, slot, valid, tokens, conv, gate, memory, tile_index)
+
+    @cute.jit
+    def conv_place(
+        self,
+        x: Arguments,
+        allocator: Any,
+        sequence: Int32,
+        slot: Int32,
+        head_qk: Int32,
+        group: Int32,
+    ) -> ConvPlace:
+        """Find the sequence's window, and allocate its shared memory; see `ConvPlace`."""
+        dtype, layout = self.convolution.memory()
+        heads_qk = cute.size(x.q, mode=[cute.rank(x.q) - 2])
+        first = Int32(0)
+        if cutlass.const_expr(self.positions):
+            first = self.accepted_position(x, sequence)
+        kept = Boolean(True)
+        if cutlass.const_expr(self.spec.fresh):
+            kept = x.has_initial_state[sequence] != 0
+        return ConvPlace(
+            x.conv_state,
+            x.conv_weight,
+            x.conv_bias,
+            x.conv_counters.iterator + (slot * heads_qk + head_qk),
+            group * (self.spec.head_dim_v // self.spec.tile_v),
+            slot,
+            first,
+            kept,
+            heads_qk,
+            allocator.allocate_tensor(Int32, cute.make_layout((1,))),
+            allocator.allocate_tensor(dtype, layout, 16),
+        )
 
     @cute.jit
     def sequence(
@@ -276,8 +378,8 @@ class KdaDecode:
         sequence: Int32,
         slot: Int32,
         valid: Boolean,
-        head: Int32,
-        head_qk: Int32,
+        tokens: Tokens,
+        conv: ConvPlace | None,
         gate: Gate,
         memory: cute.Tensor,
         tile_index: Int32,
@@ -289,10 +391,8 @@ class KdaDecode:
                 # The count is untrusted data: never read past the records.
                 count = cutlass.max(x.num_accepted[sequence], 0)
                 count = cutlass.min(count, x.record_u.shape[1])
-            source = Source(
-                Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk),
-                Records(x.record_k, x.record_g, x.record_u, slot, count),
-            )
+            records = Records(x.record_k, x.record_g, x.record_u, slot, count)
+            source = Source(tokens, records, conv)
             positions = x.state_indices[sequence, None] if self.positions else None
             if cutlass.const_expr(self.packed):
                 if place.length > 0:
@@ -305,7 +405,7 @@ class KdaDecode:
                 )
         else:
             for t in cutlass.range(place.length, unroll=1):
-                row = x.o[place.batch, place.start + t, head, None]
+                row = x.o[place.batch, place.start + t, tokens.head, None]
                 self.reader.write_zeros(row, tile_index)
 
     @cute.jit
@@ -339,15 +439,20 @@ class KdaDecode:
         fetched = Fetched(spec)
         total = records.count + length
         self.fetch(fetched, source, Int32(0), tile_index)
-        self.prepare(memory, source, Int32(0), fetched, gate, x.beta_scale)
+        windows = None
+        if cutlass.const_expr(self.convolves):
+            windows = self.convolution.load(source.conv, tokens, tile_index)
+        self.prepare(memory, source, Int32(0), fetched, windows, gate, x.beta_scale)
         if total > 1:
             self.fetch(fetched, source, Int32(1), tile_index)
         s = self.started(loaded, x, sequence)
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.convolves):
+            self.convolution.arrive(source.conv)
         for i in cutlass.range(total, unroll=1):
             # Prepare the next token, and fetch the token after it.
             if i + 1 < total:
-                self.prepare(memory, source, i + 1, fetched, gate, x.beta_scale)
+                self.prepare(memory, source, i + 1, fetched, windows, gate, x.beta_scale)
             if i + 2 < total:
                 self.fetch(fetched, source, i + 2, tile_index)
             stage = stage_of(spec, memory, i, record=self.replays)
@@ -380,6 +485,8 @@ class KdaDecode:
                     self.reader.write(stage.u, records.u[records.slot, t, head, None], tile_index)
         if cutlass.const_expr(not self.replays and not self.positions and not self.drafts):
             self.tile.store(s, in_place, tile_index)
+        if cutlass.const_expr(self.convolves):
+            self.convolution.store(source.conv, windows, tokens, length, tile_index)
 
     @cute.jit
     def accepted_position(self, x: Arguments, sequence: Int32) -> Int32:
@@ -399,7 +506,7 @@ class KdaDecode:
                 self.reader.fetch_recorded(
                     fetched,
                     records.k[records.slot, i, tokens.head_qk, None],
-                    records.g[records.slot, i, tokens.head, None],
+                    gates_at(records.g, records.slot, i, tokens.head),
                     records.u[records.slot, i, tokens.head, None],
                     tile_index,
                 )
@@ -415,6 +522,7 @@ class KdaDecode:
         source: Source,
         i: Int32,
         fetched: Fetched,
+        windows: Windows | None,
         gate: Gate,
         beta_scale: Float32,
     ) -> None:
@@ -426,4 +534,8 @@ class KdaDecode:
             else:
                 self.reader.prepare(stage, fetched, gate, beta_scale)
         else:
-            self.reader.prepare(stage, fetched, gate, beta_scale)
+            if cutlass.const_expr(self.convolves):
+                convolved = self.convolution.apply(windows, fetched)
+                self.reader.prepare(stage, convolved, gate, beta_scale)
+            else:
+                self.reader.prepare(stage, fetched, gate, beta_scale)

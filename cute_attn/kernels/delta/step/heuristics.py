@@ -22,6 +22,8 @@ from ...common.spec import VECTOR_BYTES, WARP_SIZE
 TILE = 4096  # values of the state that a CTA holds, with K contiguous
 MAX_WARPS_V_CONTIGUOUS = 4
 MAX_VALUES_V_CONTIGUOUS = 64
+# CTAs of an SM; without a bound, a convolution takes registers for 4. K = 256 would spill.
+OCCUPANCY = 5
 
 
 def step_config(
@@ -33,9 +35,14 @@ def step_config(
     multi_token: bool,
     in_place: bool,
     records: bool = False,
+    convolution: bool = False,
 ) -> dict[str, Any]:
     """The tuning fields of a StepSpec for these tensors. With `in_place`, the kernel stores the
     state where it loaded it; with `records`, the kernel first replays recorded tokens."""
+    # Without a register bound, ptxas spills in the loop over tokens to gain occupancy.
+    blocks_per_sm = 1 if multi_token else 0
+    if convolution and state_v_first and head_dim_k <= 128 and not multi_token:
+        blocks_per_sm = OCCUPANCY
     vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
     if state_v_first:
         tile_v = min(head_dim_v, TILE // head_dim_k)
@@ -56,8 +63,7 @@ def step_config(
         "tile_v": tile_v,
         "num_warps": num_warps,
         "lanes_per_row": lanes_per_row,
-        # Without a register bound, ptxas spills in the loop over tokens to gain occupancy.
-        "blocks_per_sm": 1 if multi_token else 0,
+        "blocks_per_sm": blocks_per_sm,
         "hints": "hold" if in_place else "none",
     }
 

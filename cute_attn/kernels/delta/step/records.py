@@ -1,4 +1,4 @@
-"""KDA decode: copies k and g of drafted tokens to their slots' records.
+"""Decode: copies k and g of drafted tokens to their slots' records.
 
 This is a separate kernel after `decode`, because several CTAs of `decode` read the records that
 this kernel overwrites: CTAs of one head, and of a group's value heads.
@@ -25,10 +25,10 @@ class Arguments(NamedTuple):
 
     Attributes:
         k: `[B, T, HQK, K]`, with a contiguous last dimension.
-        g: `[B, T, HV, K]`.
+        g: `[B, T, HV, K]`; with head_gate `[B, T, HV]`.
         state_indices: `[B]`.
         record_k: `[N, S, HQK, K]`, with a contiguous last dimension.
-        record_g: `[N, S, HV, K]`.
+        record_g: `[N, S, HV, K]`; with head_gate `[N, S, HV]`.
     """
 
     k: cute.Tensor
@@ -52,10 +52,10 @@ class KdaDecodeRecords:
         return placeholders(
             Arguments(
                 k=arguments.rows(spec.dtype, *step, sizes.heads, dim),
-                g=arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
+                g=arguments.gates(spec, *step, sizes.heads_v),
                 state_indices=fake_slots(spec, sizes.batch) if spec.indexed else None,
                 record_k=arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
-                record_g=arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
+                record_g=arguments.gates(spec, slots, records, sizes.heads_v),
             )
         )
 
@@ -87,4 +87,7 @@ class KdaDecodeRecords:
                 x.record_k[slot, token, row, channel] = x.k[sequence, token, row, channel]
             else:
                 head = row - heads
-                x.record_g[slot, token, head, channel] = x.g[sequence, token, head, channel]
+                if cutlass.const_expr(not self.spec.head_gate):
+                    x.record_g[slot, token, head, channel] = x.g[sequence, token, head, channel]
+                elif channel == 0:
+                    x.record_g[slot, token, head] = x.g[sequence, token, head]

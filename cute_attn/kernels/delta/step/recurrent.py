@@ -1,4 +1,4 @@
-"""KDA token by token over whole sequences, with a tile of the state in a CTA's registers.
+"""KDA and the Gated Delta Net token by token, with a tile of the state in a CTA's registers.
 
 The arithmetic is `decode`'s. The initial state, if given, is read before a sequence's first token;
 the final state is written to a separate tensor after the last token.
@@ -34,10 +34,10 @@ class Arguments(NamedTuple):
     Attributes:
         q, k: `[B, T, HQK, K]`, with a contiguous last dimension.
         v, o: `[B, T, HV, V]`.
-        g: `[B, T, HV, K]`.
+        g: `[B, T, HV, K]`; with head_gate `[B, T, HV]`.
         beta: `[B, T, HV]`, with any strides.
         A_log: `[HV]`.
-        dt_bias: `[HV * K]` or `[HV, K]`.
+        dt_bias: `[HV * K]` or `[HV, K]`; with head_gate `[HV]`.
         initial_state, final_state: `[N, HV, V, K]` or `[N, HV, K, V]`, with a contiguous matrix of
             each head.
         cu_seqlens: `[N + 1]`.
@@ -99,7 +99,7 @@ class KdaRecurrent:
         if heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
-            if a.dt_bias.shape[0] != heads_v * spec.head_dim_k:
+            if a.dt_bias.shape[0] != heads_v * spec.gates_of_head:
                 ctas = 0
         for state in (a.initial_state, a.final_state):
             if cutlass.const_expr(state is not None):

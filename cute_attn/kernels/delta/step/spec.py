@@ -1,11 +1,12 @@
-"""Specs of the token-by-token KDA kernels. Importing this loads no compiler."""
+"""Specs of the token-by-token kernels, of KDA and the Gated Delta Net. Importing this loads no
+compiler."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE, Spec
-from ..spec import GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
+from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -13,6 +14,7 @@ PARAMETER_DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128, 256)
 SLOTS = ("batch", "indexed", "positions", "records", "drafts")
 HINTS = ("none", "hold")
+CONV_TAPS = 4  # of the causal convolution
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
@@ -25,10 +27,12 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_k": HEAD_DIMS,
     "head_dim_v": HEAD_DIMS,
     "gate": GATES,
+    "decays": DECAYS,
     "slots": SLOTS,
     "hints": HINTS,
     "index_dtype": INDEX_DTYPES,
     "slot_dtype": SLOT_DTYPES,
+    "conv_dtype": ("none", *DTYPES),
 }
 
 MAX_REGISTERS = 160  # of a thread's 255 registers, the most for its part of the state
@@ -47,6 +51,8 @@ class StepSpec(Spec):
         state_dtype: dtype of the state in memory; arithmetic is always float32.
         A_log_dtype, dt_bias_dtype: dtypes of the gate's parameters; "none" for an absent parameter.
         dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 without dt_bias.
+        decays: what has a decay of its own: "channel" (g has K numbers a head, as in KDA), or
+            "head" (g has one number a head, as in the Gated Delta Net, and dt_bias is [HV]).
         head_dim_k, head_dim_v: K and V.
         state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
         gate: "none" (g is the logarithm of the decay), "softplus" or "lower_bound" (g is the input
@@ -88,8 +94,12 @@ class StepSpec(Spec):
     blocks_per_sm: int
     hints: str
 
+    decays: str = field(default="channel", kw_only=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.head_gate and self.dt_bias_dims == 2:
+            raise ValueError("dt_bias_dims is 2, must be 0 or 1 with decays='head'")
         if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
             raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
         if self.gate == "softplus" and self.A_log_dtype == "none":
@@ -154,6 +164,15 @@ class StepSpec(Spec):
         return self.vector
 
     @property
+    def head_gate(self) -> bool:
+        return self.decays == "head"
+
+    @property
+    def gates_of_head(self) -> int:
+        """Numbers of g of a head."""
+        return 1 if self.head_gate else self.head_dim_k
+
+    @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_SIZE
 
@@ -171,6 +190,8 @@ class DecodeSpec(StepSpec, SlotsSpec):
         indexed: whether state_indices is given; only "records" and "drafts" leave the choice.
         accepted: whether num_accepted is given; only "positions" leaves the choice.
         index_dtype: dtype of cu_seqlens; "none" where sequences are not packed.
+        conv_dtype: dtype of conv_weight; "none" for q, k and v that are used as they are.
+        conv_bias: whether conv_bias is given.
     """
 
     multi_token: bool
@@ -178,6 +199,8 @@ class DecodeSpec(StepSpec, SlotsSpec):
     indexed: bool
     accepted: bool
     index_dtype: str = "none"
+    conv_dtype: str = "none"
+    conv_bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,6 +215,12 @@ class DecodeSpec(StepSpec, SlotsSpec):
             raise ValueError(f"indexed is {self.indexed} with slots={self.slots!r}")
         if self.accepted != (self.slots == "records") and self.slots != "positions":
             raise ValueError(f"accepted is {self.accepted} with slots={self.slots!r}")
+        if self.conv_dtype == "none" and self.conv_bias:
+            raise ValueError("conv_bias is True, must be False where conv_dtype is 'none'")
+        if self.conv_dtype != "none" and self.slots in ("records", "drafts"):
+            raise ValueError(
+                f"conv_dtype is {self.conv_dtype!r}, must be 'none' with slots={self.slots!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -204,6 +233,11 @@ class RecordsSpec(SlotsSpec):
     gate_dtype: str
     head_dim_k: int
     indexed: bool
+    decays: str = "channel"
+
+    @property
+    def head_gate(self) -> bool:
+        return self.decays == "head"
 
 
 @dataclass(frozen=True)

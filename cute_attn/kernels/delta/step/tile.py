@@ -1,4 +1,4 @@
-"""A tile of the KDA state in the registers of a CTA, and its update by a token.
+"""A tile of a delta rule's state in the registers of a CTA, and its update by a token.
 
 A CTA has `tile_v` columns of V and all of K of one head. A warp has some of these columns, with all
 of K, so that sums over K stay within a warp. In memory the tile has contiguous rows: V rows of K
@@ -81,6 +81,12 @@ class StateTile:
                 values.append(x[lane // self.lanes_per_row + k * self.rows_per_step])
         return values
 
+    def decays(self, token: TokenStage) -> list[Any]:
+        """Load the decays at this thread's indices of K."""
+        if self.spec.head_gate:
+            return [token.decay[0]] * self.values_of_k
+        return self.along_k(token.decay)
+
     @cute.jit
     def in_memory(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
         """Return this thread's part of a head's state, as `self.shape`."""
@@ -134,7 +140,7 @@ class StateTile:
         s^T q of the decayed state, plus (k . q) u. The norms of k and q multiply the sums.
         """
         _, lane = warp_and_lane()
-        decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
+        decay, k, q = self.decays(token), self.along_k(token.k), self.along_k(token.q)
         sums = [Float32(0.0)] * (2 * self.values_of_v)
         for n in cutlass.range_constexpr(self.values_of_k):
             for v in cutlass.range_constexpr(self.values_of_v):
@@ -185,7 +191,7 @@ class StateTile:
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
         """Update the state by a recorded token, whose correction u is known. No output is computed.
         `token.v` holds u."""
-        decay, k = self.along_k(token.decay), self.along_k(token.k)
+        decay, k = self.decays(token), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
             k_factor = reciprocal_norm(self.reader.total(token, KK))

@@ -33,7 +33,8 @@ QQ, KK, KQ = range(3)
 class TokenStage(Carried):
     """A token in shared memory, all float32.
 
-    decay, k, q   [K]: the decay factors of the state; k and q without normalisation
+    decay         [K], or [1] with head_gate: the decay factors of the state
+    k, q          [K], without normalisation
     sums          [3, K / 32]: q . q, k . k and k . q over each group of 32 channels
     v             [tile_v]: v of the tile; for a recorded token, its u
     beta          [1]
@@ -56,7 +57,8 @@ class TokenStage(Carried):
     @staticmethod
     def sizes(spec: StepSpec) -> tuple[int, ...]:
         sums = -(-3 * groups_of_k(spec) // 4) * 4
-        return (*(spec.head_dim_k,) * 3, sums, *(spec.tile_v,) * 3, 4)
+        decay = 4 if spec.head_gate else spec.head_dim_k
+        return (decay, *(spec.head_dim_k,) * 2, sums, *(spec.tile_v,) * 3, 4)
 
     @classmethod
     def elements(cls, spec: StepSpec) -> int:
@@ -76,7 +78,8 @@ def groups_of_k(spec: StepSpec) -> int:
 
 
 class Token(Carried):
-    """A token's rows of q, k, v and g of a head in global memory, and its element of beta."""
+    """A token's rows of q, k, v and g of a head in global memory, and its element of beta. With
+    head_gate, g begins with the token's element."""
 
     def __init__(self, q: Any, k: Any, v: Any, g: Any, beta: Any):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
@@ -107,9 +110,15 @@ class Tokens(Carried):
             self.q[self.batch, t, self.head_qk, None],
             self.k[self.batch, t, self.head_qk, None],
             self.v[self.batch, t, self.head, None],
-            self.g[self.batch, t, self.head, None],
+            gates_at(self.g, self.batch, t, self.head),
             cute.domain_offset((self.batch, t, self.head), self.beta),
         )
+
+
+def gates_at(g: cute.Tensor, *at: Any) -> cute.Tensor:
+    """The row of g at these indices; with head_gate, g from the element on."""
+    row = (*at, None)
+    return g[row] if cute.rank(g) > len(at) else cute.domain_offset(at, g)
 
 
 class Gate(Carried):
@@ -127,7 +136,8 @@ class Fetched(Carried):
         of_k, of_v = shares(spec.head_dim_k, spec), shares(spec.tile_v, spec)
         self.q = cute.make_rmem_tensor((of_k,), dtype)
         self.k = cute.make_rmem_tensor((of_k,), dtype)
-        self.g = cute.make_rmem_tensor((of_k,), DTYPE[spec.gate_dtype])
+        of_g = 1 if spec.head_gate else of_k
+        self.g = cute.make_rmem_tensor((of_g,), DTYPE[spec.gate_dtype])
         self.v = cute.make_rmem_tensor((of_v,), dtype)
         self.u = cute.make_rmem_tensor((of_v,), Float32)
         self.beta = cute.make_rmem_tensor((1,), DTYPE[spec.beta_dtype])
@@ -162,7 +172,7 @@ class TokenReader:
         )
 
     def is_last_thread(self) -> Any:
-        """Return whether this thread has beta."""
+        """Return whether this thread has beta, and with head_gate the gate."""
         thread, _, _ = cute.arch.thread_idx()
         return thread == self.spec.num_threads - 1
 
@@ -178,10 +188,13 @@ class TokenReader:
     ) -> Gate:
         spec = self.spec
         rate = rate_of(A_log, head)
-        bias = cute.make_rmem_tensor((self.of_k,), Float32)
-        for i in cutlass.range_constexpr(self.of_k):
+        of_g = 1 if spec.head_gate else self.of_k
+        bias = cute.make_rmem_tensor((of_g,), Float32)
+        for i in cutlass.range_constexpr(of_g):
             bias[i] = Float32(0.0)
-            if cutlass.const_expr(dt_bias is not None):
+            if cutlass.const_expr(dt_bias is not None and spec.head_gate):
+                bias[i] = Float32(dt_bias[head])
+            elif cutlass.const_expr(dt_bias is not None):
                 if self.channel(i) < spec.head_dim_k:
                     if cutlass.const_expr(spec.dt_bias_dims == 1):
                         bias[i] = Float32(dt_bias[head * spec.head_dim_k + self.channel(i)])
@@ -196,12 +209,15 @@ class TokenReader:
             if self.channel(i) < self.spec.head_dim_k:
                 into.q[i] = token.q[self.channel(i)]
                 into.k[i] = token.k[self.channel(i)]
-                into.g[i] = token.g[self.channel(i)]
+                if cutlass.const_expr(not self.spec.head_gate):
+                    into.g[i] = token.g[self.channel(i)]
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 into.v[i] = token.v[tile_index * self.spec.tile_v + self.column(i)]
         if self.is_last_thread():
             into.beta[0] = token.beta.iterator[0]
+            if cutlass.const_expr(self.spec.head_gate):
+                into.g[0] = token.g.iterator[0]
 
     @cute.jit
     def fetch_recorded(
@@ -216,15 +232,19 @@ class TokenReader:
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.k[i] = k[self.channel(i)]
-                into.g[i] = g[self.channel(i)]
+                if cutlass.const_expr(not self.spec.head_gate):
+                    into.g[i] = g[self.channel(i)]
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 into.u[i] = u[tile_index * self.spec.tile_v + self.column(i)]
+        if cutlass.const_expr(self.spec.head_gate):
+            if self.is_last_thread():
+                into.g[0] = g.iterator[0]
 
     # -- to shared memory -------------------------------------------------------------------
 
     @cute.jit
-    def prepare(self, stage: TokenStage, fetched: Fetched, gate: Gate, beta_scale: Float32) -> None:
+    def prepare(self, stage: TokenStage, fetched: Any, gate: Gate, beta_scale: Float32) -> None:
         if self.channel(0) < self.spec.head_dim_k:
             q = [Float32(fetched.q[i]) for i in range(self.of_k)]
             k = [Float32(fetched.k[i]) for i in range(self.of_k)]
@@ -241,6 +261,8 @@ class TokenReader:
             if cutlass.const_expr(self.spec.beta_sigmoid):
                 beta = beta_scale * accurate_sigmoid(beta)
             stage.beta[0] = beta
+            if cutlass.const_expr(self.spec.head_gate):
+                stage.decay[0] = decay_exp(self.log_decay(fetched, gate, 0))
 
     @cute.jit
     def prepare_recorded(self, stage: TokenStage, fetched: Fetched, gate: Gate) -> None:
@@ -250,17 +272,24 @@ class TokenReader:
                 self.put_sums(stage, {KK: times(k, k)})
             self.put_k_and_decay(stage, k, fetched, gate)
         self.put_v(stage, fetched.u)
+        if cutlass.const_expr(self.spec.head_gate):
+            if self.is_last_thread():
+                stage.decay[0] = decay_exp(self.log_decay(fetched, gate, 0))
 
     @cute.jit
-    def put_k_and_decay(
-        self, stage: TokenStage, k: list[Any], fetched: Fetched, gate: Gate
-    ) -> None:
+    def put_k_and_decay(self, stage: TokenStage, k: list[Any], fetched: Any, gate: Gate) -> None:
         for i in cutlass.range_constexpr(self.of_k):
-            g = log_decay(
-                self.spec.gate, Float32(fetched.g[i]), gate.rate, gate.bias[i], gate.lower_bound
-            )
-            stage.k[self.channel(i)] = k[i]
-            stage.decay[self.channel(i)] = decay_exp(g)
+            if cutlass.const_expr(self.spec.head_gate):
+                stage.k[self.channel(i)] = k[i]
+            else:
+                g = self.log_decay(fetched, gate, i)
+                stage.k[self.channel(i)] = k[i]
+                stage.decay[self.channel(i)] = decay_exp(g)
+
+    def log_decay(self, fetched: Any, gate: Gate, i: int) -> Any:
+        """Return the natural logarithm of the decay of this thread's i-th gate."""
+        g = Float32(fetched.g[i])
+        return log_decay(self.spec.gate, g, gate.rate, gate.bias[i], gate.lower_bound)
 
     @cute.jit
     def put_sums(self, stage: TokenStage, products: cutlass.Constexpr) -> None:

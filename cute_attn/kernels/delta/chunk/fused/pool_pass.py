@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from ....common.arguments import fake_contiguous, fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
@@ -56,72 +56,56 @@ class Arguments(NamedTuple):
     num_segments: Int32
 
 
-class KdaPoolPass(KdaStatePass):
-    """The kernel for one PoolPassSpec; see the module's docstring."""
+class InPool(KdaStatePass):
+    """What a pass of the state does otherwise for states in a pool. A kernel's class has this base
+    before the class of the pass itself."""
 
     spec: PoolPassSpec
 
-    def fake_args(self) -> tuple[Any, ...]:
+    def fake_pool(self, heads: Any, sequences: Any) -> dict[str, Any]:
+        """Placeholders of the arguments about the pool."""
         spec = self.spec
-        batch, tokens, heads, chunks, sequences = (cute.sym_int() for _ in range(5))
         matrix = (spec.head_dim_k, spec.head_dim_v)
         if spec.state_v_first:
             matrix = matrix[::-1]
+        return {
+            "pool": fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
+            "state_indices": fake_slots(spec, sequences),
+            "checkpoint_indices": (
+                fake_contiguous(Int32, (sequences, cute.sym_int())) if spec.checkpoints else None
+            ),
+            "checkpoint_chunks": Int32(1),
+            "has_initial_state": fake_flags(spec, sequences),
+        }
 
-        def rows() -> Any:
-            return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
-
-        return placeholders(
-            Arguments(
-                rows=rows(),
-                tiles=fake_rows(self.dtype, (chunks, heads, record_elements(spec.head_dim_k))),
-                decay=fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
-                o=rows(),
-                pool=fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
-                state_indices=fake_slots(spec, sequences),
-                checkpoint_indices=(
-                    fake_contiguous(Int32, (sequences, cute.sym_int()))
-                    if spec.checkpoints
-                    else None
-                ),
-                checkpoint_chunks=Int32(1),
-                has_initial_state=fake_flags(spec, sequences),
-                cu_seqlens=fake_offsets(spec.index_dtype),
-                **self.fake_workspace(sequences, heads),
-                chunks_per_segment=Int32(1),
-                num_segments=Int32(1),
-            )
-        )
-
-    @entry(Arguments)
-    @cute.jit
-    def __call__(self, *args: Any) -> None:
-        """Run the pass."""
-        a, stream = gathered(Arguments, args)
+    def config(self, a: Any, *read: cute.Tensor) -> dict[str, Any]:
+        """The launch's configuration; the kernel reads `read` beside v."""
         config = self.launch_config(a)
-        if cutlass.const_expr(self.outputs):
-            # Bad arguments launch no CTAs; the driver rejects an empty grid, and the operator
-            # raises the reason.
-            columns, heads, sequences = config["grid"]
-            read = (
-                a.rows, a.state_indices, a.checkpoint_indices, a.has_initial_state, a.cu_seqlens,
+        columns, heads, sequences = config["grid"]
+        if self.outputs:
+            inputs = (
+                *read, a.rows, a.state_indices, a.checkpoint_indices, a.has_initial_state,
+                a.cu_seqlens,
             )  # fmt: skip
-            if overlaps((a.o, a.pool), read, (a.pool,)):
-                heads = 0
-            config["grid"] = [columns, heads, sequences]
-        slots = Slots(
+            heads = self.heads_unless(overlaps((a.o, a.pool), inputs, (a.pool,)), heads)
+        return config | {"grid": [columns, heads, sequences]}
+
+    @cute.jit
+    def heads_unless(self, bad: Boolean, heads: Int32) -> Any:
+        """Return the grid's heads, 0 for bad arguments: the driver rejects an empty grid, and the
+        operator raises the reason."""
+        if bad:
+            heads = 0
+        return heads
+
+    def slots(self, a: Any) -> Slots:
+        return Slots(
             a.state_indices, a.checkpoint_indices, a.checkpoint_chunks, a.has_initial_state
         )
-        x = Operands(
-            a.rows, a.tiles, a.decay, Results(a.o, None, None), a.pool, a.pool, slots,
-            a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
-            a.num_segments,
-        )  # fmt: skip
-        self.kernel(x).launch(**config, stream=stream)
 
     @cute.jit
     def load_start(
-        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Int32
+        self, state: cute.Tensor, x: Any, sequence: Int32, head: Int32, column: Int32
     ) -> None:
         v_first = self.spec.state_v_first
         if cutlass.const_expr(self.spec.segments == "outputs"):
@@ -141,7 +125,7 @@ class KdaPoolPass(KdaStatePass):
 
     @cute.jit
     def store_result(
-        self, state: cute.Tensor, x: Operands, sequence: Int32, head: Int32, column: Int32
+        self, state: cute.Tensor, x: Any, sequence: Int32, head: Int32, column: Int32
     ) -> None:
         slot = x.slots.state_indices[sequence]
         if is_slot(slot, x.result, self.spec.null_slot):
@@ -149,7 +133,7 @@ class KdaPoolPass(KdaStatePass):
 
     @cute.jit
     def checkpoint(
-        self, state: cute.Tensor, x: Operands, place: Place, sequence: Int32, count: Int32
+        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Int32
     ) -> None:
         if cutlass.const_expr(self.spec.checkpoints and self.outputs):
             n = count // x.slots.checkpoint_chunks
@@ -163,3 +147,40 @@ class KdaPoolPass(KdaStatePass):
                 if is_slot(slot, x.result, self.spec.null_slot):
                     v_first = self.spec.state_v_first
                     self.state.store(state, x.result, v_first, slot, place.head, place.column)
+
+
+class KdaPoolPass(InPool):
+    """The kernel for one PoolPassSpec; see the module's docstring."""
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads, chunks, sequences = (cute.sym_int() for _ in range(5))
+
+        def rows() -> Any:
+            return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
+
+        return placeholders(
+            Arguments(
+                rows=rows(),
+                tiles=fake_rows(self.dtype, (chunks, heads, record_elements(spec.head_dim_k))),
+                decay=fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
+                o=rows(),
+                **self.fake_pool(heads, sequences),
+                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_workspace(sequences, heads),
+                chunks_per_segment=Int32(1),
+                num_segments=Int32(1),
+            )
+        )
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Run the pass."""
+        a, stream = gathered(Arguments, args)
+        x = Operands(
+            a.rows, a.tiles, a.decay, Results(a.o, None, None), a.pool, a.pool, self.slots(a),
+            a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
+            a.num_segments,
+        )  # fmt: skip
+        self.kernel(x).launch(**self.config(a), stream=stream)

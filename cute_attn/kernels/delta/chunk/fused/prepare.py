@@ -55,7 +55,7 @@ from ....common.ptx.memory import (
 from ....common.spec import WARP_SIZE
 from ...gates import nonzero_beta, sigmoid, split_beta
 from ..chunks import Divisors, num_slots, place_of, rows_of
-from ..gate_inputs import GateInputs
+from ..gate_inputs import GateInputs, HeadGateInputs
 from ..gate_sums import GateSums
 from ..inverse import Inverse
 from ..operands import Operands
@@ -143,10 +143,10 @@ class Arguments(NamedTuple):
 
     Attributes:
         q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
-        g: [B, T, HV, K], with the same alignment.
+        g: [B, T, HV, K], with the same alignment; with a decay a head, [B, T, HV], any strides.
         beta: [B, T, HV], any strides.
         A_log: float32 [HV], or None.
-        dt_bias: float32 [HV, K], or None.
+        dt_bias: float32 [HV, K], with a decay a head [HV]; or None.
         cu_seqlens: [N + 1], or None.
         tiles: [slots, HV, elements], written (see `chunks` for slots).
         decay: float32 [slots, HV, K], written: exp2(G_e).
@@ -179,7 +179,8 @@ class KdaPrepare:
         self.spec = spec
         self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm, scales_keys=True)
         self.smem_bytes = self.memory.nbytes
-        self.inputs = GateInputs(spec)
+        self.per_head = spec.decays == "head"
+        self.inputs = HeadGateInputs(spec) if self.per_head else GateInputs(spec)
         self.operands = Operands(self.memory)
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums)
@@ -199,12 +200,12 @@ class KdaPrepare:
             Arguments(
                 q=rows(self.dtype, heads_qk),
                 k=rows(self.dtype, heads_qk),
-                g=rows(self.gate_dtype, heads),
+                g=fake_strided(self.gate_dtype, (batch, tokens, heads))
+                if self.per_head
+                else rows(self.gate_dtype, heads),
                 beta=fake_strided(self.beta_dtype, (batch, tokens, heads)),
                 A_log=fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
-                dt_bias=fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
-                if spec.has_dt_bias
-                else None,
+                dt_bias=self.fake_bias(heads) if spec.has_dt_bias else None,
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 tiles=fake_matrices((slots,), (heads, spec.elements), self.dtype),
                 decay=fake_matrices((slots,), (heads, spec.head_dim_k)),
@@ -216,6 +217,11 @@ class KdaPrepare:
                 beta_scale=Float32(1.0),
             )
         )
+
+    def fake_bias(self, heads: Any) -> Any:
+        if self.per_head:
+            return fake_contiguous(Float32, (heads,))
+        return fake_contiguous(Float32, (heads, self.spec.head_dim_k), 16)
 
     @entry(Arguments)
     @cute.jit
@@ -251,7 +257,7 @@ class KdaPrepare:
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads are issued before the first wait.
-            raw = self.inputs.load(rows_of(x.g, place, head), place.length)
+            raw = self.inputs.load_gates(x.g, place, head)
             a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
             own_beta = self.load_beta(x.beta, place, head)
             self.operands.start_copy(

@@ -47,7 +47,7 @@ class KdaStatePass(ChunkPass):
             store_v_new=spec.store_states,
         )
 
-    def hold(self) -> Any:
+    def hold(self, state: cute.Tensor) -> Any:
         """Return o of the previous chunk, 16 tokens by 2 columns, which is stored while products
         run."""
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)

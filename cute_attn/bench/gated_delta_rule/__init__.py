@@ -1,0 +1,1 @@
+"""Benchmarks of the Gated Delta Net. Cases, inputs and checks are `kda`'s."""

@@ -1,0 +1,148 @@
+"""Launches the kernels of the chunked Gated Delta Net's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.delta import table
+from ...kernels.delta.chunk.heuristics import (
+    chunks_per_segment,
+    head_chunks_per_segment,
+    heads_per_cta,
+)
+from ...kernels.delta.chunk.spec import FACTORS, SUB_TILE, record_elements
+from ..kda.chunk_passes import launch_segments, num_slots
+
+_new_empty = Tensor.new_empty
+
+
+def prepare_heads(
+    prepare: Callable[..., None],
+    inputs: tuple[Any, ...],
+    v: Tensor,
+    inverse_norms: Tensor | None,
+    scale: float,
+    beta_scale: float,
+    num_sms: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch `per_head.prepare`, and return its tiles and factors.
+
+    Args:
+        inputs: q, k, g, beta, A_log, dt_bias and cu_seqlens.
+    """
+    q, heads, slots = inputs[0], v.shape[2], num_slots(v, inputs[-1])
+    tiles = _new_empty(q, (slots, heads, 2 * SUB_TILE))
+    factors = _new_empty(q, (slots, heads, FACTORS), dtype=torch.float32)
+    count = heads_per_cta(chunks=slots, heads_qk=q.shape[2], heads=heads, num_sms=num_sms)
+    prepare(*inputs, tiles, factors, inverse_norms, scale, beta_scale, count)
+    return tiles, factors
+
+
+class ChunkForward(NamedTuple):
+    """The loaded kernels of `plan_chunk_gated_delta_rule`.
+
+    Attributes:
+        prepare: the kernel that prepares all chunks.
+        whole: the pass over whole sequences.
+        split: the kernels for split sequences; loaded when a call first splits sequences.
+        num_sms: the number of SMs.
+        per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
+    """
+
+    prepare: Callable[..., None]
+    whole: Callable[..., None]
+    split: tuple[launch.Request, ...]
+    num_sms: int
+    per_head: bool
+
+    @staticmethod
+    def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
+        prepare, whole, *split = requests
+        return ChunkForward(
+            launch.get_for(device, *prepare),
+            launch.get_for(device, *whole),
+            tuple(split),
+            launch.num_sms(device),
+            prepare[0] is table.HEAD_PREPARE,
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        beta_scale: float,
+        written: tuple[Tensor | None, ...],
+        carried: tuple[Any, ...],
+        records: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ) -> None:
+        """Launch the forward. Rows of q, k and v are 16-byte aligned, g and beta have any strides;
+        A_log and dt_bias are float32 `[HV]`, None without the gate.
+
+        Args:
+            scale: factor of q.
+            beta_scale: factor of the sigmoid of beta.
+            written: o, and without a pool also states and v_new, which are None except for a
+                gradient (see `chunk_pass.Arguments`).
+            carried: initial_state and final_state; with a pool instead pool, state_indices,
+                checkpoint_indices, chunks from one checkpoint to the next, has_initial_state.
+            records: with a gradient and without `recompute`, the memory for KDA's records
+                (`chunk_passes.empty_records`).
+        """
+        batch, tokens, heads, dim_v = v.shape
+        dim_k = q.shape[-1]
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        length = 0
+        if self.split and 2 * sequences * heads <= self.num_sms:
+            length = self.chunks_per_segment(sequences, tokens, heads, dim_k, dim_v, cu_seqlens)
+        slots = num_slots(v, cu_seqlens)
+        inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
+        if self.per_head:
+            tiles, factors = prepare_heads(
+                self.prepare, inputs, v, None, scale, beta_scale, self.num_sms
+            )
+            given: tuple[Tensor, ...] = q, k, v, tiles, factors
+        else:
+            if records is None:
+                tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+                decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+                records = tiles, decay, None
+            self.prepare(*inputs, *records, scale, 0.0, beta_scale)
+            given = v, *records[:2]
+        if length:
+            launch_segments(self.split, length, given, v, dim_k, written, carried, cu_seqlens)
+        else:
+            self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1)
+
+    def chunks_per_segment(
+        self,
+        sequences: int,
+        tokens: int,
+        heads: int,
+        dim_k: int,
+        dim_v: int,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """Chunks of a segment, or 0 where sequences are not split."""
+        sizes: dict[str, Any] = {
+            "sequences": sequences,
+            "tokens": tokens,
+            "heads": heads,
+            "head_dim_v": dim_v,
+            "packed": cu_seqlens is not None,
+            "num_sms": self.num_sms,
+        }
+        if self.per_head:
+            return head_chunks_per_segment(head_dim_k=dim_k, **sizes)
+        return chunks_per_segment(**sizes)

@@ -1,0 +1,190 @@
+"""The Gated Delta Net token by token over whole sequences: the public function and its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ... import launch
+from ..kda.arguments import by_former_name
+from ..kda.recurrent import Recurrent, recurrent_requests
+from ..operator import PLAIN, dispatch_mode_depth, forward_ad, is_dynamo_compiling
+
+__all__ = ["fused_recurrent_gated_delta_rule", "plan_fused_recurrent_gated_delta_rule"]
+
+
+class _RecurrentGatedDeltaRule(Recurrent):
+    name = "fused_recurrent_gated_delta_rule"
+    decays, dt_bias_dims = "head", 1
+
+
+_recurrent = _RecurrentGatedDeltaRule()
+_forward = _recurrent.forward  # bound once: this saves time per call
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The Gated Delta Net over sequences, token by token: for short sequences, and as a check.
+
+    The formula is `gated_delta_rule_decode`'s. Names, order and defaults of the arguments match
+    flash-linear-attention's function of this name. Arithmetic is float32 for all dtypes. States are
+    not updated in place; use `gated_delta_rule_decode` for updates in place.
+
+    Args:
+        q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. q, k and v are read
+            in place if the last dimension is contiguous, and copied otherwise.
+        k: of q's shape and dtype.
+        v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
+            h uses query and key head h // (HV // HQK).
+        g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay,
+            or with use_gate_in_kernel the input of the gate. None is no decay.
+        gk: must be None; `fused_recurrent_kda` has a decay for each channel of K.
+        gv: must be None.
+        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. None is 1.
+        scale: factor of q; None is K ** -0.5.
+        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+            number of sequences, is B without cu_seqlens.
+        output_final_state: whether to return the states after each sequence's last token.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
+        use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias).
+        A_log: HV numbers of any shape and floating-point dtype.
+        dt_bias: HV numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias are
+            ignored without use_gate_in_kernel.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
+        allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
+        state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
+        cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
+            cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
+            not checked, since that would synchronise.
+        transpose_state_layout: the former name of state_v_first, which warns.
+
+    Returns:
+        (o, final_state). o is `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no
+        sequence. final_state is `[N, HV, K, V]` float32, or None without output_final_state.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: wrong shapes, head counts, devices or values.
+        NotImplementedError: gk or gv, a head dimension without a kernel, or a tensor that requires
+            a gradient: there is no backward.
+    """
+    if transpose_state_layout is not None:
+        state_v_first = by_former_name(state_v_first, transpose_state_layout)
+    if gk is not None or gv is not None:
+        name = "gv" if gk is None else "gk"
+        raise NotImplementedError(
+            f"{name} is given, must be None: there are kernels with one decay a head, and "
+            "fused_recurrent_kda has a decay for each channel of K"
+        )
+    if g is None or beta is None:
+        g, beta = _defaults(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    call = (
+        _forward
+        if not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+        and (A_log is None or type(A_log) in PLAIN)
+        and (dt_bias is None or type(dt_bias) in PLAIN)
+        and (initial_state is None or type(initial_state) in PLAIN)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+        else _recurrent.routed
+    )
+    result: tuple[Tensor, Tensor | None] = call(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        None, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    return result
+
+
+def _defaults(
+    v: Any, g: Tensor | None, beta: Tensor | None, gated: Any, sigmoid: Any
+) -> tuple[Tensor, Tensor]:
+    """g and beta, with a value for each that is None.
+
+    Raises:
+        ValueError: a value is missing that is to go through the gate or the sigmoid.
+    """
+    for name, x, flag, used in (
+        ("g", g, "use_gate_in_kernel", gated),
+        ("beta", beta, "use_beta_sigmoid_in_kernel", sigmoid),
+    ):
+        if x is None and used:
+            raise ValueError(f"{name} is None, must be given with {flag}")
+    if not isinstance(v, Tensor):
+        raise TypeError(f"v must be a torch.Tensor, got {type(v).__name__}")
+    shape = v.shape[:-1]
+    g = v.new_zeros(()).expand(shape) if g is None else g
+    return g, v.new_ones(()).expand(shape) if beta is None else beta
+
+
+@launch.planner
+def plan_fused_recurrent_gated_delta_rule(
+    arch: str,
+    *,
+    dtype: str = "bfloat16",
+    gate_dtype: str | None = None,
+    beta_dtype: str | None = None,
+    head_dim_k: int = 128,
+    head_dim_v: int = 128,
+    initial_state: bool = False,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_v_first: bool = False,
+    index_dtype: str = "none",
+    dt_bias: bool = True,
+) -> list[launch.Request]:
+    """The kernel that `fused_recurrent_gated_delta_rule` uses for these arguments, for
+    `cute_attn.warmup` and spec files. The choice does not depend on batch, lengths and numbers of
+    heads.
+
+    Args:
+        arch: architecture, such as "sm_90a"; today there is one kernel for all architectures from
+            sm_80 on.
+        dtype: dtype of q, k and v.
+        gate_dtype: dtype of g; None means q's dtype.
+        beta_dtype: dtype of beta; None means q's dtype.
+        head_dim_k: K, head dimension of q and k.
+        head_dim_v: V, head dimension of v.
+        initial_state: whether initial_state is given.
+        output_final_state: as in the operator.
+        use_qk_l2norm_in_kernel: as in the operator.
+        use_gate_in_kernel: as in the operator.
+        use_beta_sigmoid_in_kernel: as in the operator.
+        state_v_first: as in the operator.
+        index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names the
+            parameter.
+    """
+    return recurrent_requests("head", **locals(), lower_bound=False, A_log=True)

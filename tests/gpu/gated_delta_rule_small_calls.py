@@ -1,0 +1,57 @@
+"""Small calls of the Gated Delta Net's operators, for `tests.gpu.small_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import cute_attn
+from tests.gpu.kda_small_calls import LONG
+from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
+from tests.ops import gated_delta_rule_cases
+from tests.ops.gated_delta_rule_calls import OPERATORS
+from tests.ops.kda_decode_cases import GATED_DELTA_RULE, Case, function_of
+from tests.ops.test_kda_gradients import INPUTS
+from tests.ops.test_kda_pool import SERVER, pool_call
+
+
+def by_tokens(device: str) -> Iterator[Named]:
+    for n, kernel in enumerate(GATED_DELTA_RULE):
+        given = Case(kernel, tokens=3 if kernel.multi_token else 1).inputs(device)
+        function = function_of(given)
+        name = f"{function.__name__}, {kernel.slots}, {n}"
+        yield name, lambda given=given, function=function: function(**given)
+    recurrent = on_device(OPERATORS["fused_recurrent_gated_delta_rule"].arguments(), device)
+    yield (
+        "fused_recurrent_gated_delta_rule",
+        lambda: cute_attn.fused_recurrent_gated_delta_rule(**recurrent),
+    )
+
+
+CHUNKS = {
+    "dense": (gated_delta_rule_cases.PLAIN, (sum(LENGTHS),)),
+    "packed": (gated_delta_rule_cases.PACKED, LENGTHS),
+    "float16, K = V = 64": (gated_delta_rule_cases.SMALL, (sum(LENGTHS),)),
+    "split": (gated_delta_rule_cases.PLAIN, (LONG,)),
+}
+
+
+def by_chunks(device: str) -> Iterator[Named]:
+    chunked = cute_attn.chunk_gated_delta_rule
+    for name, (kind, lengths) in CHUNKS.items():
+        heads = 1 if name == "split" else 2
+        case = gated_delta_rule_cases.Case(kind=kind, lengths=lengths, heads=heads)
+        given = case.arguments(device)
+        yield (
+            f"chunk_gated_delta_rule, {name}",
+            torch.inference_mode()(lambda given=given: chunked(**given)),
+        )
+        title = f"gradients of chunk_gated_delta_rule, {name}"
+        yield title, differentiate(chunked, given, INPUTS)
+    served = gated_delta_rule_cases.Case(SERVER, LENGTHS, heads=2).arguments(device)
+    pool = pool_call(served).given
+    yield "chunk_gated_delta_rule, pool", torch.inference_mode()(lambda: chunked(**pool))
+
+
+CALLS: dict[str, Group] = {"by_tokens": by_tokens, "by_chunks": by_chunks}

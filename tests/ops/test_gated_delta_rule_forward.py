@@ -1,0 +1,273 @@
+"""The kernels of the chunked Gated Delta Net's forward, launched by `ChunkForward`."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn.emulation import emulated
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
+from cute_attn.ops.gated_delta_rule import chunk_forward
+from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
+from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
+from cute_attn.reference.gated_delta_rule import (
+    gated_delta_rule_chunk_reference,
+    gated_delta_rule_reference,
+)
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def slow(**case: Any) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+def gates(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Natural logarithms of decays."""
+    if kind == "raw":
+        return torch.randn(shape, generator=generator)
+    largest = {"none": 0.0, "weak": 0.01, "middle": 0.2, "strong": 8.0, "mixed": 0.05}[kind]
+    g = -largest * torch.rand(shape, generator=generator)
+    if kind == "mixed":
+        tokens = shape[1]
+        g[:, tokens // 3, 0] = -math.inf
+        g[:, tokens // 2 : tokens // 2 + 9, -1] = -100.0
+        g[:, 0] = -3.0
+    return g
+
+
+def inputs(
+    lengths: list[int],
+    *,
+    packed: bool = False,
+    heads: tuple[int, int] = (1, 2),
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.bfloat16,
+    gate: str = "middle",
+    g_dtype: torch.dtype = torch.float32,
+    l2norm: bool = True,
+    sigmoid: bool = True,
+    initial: bool = True,
+    v_first: bool = False,
+    scale: float | None = None,
+    similar: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The arguments of `gated_delta_rule_reference`."""
+    generator = torch.Generator().manual_seed(seed + sum(lengths))
+    batch, tokens = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
+    heads_qk, heads_v = heads
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if packed else None
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, tokens, *shape, generator=generator)
+
+    q, k = normal(heads_qk, dims[0]), normal(heads_qk, dims[0])
+    if similar:  # corrections of similar keys cancel
+        k = 0.1 * k + torch.randn(heads_qk, dims[0], generator=generator)
+    if not l2norm:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    beta = normal(heads_v) + (4.0 if similar else 0.0)
+    initial_state = None
+    if initial:
+        matrix = dims[::-1] if v_first else dims
+        initial_state = torch.randn(len(lengths), heads_v, *matrix, generator=generator)
+    raw = gate == "raw"
+    return {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": normal(heads_v, dims[1]).to(dtype),
+        "g": gates(gate, (batch, tokens, heads_v), generator).to(g_dtype),
+        "beta": beta if sigmoid else torch.sigmoid(beta),
+        "scale": scale,
+        "initial_state": initial_state,
+        "use_qk_l2norm_in_kernel": l2norm,
+        "use_gate_in_kernel": raw,
+        "use_beta_sigmoid_in_kernel": sigmoid,
+        "state_v_first": v_first,
+        "cu_seqlens": cu_seqlens,
+        "A_log": torch.randn(heads_v, generator=generator) if raw else None,
+        "dt_bias": torch.randn(heads_v, generator=generator) if raw else None,
+    }
+
+
+def forward(
+    x: dict[str, Any], arch: str, *, split: bool = False, states: bool = False
+) -> dict[str, torch.Tensor | None]:
+    """Run the kernels in the emulator, with all its checks, on results full of NaN."""
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    matrix = q.shape[-1], v.shape[-1]
+    matrix = matrix[::-1] if x["state_v_first"] else matrix
+
+    def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, math.nan, dtype=dtype)
+
+    o = blank(*v.shape, dtype=v.dtype)
+    final_state = blank(sequences, v.shape[2], *matrix, dtype=torch.float32)
+    with emulated(arch, Emulator(num_sms=132)):
+        requests = plan_chunk_gated_delta_rule(
+            arch,
+            dtype=NAMES[q.dtype],
+            gate_dtype=NAMES[x["g"].dtype],
+            beta_dtype=NAMES[x["beta"].dtype],
+            head_dim_k=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            initial_state=x["initial_state"] is not None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=x["use_qk_l2norm_in_kernel"],
+            use_gate_in_kernel=x["use_gate_in_kernel"],
+            use_beta_sigmoid_in_kernel=x["use_beta_sigmoid_in_kernel"],
+            state_v_first=x["state_v_first"],
+            index_dtype="none" if cu_seqlens is None else "int32",
+            split=split,
+        )
+        assert (requests[0][0] is HEAD_PREPARE) == (arch == "sm_90a")
+        assert (requests[0][0] is PREPARE) == (arch != "sm_90a")
+        scale = q.shape[-1] ** -0.5 if x["scale"] is None else x["scale"]
+        ChunkForward.load(q.device, requests).run(
+            q, x["k"], v, x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens, scale, 1.0,
+            (o, None, None), (x["initial_state"], final_state),
+        )  # fmt: skip
+    return {"o": o, "final_state": final_state}
+
+
+def check(x: dict[str, Any], arch: str, **options: Any) -> None:
+    """Compare with float64: the error is at most twice the error of plain PyTorch."""
+    ours = forward(x, arch, **options)
+    exact = gated_delta_rule_reference(**x)
+    # Plain chunked code has NaN where g is -inf; a decay of exp(-128) is as good as 0.
+    x = x | {"g": x["g"].clamp(min=-128.0)}
+    plain = gated_delta_rule_chunk_reference(**x, dtype=torch.float32, stage_dtype=x["q"].dtype)
+    for mine, theirs, right in (
+        (ours["o"], plain.o.to(x["q"].dtype), exact.o),
+        (ours["final_state"], plain.states.final_state, exact.final_state),
+    ):
+        assert mine is not None
+        error = (mine.double() - right).norm()
+        assert error <= 2 * (theirs.double() - right).norm() + 1e-12 * right.norm()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"lengths": [130], "gate": "mixed", "heads": (1, 4)},
+        {"lengths": [1, 1], "gate": "weak", "l2norm": False, "sigmoid": False, "initial": False},
+        {"lengths": [70, 0, 64, 1, 130], "packed": True, "gate": "raw", "v_first": True},
+        {"lengths": [65], "dtype": torch.float16, "gate": "mixed"},
+        {"lengths": [192], "similar": True, "gate": "weak"},
+        {"lengths": [100], "dims": (128, 128), "heads": (2, 2), "gate": "strong"},
+        slow(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
+        slow(lengths=[200], dims=(128, 128), heads=(1, 8), gate="weak", dtype=torch.float16),
+        slow(lengths=[63], dims=(128, 64), heads=(1, 9), gate="raw", g_dtype=torch.bfloat16),
+        slow(lengths=[64, 64], dims=(64, 128), gate="none", scale=3.0),
+        slow(lengths=[64], dims=(128, 256), gate="middle"),
+        slow(lengths=[0, 200, 0, 1, 63, 65, 0], packed=True, dims=(128, 128), gate="mixed"),
+        slow(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
+    ],
+)
+def test_the_fast_path(case: dict[str, Any]) -> None:
+    check(inputs(**case), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        ({"lengths": [70, 0, 64], "packed": True, "gate": "raw", "heads": (1, 2)}, "sm_100a"),
+        pytest.param({"lengths": [130], "gate": "mixed"}, "sm_80", marks=pytest.mark.slow),
+        pytest.param(
+            {"lengths": [100], "gate": "raw", "dims": (128, 128), "g_dtype": torch.bfloat16},
+            "sm_120a",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> None:
+    check(inputs(**case), arch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"lengths": [330], "gate": "weak"},
+        slow(lengths=[500], dims=(128, 128), gate="mixed", heads=(1, 1)),
+        slow(lengths=[400, 0, 129, 64, 1], packed=True, dims=(128, 64), gate="middle"),
+        slow(lengths=[200, 200], dims=(64, 128), gate="strong", v_first=True),
+    ],
+)
+def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 2)
+    check(inputs(**case), "sm_90a", split=True)
+
+
+def test_rows_of_other_sequences_do_not_leak() -> None:
+    """Rows past a sequence's end may hold anything."""
+    x = inputs([70, 64], packed=True, gate="middle")
+    alone = {
+        name: y[:, :70] if name in ("q", "k", "v", "g", "beta") else y for name, y in x.items()
+    }
+    alone |= {
+        "cu_seqlens": torch.tensor([0, 70], dtype=torch.int32),
+        "initial_state": x["initial_state"][:1],
+    }
+    for name in ("q", "k", "v"):
+        x[name][:, 70:] = math.nan
+    both, one = forward(x, "sm_90a"), forward(alone, "sm_90a")
+    assert torch.equal(both["o"][:, :70], one["o"])
+    assert torch.equal(both["final_state"][:1], one["final_state"])
+
+
+@pytest.mark.parametrize(
+    ("dims", "split"), [((64, 64), False), pytest.param((128, 128), True, marks=pytest.mark.slow)]
+)
+def test_states_in_a_pool(
+    dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 1)
+    x = inputs([130, 0, 70], packed=True, dims=dims)
+    pool = torch.randn(6, 2, *dims).to(torch.bfloat16)
+    before = pool.clone()
+    state_indices = torch.tensor([4, -1, 2], dtype=torch.int32)
+    checkpoints = torch.tensor([[0, 1], [-1, -1], [5, -1]], dtype=torch.int32)
+    fresh = torch.tensor([1, 1, 0], dtype=torch.uint8)
+    o = torch.full_like(x["v"], math.nan)
+    with emulated("sm_90a", Emulator(num_sms=132)):
+        requests = plan_chunk_gated_delta_rule(
+            "sm_90a",
+            gate_dtype="float32",
+            beta_dtype="float32",
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            state_indices=True,
+            state_dtype="bfloat16",
+            checkpoint_indices=True,
+            has_initial_state=True,
+            index_dtype="int32",
+            split=split,
+        )
+        ChunkForward.load(o.device, requests).run(
+            x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["cu_seqlens"],
+            dims[0] ** -0.5, 1.0, (o,), (pool, state_indices, checkpoints, 1, fresh),
+        )  # fmt: skip
+    starts = torch.zeros(3, 2, *dims)
+    starts[0] = before[4].float()
+    exact = gated_delta_rule_reference(**x | {"initial_state": starts})
+    first = {name: x[name][:, :64] for name in ("q", "k", "v", "g", "beta")}
+    checkpoint = gated_delta_rule_reference(
+        **x | first | {"initial_state": starts[:1], "cu_seqlens": None}
+    )
+    for ours, right in (
+        (o, exact.o),
+        (pool[4], exact.final_state[0]),
+        (pool[2], exact.final_state[2]),
+        (pool[0], checkpoint.final_state[0]),
+    ):
+        assert (ours.double() - right).norm() <= 2.0**-8 * right.norm()
+    assert torch.equal(pool[3], before[3])  # no index names this slot
