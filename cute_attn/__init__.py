@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # public names for type checkers and editors, compared by tes
     from .ops.kda import fused_recurrent_kda as fused_recurrent_kda
     from .ops.kda import kda_decode as kda_decode
     from .ops.lightning import lightning_attn_decode as lightning_attn_decode
+    from .ops.mla import mla_decode as mla_decode
     from .settings import reload_settings as reload_settings
 
 

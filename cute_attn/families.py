@@ -321,6 +321,32 @@ FAMILIES = (
         other_gpus="tests.ops.lightning_other_gpus:CALLS",
         oldest=("tests/ops/test_lightning_decode.py",),
     ),
+    Family(
+        name="mla",
+        functions=(f"{_HERE}.ops.mla:mla_decode",),
+        operators=f"{_HERE}.ops.mla",
+        table=f"{_HERE}.kernels.mla.table",
+        reference=(f"{_HERE}.reference.mla",),
+        support=(
+            Support(
+                functions=("mla_decode",),
+                direction="forward",
+                plan=f"{_HERE}.ops.mla:plan_mla_decode",
+                measured=("sm_90a",),
+                summary="Multi-head latent attention, decode",
+            ),
+        ),
+        spec_files=("serving.toml",),
+        pages=("operators.md",),
+        benchmarks={
+            "mla": ("mla.decode", "mla_decode against the bytes that it must read"),
+        },
+        checks="checks.mla:CHECKS",
+        calls="tests.ops.mla_calls:OPERATORS",
+        small_calls="tests.gpu.mla_small_calls:CALLS",
+        other_gpus="tests.ops.mla_other_gpus:CALLS",
+        oldest=("tests/ops/test_mla_decode.py",),
+    ),
 )
 
 FUNCTIONS = {

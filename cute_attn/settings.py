@@ -26,6 +26,7 @@ class Settings:
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
         server_kda: whether the plugins for vLLM and SGLang replace KDA in layers; True with
             `CUTE_ATTN_SERVER_KDA=1`.
+        server_gdn: likewise for the Gated Delta Net; True with `CUTE_ATTN_SERVER_GDN=1`.
 
     Raises:
         ValueError: at the first use of a setting whose variable has an invalid value; the message
@@ -56,11 +57,15 @@ class Settings:
     def server_kda(self) -> bool:
         return _switch("CUTE_ATTN_SERVER_KDA") == "1"
 
+    @functools.cached_property
+    def server_gdn(self) -> bool:
+        return _switch("CUTE_ATTN_SERVER_GDN") == "1"
+
     def __repr__(self) -> str:
         return (
             f"Settings(scheduler={self.scheduler!r}, kda_split={self.kda_split}, "
             f"workspace_bytes={self.workspace_bytes}, emulate={self.emulate}, "
-            f"server_kda={self.server_kda})"
+            f"server_kda={self.server_kda}, server_gdn={self.server_gdn})"
         )
 
 
@@ -81,7 +86,8 @@ def reload_settings() -> Settings:
     """Read the environment again, and return the settings now in force.
 
     Call this after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB`,
-    `CUTE_ATTN_EMULATE` or `CUTE_ATTN_SERVER_KDA` in `os.environ`, if an operator was called before.
+    `CUTE_ATTN_EMULATE`, `CUTE_ATTN_SERVER_KDA` or `CUTE_ATTN_SERVER_GDN` in `os.environ`, if an
+    operator was called before.
 
     Raises:
         ValueError: a variable has an invalid value; the message names the variable.
@@ -91,7 +97,8 @@ def reload_settings() -> Settings:
         forget()
     now = settings()
     # An invalid value raises.
-    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate, now.server_kda
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate
+    _ = now.server_kda, now.server_gdn
     return now
 
 

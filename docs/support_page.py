@@ -31,7 +31,7 @@ GPUS = {  # a column -> its architectures, for which every cell is the same
 }
 ARCHS = tuple(arch for archs in GPUS.values() for arch in archs)
 DTYPES = ("bfloat16", "float16", "float32")
-DIMS = (32, 64, 96, 128, 192, 256)
+DIMS = (32, 64, 96, 128, 192, 256, 320, 512, 576)
 
 
 @dataclass(frozen=True)

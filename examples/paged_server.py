@@ -1,19 +1,23 @@
 """An inference server's loop around softmax attention with a paged KV cache.
 
-    python examples/paged_server.py [--requests 24]
+    python examples/paged_server.py [--requests 200]
 
 What it shows:
 
 - a pool of pages of 16 keys: a request gets pages as it grows, and returns them when it is done;
 - chunked prefill: prompts are read in pieces, those of several requests packed into one call;
-- decode with continuous batching: requests of different lengths come and go at every step, and
-  `num_splits=0` shares the keys of a small batch out among all SMs;
+- decode with continuous batching: requests of different lengths arrive at random times, come and go
+  at every step, and `num_splits=0` shares the keys of a small batch out among all SMs;
+- batch invariance: `batch_invariant=True` in all calls, and other layers in blocks of one size. So
+  a request's logits have the same bits in every batch;
 - a CUDA graph for each batch size: page table and lengths stay on the device, where a graph reads
   them; rows that fill a batch up have no key;
 - a prebuilt cache, found through CUTE_ATTN_PREBUILT, and `cache.freeze()`: nothing compiles while
   the server serves.
 
-At the end every request's tokens run once more, all at once in plain PyTorch, and the server's
+At the end some requests are served once more, each alone, and must get the same logits bit for bit.
+Every request's tokens run once more, all at once with PyTorch's own attention, which must choose
+the same tokens, except where its two best logits are nearly equal. For short requests the server's
 logits must be as near to those with float64 attention as those with attention in bfloat16 are.
 Without a GPU that has such kernels, a few requests are served in the emulator, for Hopper and for
 Blackwell, with every check on, without graphs and prebuilt kernels.
@@ -32,6 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -43,8 +48,13 @@ from cute_attn.reference.attention import attention_in_low_precision, attention_
 
 LAYERS, HEADS, HEADS_K, HEAD_DIM, VOCABULARY = 2, 8, 2, 256, 500
 WIDTH = 256
-PAGE_SIZE, MAX_PAGES = 16, 32  # keys of a page, and pages of a request
+PAGE_SIZE = 16  # keys of a page
 CHUNK = 64  # prompt tokens of a prefill step
+BLOCK = 64  # rows of a product with weights
+SHORTEST, LONGEST = 16, 16 * 1024  # prompts of the replay on a GPU
+GAP = 4  # mean number of steps between two arrivals
+SHORT = 1024  # tokens of requests that are compared with float64 attention
+NEAR = 0.03  # two logits are nearly equal if they differ by less, in standard deviations of logits
 GRAPH_BATCHES = (1, 2, 4, 8)
 SCRATCH = 0  # the page that rows which fill up a batch write to
 
@@ -54,6 +64,7 @@ plan = "cute_attn.ops.attention:plan_attention"
 heads = 8
 heads_k = 2
 causal = true
+batch_invariant = true
 varlen_q = {varlen_q}
 seqused_k = true
 page_size = 16
@@ -64,6 +75,18 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class Linear(torch.nn.Linear):
+    """A layer without bias that multiplies BLOCK rows at a time: a library may choose another
+    kernel, with other bits, for another number of rows."""
+
+    def __init__(self, columns: int, out: int) -> None:
+        super().__init__(columns, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).split(BLOCK)
+        return torch.cat([super(Linear, self).forward(block) for block in blocks])[: len(x)]
+
+
 class Model(torch.nn.Module):
     """Attention layers with little else."""
 
@@ -71,14 +94,10 @@ class Model(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         heads = HEADS + 2 * HEADS_K
-        self.qkv = torch.nn.ModuleList(
-            torch.nn.Linear(WIDTH, heads * HEAD_DIM, bias=False) for _ in range(LAYERS)
-        )
-        self.out = torch.nn.ModuleList(
-            torch.nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False) for _ in range(LAYERS)
-        )
+        self.qkv = torch.nn.ModuleList(Linear(WIDTH, heads * HEAD_DIM) for _ in range(LAYERS))
+        self.out = torch.nn.ModuleList(Linear(HEADS * HEAD_DIM, WIDTH) for _ in range(LAYERS))
         self.norm = torch.nn.RMSNorm(WIDTH)
-        self.unembedding = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.unembedding = Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """The logits after `tokens`, `[rows]`. `attend` gets a layer's number, and q, k and v,
@@ -96,15 +115,21 @@ class Request:
     """A prompt, the tokens to generate, and what has been done.
 
     Attributes:
+        arrival: the step from which on the server knows the request.
         done: tokens whose keys and values are in the cache.
         logits: of each generated token.
     """
 
     tokens: list[int]
     wanted: int
+    arrival: int = 0
     done: int = 0
     pages: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+
+    def again(self) -> Request:
+        """The request before it was served, for a server that serves it alone."""
+        return Request(self.tokens[: len(self.tokens) - self.wanted + 1], self.wanted)
 
     @property
     def prefilling(self) -> bool:
@@ -112,8 +137,15 @@ class Request:
 
 
 class Server:
-    def __init__(self, model: Model, device: str, num_pages: int, *, graphs: bool):
-        self.model, self.device = model, device
+    """The server.
+
+    Attributes:
+        max_pages: pages of a request.
+    """
+
+    def __init__(self, model: Model, device: str, max_pages: int, *, graphs: bool):
+        self.model, self.device, self.max_pages = model, device, max_pages
+        num_pages = 1 + max(GRAPH_BATCHES) * max_pages
         shape = (2, LAYERS, num_pages, PAGE_SIZE, HEADS_K, HEAD_DIM)
         # NaN in rows that were never written would show if they were read.
         self.cache = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
@@ -135,8 +167,8 @@ class Server:
 
     def table(self, requests: list[Request], rows: int) -> Tensor:
         return self.tensor(
-            [[*r.pages, *[SCRATCH] * (MAX_PAGES - len(r.pages))] for r in requests]
-            + [[SCRATCH] * MAX_PAGES] * (rows - len(requests))
+            [[*r.pages, *[SCRATCH] * (self.max_pages - len(r.pages))] for r in requests]
+            + [[SCRATCH] * self.max_pages] * (rows - len(requests))
         )
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,6 +201,7 @@ class Server:
             "seqused_k": self.tensor([r.done for r in requests]),
             "page_table": self.table(requests, len(requests)),
             "causal": True,
+            "batch_invariant": True,
         }
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -209,8 +242,9 @@ class Server:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = self.store(layer, slots, k, v)
             o, _ = cute_attn.flash_attn_varlen_func(
-                q[:, None], *pages, seqused_k=lengths, page_table=table, causal=True, num_splits=0
-            )
+                q[:, None], *pages, seqused_k=lengths, page_table=table, causal=True, num_splits=0,
+                batch_invariant=True,
+            )  # fmt: skip
             return o[:, 0]
 
         return self.model(tokens, attend)
@@ -240,11 +274,14 @@ class Server:
     def serve(self, waiting: list[Request]) -> tuple[int, int]:
         """Serve all requests; return the prefill and decode steps that it took."""
         running: list[Request] = []
-        steps = [0, 0]
+        steps, now = [0, 0], 0
         most = max(GRAPH_BATCHES)
         while waiting or running:
-            while waiting and len(running) < most:
+            if not running:
+                now = max(now, waiting[0].arrival)
+            while waiting and waiting[0].arrival <= now and len(running) < most:
                 running.append(waiting.pop(0))
+            now += 1
             fresh = [r for r in running if r.prefilling]
             if fresh:
                 self.prefill(fresh)
@@ -268,6 +305,26 @@ def logits_of(
 
     tokens = torch.tensor(request.tokens, device=model.embedding.weight.device)
     return model(tokens, attend)[-request.wanted :]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
+    """PyTorch's attention in float32."""
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // HEADS_K, dim=1) for x in (k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return o.transpose(1, 2), None
+
+
+def other_tokens(model: Model, requests: list[Request]) -> int:
+    """How many tokens differ from those with PyTorch's attention, whose own logit is not nearly as
+    large."""
+    count = 0
+    for request in requests:
+        plain = logits_of(model, request, plain_attention)
+        chosen = torch.stack(request.logits).argmax(-1, keepdim=True)
+        behind = plain.amax(-1) - plain.gather(-1, chosen)[:, 0]
+        count += int((behind > NEAR * plain.std()).sum())
+    return count
 
 
 def errors(model: Model, requests: list[Request]) -> tuple[float, float]:
@@ -308,49 +365,103 @@ def on_gpu() -> Iterator[None]:
             cache.unfreeze()
 
 
-def run(device: str, prompts: list[int], wanted: int) -> tuple[int, int, float, float]:
-    """(prefill steps, decode steps, our error, plain PyTorch's)."""
+@dataclass
+class Outcome:
+    """What a replay has shown.
+
+    Attributes:
+        prefills, decodes: steps.
+        alone: requests that were served once more, alone.
+        same: how many of these got the same logits, bit for bit.
+        tokens: generated tokens.
+        other: how many of these PyTorch's attention would not have chosen.
+        ours, plain: errors of the logits of short requests.
+    """
+
+    prefills: int
+    decodes: int
+    alone: int
+    same: int
+    tokens: int
+    other: int
+    ours: float
+    plain: float
+
+    @property
+    def passed(self) -> bool:
+        return self.same == self.alone and not self.other and self.ours <= 2 * self.plain
+
+
+def run(device: str, prompts: list[int], arrivals: list[int], wanted: int, alone: int) -> Outcome:
+    """Serve the prompts, and the first `alone` of them once more, each alone."""
     torch.manual_seed(0)
     model = Model().to(device)
     requests = [
-        Request(torch.randint(VOCABULARY, (n,)).tolist(), wanted + i % 3)
-        for i, n in enumerate(prompts)
+        Request(torch.randint(VOCABULARY, (n,)).tolist(), wanted + i % 3, arrival)
+        for i, (n, arrival) in enumerate(zip(prompts, arrivals, strict=True))
     ]
-    pages = 1 + max(GRAPH_BATCHES) * MAX_PAGES
+    pages = -(-(max(prompts) + wanted + 2) // PAGE_SIZE)
     with torch.no_grad():
         server = Server(model, device, pages, graphs=device == "cuda")
+        free = len(server.free)
         steps = server.serve(list(requests))
-        assert len(server.free) == pages - 1, "a page was lost"
-        return (*steps, *errors(model, requests))
+        again = [request.again() for request in requests[:alone]]
+        for request in again:
+            server.serve([request])
+        assert len(server.free) == free, "a page was lost"
+        same = sum(
+            torch.equal(torch.stack(x.logits), torch.stack(y.logits))
+            for x, y in zip(requests, again, strict=False)
+        )
+        short = [request for request in requests if len(request.tokens) <= SHORT]
+        tokens = sum(len(request.logits) for request in requests)
+        other = other_tokens(model, requests)
+        return Outcome(*steps, alone, same, tokens, other, *errors(model, short))
+
+
+def replay(requests: int) -> tuple[list[int], list[int]]:
+    """Prompts with logarithms of uniform distribution, and arrivals of a Poisson process."""
+    generator = torch.Generator().manual_seed(1)
+    bounds = torch.tensor([SHORTEST, LONGEST]).log()
+    part = torch.rand(requests, generator=generator)
+    prompts = (bounds[0] + part * (bounds[1] - bounds[0])).exp().round().int()
+    gaps = torch.empty(requests).exponential_(1 / GAP, generator=generator)
+    return prompts.tolist(), gaps.cumsum(0).int().tolist()
 
 
 def main(requests: int) -> bool:
-    """Serve, and return whether all results agree with the reference."""
+    """Serve, and return whether all results agree."""
     gpu = torch.cuda.is_available() and cache.current_arch() in ARCHS
     if gpu:
-        prompts = [int(n) for n in torch.randint(1, 400, (requests,))]
-        runs = {torch.cuda.get_device_name(): ("cuda", prompts, 40, on_gpu())}
+        prompts, arrivals = replay(requests)
+        given = prompts, arrivals, 40, requests // 10
+        runs = {torch.cuda.get_device_name(): ("cuda", given, on_gpu())}
     else:
+        given = [70, 1, 20], [0, 0, 2], 2, 1
         runs = {
-            f"{arch} (emulated)": ("cpu", [70, 1, 20], 2, cute_attn.emulated(arch))
-            for arch in ARCHS[:2]
+            f"{arch} (emulated)": ("cpu", given, cute_attn.emulated(arch)) for arch in ARCHS[:2]
         }
-    table = Table("on", "prefill steps", "decode steps", "error", "plain PyTorch", "")
+    table = Table(
+        "on", "prefill steps", "decode steps", "same alone", "other tokens", "error",
+        "plain PyTorch", "",
+    )  # fmt: skip
     passed = True
-    for on, (device, prompts, wanted, machine) in runs.items():
+    for on, (device, values, machine) in runs.items():
         with machine:
-            prefills, decodes, ours, plain = run(device, prompts, wanted)
-        agrees = ours <= 2 * plain
-        passed &= agrees
-        row = f"{prefills}", f"{decodes}", f"{ours:.1e}", f"{plain:.1e}"
-        table.add_row(on, *row, "agrees" if agrees else "WRONG")
+            x = run(device, *values)
+        passed &= x.passed
+        table.add_row(
+            on, f"{x.prefills}", f"{x.decodes}", f"{x.same} of {x.alone}",
+            f"{x.other} of {x.tokens}", f"{x.ours:.1e}", f"{x.plain:.1e}",
+            "agrees" if x.passed else "WRONG",
+        )  # fmt: skip
     Console().print(table)
     return passed
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=200)
     try:
         passed = main(parser.parse_args().requests)
     except EmulatorUnavailable as error:

@@ -21,31 +21,29 @@ on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
+import language_model
 import torch
+from language_model import WIDTH
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import cute_attn
 from cute_attn.emulator import EmulatorUnavailable
 from cute_attn.integrations import fla as integration
 from cute_attn.reference.kda import kda_chunk_reference, kda_reference
 
-WIDTH, HEADS, HEADS_V, HEAD_DIM = 128, 1, 2, 64
+HEADS, HEADS_V, HEAD_DIM = 1, 2, 64
 CONVOLUTION = 4  # tokens that a short convolution sees
 LAYERS = 2
-VOCABULARY = 61
 BATCH, TOKENS = 1, 90
 STEPS = 4
-LEARNING_RATE = 3e-3
-DTYPE = torch.bfloat16
 IN_KERNEL = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
@@ -76,7 +74,7 @@ class KimiDeltaAttention(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(HEAD_DIM)
         self.out = torch.nn.Linear(HEADS_V * HEAD_DIM, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, attention: Attention, _: None) -> Tensor:
         convolved = self.convolution(self.qkv(x).mT)[..., : x.shape[1]].mT
         qkv = functional.silu(convolved).split(self.widths, dim=-1)
         q, k, v, g = (y.unflatten(-1, (-1, HEAD_DIM)) for y in (*qkv, self.gate(x)))
@@ -91,47 +89,13 @@ class FullAttention(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.heads = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, _: Attention) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        heads = self.heads(x).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         o = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(o.transpose(1, 2).flatten(-2))
-
-
-class Layer(torch.nn.Module):
-    """Attention and a feed-forward network, each with a norm before it and a residual around it."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.norm, self.norm_mlp = torch.nn.RMSNorm(WIDTH), torch.nn.RMSNorm(WIDTH)
-        self.attention = FullAttention() if number % 2 else KimiDeltaAttention()
-        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        x = x + self.attention(self.norm(x), attention)
-        return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
-
-
-class Model(torch.nn.Module):
-    """A language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = torch.nn.ModuleList(map(Layer, range(LAYERS)))
-        self.norm = torch.nn.RMSNorm(WIDTH)
-        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
-
-    def loss(self, tokens: Tensor, attention: Attention) -> Tensor:
-        """The mean cross entropy of each next token."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, attention, use_reentrant=False)
-        logits = self.head(self.norm(x))[:, :-1]
-        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def exact_attention(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, None]:
@@ -145,46 +109,23 @@ def plain_attention(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor,
     return stages.o.to(q.dtype), None
 
 
-def gradients(model: Model, tokens: Tensor, attention: Attention) -> list[Tensor]:
-    """The gradients of the parameters from which q, k, v, the gates and beta are computed."""
-    model.zero_grad()
-    with torch.autocast(tokens.device.type, DTYPE):
-        model.loss(tokens, attention).backward()
-    return [
-        parameter.grad.double()
-        for layer in model.layers[::2]
-        for name, parameter in layer.attention.named_parameters()
-        if name.split(".")[0] in ("qkv", "gate", "beta", "A_log", "dt_bias")
-    ]
-
-
-def relative_error(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The relative error, in which every parameter counts alike."""
-    each = [(x - y).norm() / y.norm() for x, y in zip(found, exact, strict=True)]
-    return float(torch.stack(each).square().mean().sqrt())
-
-
 def train(device: str) -> tuple[list[float], float, float]:
     """The losses of all steps, and the errors of the first step's gradients: ours, and those of
     plain PyTorch."""
     torch.manual_seed(0)
-    model = Model().to(device)
-    # The second half repeats the first, which a model can learn from.
-    half = torch.randint(VOCABULARY, (BATCH, TOKENS // 2), device=device)
-    tokens = torch.cat([half, half], dim=1)
+    attentions = (FullAttention() if i % 2 else KimiDeltaAttention() for i in range(LAYERS))
+    model = language_model.Model(attentions).to(device)
+    tokens = language_model.repeated_tokens(BATCH, TOKENS, device)
+    # From these parameters q, k, v, the gates and beta are computed.
+    names = ("qkv", "gate", "beta", "A_log", "dt_bias")
     exact, ours, plain = (
-        gradients(model, tokens, attention)
+        language_model.gradients(model, tokens, attention, names)
         for attention in (exact_attention, cute_attn.chunk_kda, plain_attention)
     )
-    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for _ in range(STEPS):
-        optimiser.zero_grad()
-        with torch.autocast(device, DTYPE):
-            loss = model.loss(tokens, cute_attn.chunk_kda)
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+    losses = language_model.fit(
+        model, lambda: model.loss(tokens, cute_attn.chunk_kda), STEPS, device
+    )
+    relative_error = language_model.relative_error
     return losses, relative_error(ours, exact), relative_error(plain, exact)
 
 
@@ -194,26 +135,24 @@ def train_with_fla() -> dict[str, list[float]]:
 
     integration.register()
     config = KDAConfig(
-        hidden_size=WIDTH, head_dim=HEAD_DIM, num_heads=HEADS, num_v_heads=HEADS_V,
-        num_hidden_layers=LAYERS, vocab_size=VOCABULARY, hidden_ratio=4,
+        hidden_size=language_model.WIDTH, head_dim=HEAD_DIM, num_heads=HEADS, num_v_heads=HEADS_V,
+        num_hidden_layers=LAYERS, vocab_size=language_model.VOCABULARY, hidden_ratio=4,
     )  # fmt: skip
     losses: dict[str, list[float]] = {}
     for name, switch in (("cute_attn", "1"), ("flash-linear-attention", "0")):
         os.environ["FLA_CUTE_ATTN"] = switch
         torch.manual_seed(0)
         model = KDAForCausalLM(config).cuda().train()
-        half = torch.randint(VOCABULARY, (BATCH, TOKENS // 2), device="cuda")
-        tokens = torch.cat([half, half], dim=1)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        losses[name] = []
-        for _ in range(STEPS):
-            optimiser.zero_grad()
-            with torch.autocast("cuda", DTYPE):
-                loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimiser.step()
-            losses[name].append(loss.item())
+        tokens = language_model.repeated_tokens(BATCH, TOKENS, "cuda")
+        losses[name] = language_model.fit(
+            model, functools.partial(loss_of_fla, model, tokens), STEPS, "cuda"
+        )
     return losses
+
+
+def loss_of_fla(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
 
 
 def main() -> bool:
@@ -228,14 +167,7 @@ def main() -> bool:
     if on_gpu and importlib.util.find_spec("fla"):
         theirs = train_with_fla()
         columns |= {f"flash-linear-attention's model on {name}": x for name, x in theirs.items()}
-    table = Table("step", *columns)
-    for step, row in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(str(step), *(f"{loss:.3f}" for loss in row))
-    console.print(table)
-    agree, fell = ours <= 2 * plain, all(x[-1] < x[0] for x in columns.values())
-    console.print(f"Error of the gradients: {ours:.1e}; plain PyTorch's: {plain:.1e}.")
-    console.print("The loss fell." if fell else "The loss did NOT fall.")
-    return agree and fell
+    return language_model.report(console, columns, {"gradients": (ours, plain)})
 
 
 if __name__ == "__main__":

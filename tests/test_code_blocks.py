@@ -166,7 +166,22 @@ def tiny_gemma3(folder: Path) -> str:
     return str(folder / "gemma")
 
 
-DOWNLOADED: dict[str, Callable[[Path], str]] = {"google/gemma-3-1b-it": tiny_gemma3}
+def tiny_qwen3_next(folder: Path) -> str:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=256,
+        layer_types=["full_attention"], mlp_only_layers=[0],
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).save_pretrained(folder / "qwen")
+    return str(folder / "qwen")
+
+
+DOWNLOADED: dict[str, Callable[[Path], str]] = {
+    "google/gemma-3-1b-it": tiny_gemma3,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": tiny_qwen3_next,
+}
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, block: Block) -> None:

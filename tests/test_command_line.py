@@ -95,6 +95,7 @@ def test_the_environment_names_versions_and_settings(tmp_path: Path) -> None:
         "setting workspace_bytes": str(2048 * 2**20),
         "setting emulate": "False",
         "setting server_kda": "False",
+        "setting server_gdn": "False",
     }
     assert found["variable CUTE_ATTN_ARCH"] == "sm_100a"
     assert found["variable CUTE_ATTN_KDA_SPLIT"] == "0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,12 @@ from tests.untuned import untuned
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import modules beside them, as where they are run."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -35,7 +42,6 @@ def load(name: str) -> ModuleType:
 
 def test_the_quickstart_runs_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is called by one of its checks; here they only get as far as that."""
-    monkeypatch.syspath_prepend(EXAMPLES)  # as where it is run
     example = load("quickstart")
     called = set()
 
@@ -190,6 +196,60 @@ def test_train_kimi_linear_notices_a_gradient_twice_as_large(
     assert ours > 2 * plain
 
 
+def train_qwen3_next(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...]
+) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    example = load("train_qwen3_next")
+    monkeypatch.setattr(example, "LAYERS", layers)
+    for name, value in {"TOKENS": 12, "STEPS": 2, "PROMPT": 6, "GENERATED": 2}.items():
+        monkeypatch.setattr(example, name, value)
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=2, schedule="random")):
+        result: tuple[list[float], dict[str, tuple[float, float]]] = example.train("cpu")
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layers", [("linear",), ("linear", "linear", "linear", "softmax")], ids=len
+)
+def test_train_qwen3_next(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, errors = train_qwen3_next(monkeypatch, layers)
+    assert losses[1] < losses[0]
+    assert len(errors) == 2
+    assert all(0 < ours <= 2 * plain for ours, plain in errors.values())
+
+
+def generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """The errors of the logits, by a model of one layer before its training."""
+    example = load("train_qwen3_next")
+    monkeypatch.setattr(example, "GENERATED", 3)
+    torch.manual_seed(0)
+    model = example.language_model.Model([example.GatedDeltaNet()])
+    prompt = example.language_model.repeated_tokens(1, 6, "cpu")
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
+        ours, plain = example.errors(*example.generate(model, prompt))
+    return ours, plain
+
+
+def test_generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = generate_with_qwen3_next(monkeypatch)
+    assert 0 < ours <= 2 * plain
+
+
+def test_generate_with_qwen3_next_notices_a_state_that_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cute_attn.gated_delta_rule_decode
+
+    def forgetful(*args: Any, **rest: Any) -> object:
+        *inputs, state = args
+        return right(*inputs, torch.zeros_like(state), **rest)
+
+    monkeypatch.setattr(cute_attn, "gated_delta_rule_decode", forgetful)
+    ours, plain = generate_with_qwen3_next(monkeypatch)
+    assert ours > 2 * plain
+
+
 @pytest.mark.gpu
 def test_train_kimi_linear_with_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla.models.kda", exc_type=ImportError)
@@ -268,12 +328,39 @@ def test_the_paged_server_prebuilds_what_it_calls(
 
     monkeypatch.setattr(Emulation, "function", function)
     monkeypatch.setattr(example, "errors", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(example, "other_tokens", lambda *_: 0)
     for arch in ("sm_90a", "sm_100a"):
         used.clear()
         with cute_attn.emulated(arch, Emulator(num_sms=132)):
-            prefills, decodes, *_ = example.run("cpu", [300, 1, 20, *[5] * 9], 8)
-        assert prefills > 5 and decodes > 15
+            prompts = [300, 1, 20, *[5] * 8, 1100]
+            found = example.run("cpu", prompts, [0] * len(prompts), 8, 1)
+        assert found.prefills > 5 and found.decodes > 15
         assert len(used) > 1 and used <= set(plan_file(tmp_path / "server.toml", arch))
+
+
+def test_the_paged_server_notices_a_request_whose_bits_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    example = load("paged_server")
+    calls = itertools.count()
+
+    def logits_of_a_step(self: Any, tokens: torch.Tensor, attend: Any) -> torch.Tensor:
+        logits = torch.arange(float(example.VOCABULARY)).expand(len(tokens), -1).clone()
+        return logits + (next(calls) if spoiled else 0)
+
+    monkeypatch.setattr(example.Model, "forward", logits_of_a_step)
+    monkeypatch.setattr(example, "errors", lambda *_: (0.0, 1.0))
+    for spoiled in (False, True):
+        found = example.run("cpu", [70, 5], [0, 9], 2, 2)
+        assert (found.same, found.alone) == (0 if spoiled else 2, 2)
+        assert found.passed != spoiled
+
+
+def test_the_replay_is_a_poisson_process_of_lengths_from_16_to_16k() -> None:
+    prompts, arrivals = load("paged_server").replay(2000)
+    assert min(prompts) in range(16, 20) and max(prompts) in range(16000, 16385)
+    gaps = torch.tensor(arrivals).diff().float()
+    assert abs(gaps.mean() - 4) < 0.5 and abs(gaps.std() - 4) < 0.6
 
 
 @pytest.mark.slow

@@ -19,7 +19,13 @@ from cute_attn.settings import settings
 
 from .ops.operators import OPERATORS
 
-SWITCHES = ("FA_CLC", "CUTE_ATTN_KDA_SPLIT", "CUTE_ATTN_EMULATE", "CUTE_ATTN_SERVER_KDA")
+SWITCHES = (
+    "FA_CLC",
+    "CUTE_ATTN_KDA_SPLIT",
+    "CUTE_ATTN_EMULATE",
+    "CUTE_ATTN_SERVER_KDA",
+    "CUTE_ATTN_SERVER_GDN",
+)
 WORKSPACE = "CUTE_ATTN_WORKSPACE_MIB"
 
 
@@ -69,13 +75,14 @@ def test_a_bad_switch_is_named_where_settings_are_read_again(
     ("name", "of"),
     [
         ("FA_CLC", "flash_attn_func"),
-        ("CUTE_ATTN_KDA_SPLIT", "chunk_kda"),
+        ("CUTE_ATTN_KDA_SPLIT", ("chunk_kda", "chunk_gated_delta_rule")),
         ("CUTE_ATTN_EMULATE", ""),
         ("CUTE_ATTN_SERVER_KDA", ""),
+        ("CUTE_ATTN_SERVER_GDN", ""),
     ],
 )
 def test_a_bad_switch_concerns_only_who_needs_it(
-    environment: pytest.MonkeyPatch, name: str, of: str
+    environment: pytest.MonkeyPatch, name: str, of: str | tuple[str, ...]
 ):
     environment.setattr(emulation.Emulation, "function", lambda *_: lambda *arguments: None)
     environment.setenv(name, "no")

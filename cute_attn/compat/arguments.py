@@ -31,6 +31,14 @@ def refuse_given(**absent: Any) -> None:
             raise NotImplementedError(f"{name} is given, must be None: there is no kernel for it")
 
 
+def window_of(window_size: Any) -> Any:
+    """The operators' window_size, for FlashAttention 2's and 3's, where every negative number is no
+    bound. What is no pair is refused later."""
+    if not isinstance(window_size, tuple | list):
+        return window_size
+    return tuple(-1 if isinstance(x, int) and x < 0 else x for x in window_size)
+
+
 def with_contiguous_rows(x: Any) -> Any:
     """x, copied if its last dimension is not contiguous. What is no tensor is refused later."""
     if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1:

@@ -7,9 +7,10 @@ tensor, or with `return_attn_probs` the triple (o, lse, None). What has no kerne
 NotImplementedError, which names the argument: `dropout_p` above 0, `alibi_slopes`, and other head
 dimensions than `cute_attn.flash_attn_func` takes.
 
-In every function, heads_k divides heads, and -1 in `window_size` is no bound. Positions are aligned
-at the end: with `causal`, query i sees the keys up to i + seqlen_k - seqlen_q. A q, k or v whose
-last dimension is not contiguous is copied. The lse of a query that sees no key is -inf.
+In every function, heads_k divides heads, and a negative number in `window_size` is no bound.
+Positions are aligned at the end: with `causal`, query i sees the keys up to i + seqlen_k -
+seqlen_q. A q, k or v whose last dimension is not contiguous is copied. The lse of a query that sees
+no key is -inf.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func as _dense
 from ..ops.attention import flash_attn_varlen_func as _varlen
 from . import kv_cache
-from .arguments import Window, refuse_given, unpacked, with_contiguous_rows
+from .arguments import Window, refuse_given, unpacked, window_of, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -85,7 +86,7 @@ def flash_attn_func(
         with_contiguous_rows(v),
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         deterministic=deterministic,
         return_lse=bool(return_attn_probs),
@@ -241,7 +242,7 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         deterministic=deterministic,
         return_lse=bool(return_attn_probs),

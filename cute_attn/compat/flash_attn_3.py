@@ -4,9 +4,9 @@
 
 Arguments have the names, order and defaults of `hopper/flash_attn_interface.py`. Results too are as
 there: a tensor, or the pair (o, lse). What has no kernel raises NotImplementedError, which names
-the argument: `qv`, `q_descale`, `k_descale`, `v_descale`, `attention_chunk`, and other head
-dimensions than `cute_attn.flash_attn_func` takes. `pack_gqa`, `sm_margin` and `scheduler_metadata`,
-which tune FlashAttention's kernels, have no effect.
+the argument: `qv`, `q_descale`, `attention_chunk`, and other head dimensions than
+`cute_attn.flash_attn_func` takes. fp8 k and v need a bfloat16 or float16 q. `pack_gqa`,
+`sm_margin` and `scheduler_metadata`, which tune FlashAttention's kernels, have no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func as _dense
 from ..ops.attention import flash_attn_varlen_func as _varlen
 from . import kv_cache
-from .arguments import Window, refuse_given, unpacked, with_contiguous_rows
+from .arguments import Window, refuse_given, unpacked, window_of, with_contiguous_rows
 
 __all__ = [
     "flash_attn_func",
@@ -53,14 +53,15 @@ def flash_attn_func(
 
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16.
-        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q; heads_k divides heads.
-        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of q.
+        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q, or fp8 on Hopper; heads_k divides
+            heads.
+        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of k.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position, which is aligned at the end.
         qv: only None.
-        q_descale: only None, as k_descale and v_descale: there is no FP8.
-        k_descale: only None.
-        v_descale: only None.
+        q_descale: only None: q is not fp8.
+        k_descale: as for `cute_attn.flash_attn_func`.
+        v_descale: as for `cute_attn.flash_attn_func`.
         window_size: how many keys to the left and to the right of its position a query sees; -1 is
             all.
         attention_chunk: only 0.
@@ -84,18 +85,20 @@ def flash_attn_func(
         NotImplementedError: an argument that supports only one value has another value, or there is
             no kernel for the head dimension on this GPU.
     """
-    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale)
     o, lse = _dense(
         with_contiguous_rows(q),
         with_contiguous_rows(k),
         with_contiguous_rows(v),
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
         return_lse=bool(return_attn_probs),
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return (o, lse) if return_attn_probs else o
 
@@ -151,8 +154,9 @@ def flash_attn_qkvpacked_func(
                 "heads_k, head_dim], by num_heads_q"
             )
         q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
+    refuse_given(k_descale=k_descale, v_descale=v_descale)
     return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        q, k, v, softmax_scale, causal, None, q_descale, None, None, window_size,
         attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
 
@@ -186,8 +190,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: `[total_q, heads, head_dim]`, bfloat16 or float16.
-        k: `[total_k, heads_k, head_dim]`, dtype of q.
-        v: `[total_k, heads_k, head_dim_v]`, dtype of q.
+        k: `[total_k, heads_k, head_dim]`, dtype as for `flash_attn_func`.
+        v: `[total_k, heads_k, head_dim_v]`, dtype of k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b.
         cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
@@ -198,9 +202,9 @@ def flash_attn_varlen_func(
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`, within each sequence.
         qv: only None.
-        q_descale: only None, as k_descale and v_descale: there is no FP8.
-        k_descale: only None.
-        v_descale: only None.
+        q_descale: only None: q is not fp8.
+        k_descale: as for `cute_attn.flash_attn_func`.
+        v_descale: as for `cute_attn.flash_attn_func`.
         window_size: as for `flash_attn_func`, within each sequence.
         attention_chunk: only 0.
         softcap: as for `flash_attn_func`.
@@ -218,7 +222,7 @@ def flash_attn_varlen_func(
         ValueError: as `cute_attn.flash_attn_varlen_func`.
         NotImplementedError: as `flash_attn_func`.
     """
-    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale)
     o, lse = _varlen(
         with_contiguous_rows(q),
         with_contiguous_rows(k),
@@ -231,11 +235,13 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=window_of(window_size),
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
         return_lse=bool(return_attn_probs),
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return (o, lse) if return_attn_probs else o
 
@@ -277,7 +283,8 @@ def flash_attn_with_kvcache(
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, or with cu_seqlens_q `[total_q, heads, head_dim]`,
             bfloat16 or float16.
-        k_cache: as for FlashAttention 2's function, where page_table is called block_table.
+        k_cache: as for FlashAttention 2's function, where page_table is called block_table; also
+            fp8.
         v_cache: as for FlashAttention 2's function.
         k: as for FlashAttention 2's function: `[batch, seqlen_new, heads_k, head_dim]`.
         v: as k.
@@ -292,9 +299,9 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: no effect without k; with k, only None.
         max_seqlen_q: length of the longest sequence of q, a hint.
         rotary_seqlens: only None.
-        q_descale: only None, as k_descale and v_descale: there is no FP8.
-        k_descale: only None.
-        v_descale: only None.
+        q_descale: only None: q is not fp8.
+        k_descale: as for `cute_attn.flash_attn_func`.
+        v_descale: as for `cute_attn.flash_attn_func`.
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`.
         window_size: as for `flash_attn_func`.
@@ -324,8 +331,6 @@ def flash_attn_with_kvcache(
         qv=qv,
         rotary_seqlens=rotary_seqlens,
         q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
     )
     o, lse = kv_cache.attend(
         q,
@@ -348,6 +353,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
         return_lse=return_softmax_lse,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return (o, lse) if return_softmax_lse else o
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
+from ..ops.attention.arguments import is_fp8
 from ..ops.attention.support import page_step
 from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
-from .arguments import Window, given_tensors, with_contiguous_rows
+from .arguments import Window, given_tensors, window_of, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
 
@@ -56,6 +57,11 @@ def attend(
         if k is not None and v is not None:
             at = cache.appended(k.shape[1])
             if rotated:
+                if k_cache.dtype != q.dtype:
+                    raise NotImplementedError(
+                        f"rotary_cos is given with a cache of {k_cache.dtype}: rotate q and k "
+                        "before k is rounded"
+                    )
                 rotary = Rotary.of(q, rotary_cos, rotary_sin, rotary_interleaved)
                 local = any(b is not None and 0 <= b < cache.capacity for b in window_size)
                 steps = torch.arange(q.shape[1] if causal or local else 1, device=q.device)
@@ -69,7 +75,7 @@ def attend(
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             causal=causal,
-            window_size=window_size,
+            window_size=window_of(window_size),
             return_lse=bool(return_lse),
             **options,
         )
@@ -122,7 +128,8 @@ class _Cache(NamedTuple):
             if given[name].dim() != dims:
                 shape = list(given[name].shape)
                 raise ValueError(f"{name} has shape {shape}, must have {dims} dimensions")
-        check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), q.dtype)
+        kv_dtype = k_cache.dtype if is_fp8(k_cache) else q.dtype
+        check_dtypes_are(given, ("k_cache", "v_cache", "k", "v"), kv_dtype)
         for name in (*of_sequences, table_name, "cu_seqlens_q"):
             if name in given:
                 check_dtype(name, given[name], ("int32",))
@@ -164,8 +171,10 @@ class _Cache(NamedTuple):
             rows = at % page_size
         elif self.batch_idx is not None:
             first = self.batch_idx[:, None].long()
-        self.k.index_put_((first, rows), k)
-        self.v.index_put_((first, rows), v)
+        for cache, new in ((self.k, k), (self.v, v)):
+            if is_fp8(cache):  # torch does not index fp8 on every device
+                cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+            cache.index_put_((first, rows), new)
 
     def seen(self, new: int) -> dict[str, Any]:
         """k, v and lengths for the kernel, after `new` rows were appended."""

@@ -19,13 +19,20 @@ BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
 
 
 def register() -> None:
-    """Register this package with SGLang: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
-    environment also KDA (`sglang_kda.register`)."""
+    """Register this package with SGLang: its attention, and on request linear layers.
+
+    `CUTE_ATTN_SERVER_KDA=1` in the environment asks for KDA (`sglang_kda.register`), and
+    `CUTE_ATTN_SERVER_GDN=1` for the Gated Delta Net (`sglang_gated_delta_rule.register`).
+    """
     register_attention()
     if settings().server_kda:
         from . import sglang_kda
 
         sglang_kda.register()
+    if settings().server_gdn:
+        from . import sglang_gated_delta_rule
+
+        sglang_gated_delta_rule.register()
 
 
 def register_attention() -> None:
@@ -39,17 +46,27 @@ def register_attention() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
     prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
     sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
-    tokens (`--speculative-eagle-topk 1`). For anything else, the server stops at its start with an
+    tokens (`--speculative-eagle-topk 1`). With `--enable-deterministic-inference`, the bits of a
+    request do not depend on the batch. For anything else, the server stops at its start with an
     error that names what is missing.
     """
-    from sglang.srt.arg_groups.choices import (
-        ATTENTION_BACKEND_CHOICES,
-        add_attention_backend_choices,
-    )
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    # Bits depend neither on the batch nor on which part of a prompt is in the radix cache.
+    for known, add in (
+        (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
+        (
+            choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            choices.add_deterministic_attention_backend_choices,
+        ),
+        (
+            choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+            choices.add_radix_supported_deterministic_attention_backend_choices,
+        ),
+    ):
+        if NAME not in known:
+            add([NAME])
     register_attention_backend(NAME)(backend)
 
 

@@ -32,6 +32,7 @@ from . import token_slots
 from .sglang import NAME
 
 DTYPES = torch.bfloat16, torch.float16
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2  # of a KV cache
 
 
 @dataclass
@@ -77,8 +78,12 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         refuse(runner)
         self.page_size: int = runner.page_size
         self.pool = runner.token_to_kv_pool
+        self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
+        # A step may hold prefill and decode, so keys cannot be split.
+        self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
+        self.num_splits = 1 if self.batch_invariant else 0
         self.max_pages = token_slots.num_pages(self.slots.shape[1], self.page_size)
         self.forward_metadata: CuteAttnMetadata | None = None
         # By mode and number of requests: what a CUDA graph reads, in slices of one set of tensors.
@@ -203,9 +208,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
         x = self.forward_metadata
         assert x is not None, "init_forward_metadata comes before a layer's attention"
+        scales = (layer.k_scale, layer.v_scale) if self.fp8 else ()
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_batch(forward_batch, swa_loc=x.window_slots)
-            self.pool.set_kv_buffer(layer, where, k, v)
+            self.pool.set_kv_buffer(layer, where, k, v, *scales)
         heads, heads_k = layer.tp_q_head_num, layer.tp_k_head_num
         q = q.reshape(-1, heads, layer.qk_head_dim)
         shape = len(q), heads, layer.v_head_dim
@@ -229,8 +235,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             window_size=(left, 0),
             learnable_sink=sinks,
             softcap=layer.logit_cap,
-            num_splits=0,
+            num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant,
             out=out,
+            **dict(zip(("k_descale", "v_descale"), scales, strict=False)),
         )
         return out.view(len(q), heads * layer.v_head_dim)
 
@@ -275,7 +283,8 @@ def refuse(runner: Any) -> None:
             f"{runner.page_size}: start SGLang with --page-size 64"
         )
     found = missing_for_server(runner)
-    dims = forward_head_dims(device)
+    device, fp8 = runner.req_to_token_pool.req_to_token.device, runner.kv_cache_dtype in FP8
+    dims = forward_head_dims(device, fp8=fp8)
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
             found += missing_for_layer(layer, dims)
@@ -297,7 +306,7 @@ def missing_for_server(runner: Any) -> list[str]:
         "images whose tokens see each other (leave --enable-multimodal away)": images,
         "a model without a KV cache": isinstance(runner.token_to_kv_pool, NoOpMHATokenToKVPool),
         f"a KV cache of {runner.kv_cache_dtype} beside a model of {runner.dtype} "
-        "(--kv-cache-dtype auto)": runner.kv_cache_dtype != runner.dtype,
+        "(--kv-cache-dtype auto)": runner.kv_cache_dtype not in (runner.dtype, *FP8),
         f"a model of {runner.dtype} (--dtype bfloat16)": runner.dtype not in DTYPES,
         "trees of draft tokens (--speculative-eagle-topk 1, or for NGRAM "
         "--speculative-ngram-max-bfs-breadth 1)": (get_spec().speculative_eagle_topk or 0) > 1,

@@ -35,8 +35,10 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
+from .autocast import in_autocast
+from .transformers_gated_delta_rule import use_gated_delta_rule
 
-__all__ = ["register"]
+__all__ = ["register", "use_gated_delta_rule"]
 
 NAME = "cute_attn"
 # Without quotation marks, which torch does not escape in an assertion of a compiled CPU kernel.
@@ -353,7 +355,7 @@ def _attend(
             f"attn_implementation={NAME!r} has no bidirectional sliding window: transformers does "
             'not say whether its end is seen; use "sdpa" or "eager"'
         )
-    q, k, v = (x.transpose(1, 2) for x in _in_autocast(query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in in_autocast(query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "causal": is_causal,
@@ -489,18 +491,6 @@ def _length_on_the_host(length: Any, x: Tensor) -> int:
     if isinstance(length, Tensor) and torch.compiler.is_compiling():
         return x.shape[1]
     return int(length)
-
-
-def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, converted to autocast's dtype if autocast is on and one of q, k and v is float32,
-    as torch's own attention does. Under autocast, norms and rotary embeddings return float32.
-    """
-    given = query, key, value
-    device = query.device.type
-    if torch.float32 in {x.dtype for x in given} and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return query.to(dtype), key.to(dtype), value.to(dtype)
-    return given
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:

@@ -39,13 +39,20 @@ def unpickled(path: str) -> BackendPath:
 
 
 def register() -> None:
-    """Register this package with vLLM: its attention, and with `CUTE_ATTN_SERVER_KDA=1` in the
-    environment also Kimi Linear's layers (`vllm_kda.register`)."""
+    """Register this package with vLLM: its attention, and on request linear layers.
+
+    `CUTE_ATTN_SERVER_KDA=1` in the environment asks for KDA (`vllm_kda.register`), and
+    `CUTE_ATTN_SERVER_GDN=1` for the Gated Delta Net (`vllm_gated_delta_rule.register`).
+    """
     register_attention()
     if settings().server_kda:
         from . import vllm_kda
 
         vllm_kda.register()
+    if settings().server_gdn:
+        from . import vllm_gated_delta_rule
+
+        vllm_gated_delta_rule.register()
 
 
 def register_attention() -> None:

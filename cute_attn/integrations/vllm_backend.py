@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -40,7 +41,25 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
 HEAD_SIZES = equal_head_dims()
 # vLLM makes the blocks of a hybrid model a multiple of this number.
 BLOCK_STEP = 16
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+# The fp8 of a cache by vLLM's names; vLLM allocates such a cache as bytes.
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", *FP8)
+FP8_MAJOR = 9  # the compute capability's major number with kernels for fp8 caches
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM runs with VLLM_BATCH_INVARIANT. Older releases have a function that says so."""
+    if hasattr(envs, "VLLM_BATCH_INVARIANT"):
+        return bool(envs.VLLM_BATCH_INVARIANT)
+    try:
+        from vllm.model_executor.layers.batch_invariant import vllm_is_batch_invariant
+    except ImportError:
+        return False
+    return bool(vllm_is_batch_invariant())
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -109,6 +128,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major in HEAD_SIZES
 
@@ -124,7 +147,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             named[name] if name in named else others[i]
             for i, name in enumerate(("dtype", "kv_cache_dtype"))
         )
-        if of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
+        if of_cache in FP8:
+            if capability.major != FP8_MAJOR:
+                return f"a KV cache of {of_cache} has no kernel on this GPU, only on Hopper"
+        elif of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
             return f"a KV cache of {of_cache} beside a model of {dtype} has no kernel"
         return None
 
@@ -251,9 +277,13 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         self.left = None if sliding_window is None else sliding_window - 1
         self.softcap = float(logits_soft_cap or 0.0)
         self.kv_cache_dtype = kv_cache_dtype
+        self.fp8 = FP8.get(kv_cache_dtype)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # A step may hold prefill and decode, so keys cannot be split.
+        self.batch_invariant = is_batch_invariant()
+        self.num_splits = 1 if self.batch_invariant else 0
 
     def forward(
         self,
@@ -291,8 +321,10 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             window_size=(self.left, self.left),  # causal has no right side
             learnable_sink=self.sinks,
             softcap=self.softcap,
-            num_splits=0,
+            num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant,
             out=output[:rows],
+            **self.factors(layer),
         )
         return output
 
@@ -309,8 +341,12 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             return  # another layer has written keys and values
         k, v = self.pages(kv_cache)
         if reshape_and_cache_flash is not None and key.is_cuda:
+            # vLLM's kernel takes an fp8 cache as bytes.
+            name = self.kv_cache_dtype if self.fp8 else "auto"
+            if self.fp8:
+                k, v = k.view(torch.uint8), v.view(torch.uint8)
             reshape_and_cache_flash(
-                key, value, k, v, slot_mapping, "auto", layer._k_scale, layer._v_scale
+                key, value, k, v, slot_mapping, name, layer._k_scale, layer._v_scale
             )
             return
         block_size = k.shape[1]
@@ -319,11 +355,24 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
         slots = slot_mapping.clamp(min=0)
         where = slots // block_size, slots % block_size
         valid = (slot_mapping >= 0)[:, None, None]
-        for pages, rows in ((k, key), (v, value)):
-            pages[where] = torch.where(valid, rows[: len(slots)], pages[where])
+        for name, pages, rows in (("_k_scale", k, key), ("_v_scale", v, value)):
+            rows = rows[: len(slots)]
+            if self.fp8:
+                most = torch.finfo(self.fp8).max
+                rows = (rows / getattr(layer, name)).clamp(-most, most).to(self.fp8)
+                pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+            pages[where] = torch.where(valid, rows, pages[where])
+
+    def factors(self, layer: Any) -> dict[str, Any]:
+        """The factors of the keys and values in a layer's cache, for the operator."""
+        if self.fp8 is None:
+            return {}
+        return {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a cache, `[num_blocks, block_size, heads_k, head_size]` each."""
+        if self.fp8:
+            kv_cache = kv_cache.view(self.fp8)
         if kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size:
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}, must be [num_blocks, "

@@ -43,6 +43,8 @@ def attention_reference(
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
     jitter: torch.Generator | None = None,
@@ -71,6 +73,7 @@ def attention_reference(
         window_size: keys to the left and right that a query sees; None or -1 is all.
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
         seqused_q, seqused_k: `[B]`, the number of used rows of each sequence.
+        k_descale, v_descale: factors of k and v, a number or `[B, HK]`.
         dtype: dtype of the arithmetic; float64 gives the reference.
         p_dtype: dtype to which the probabilities are rounded before the product with v.
         jitter: generator of a factor in [1, 2) for each probability. A probability is rounded while
@@ -88,7 +91,8 @@ def attention_reference(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     o = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=dtype, device=q.device)
     lse_rows = torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device)
-    for sequence in sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    for number, sequence in enumerate(sequences(q, k, *lengths)):
         index_q, rows_q, index_k, rows_k = sequence
         o_b, lse_b = (x if index_q is None else x[index_q] for x in (o, lse_rows))
         q_b = (q if index_q is None else q[index_q])[rows_q]
@@ -98,8 +102,8 @@ def attention_reference(
             sink = None if learnable_sink is None else learnable_sink[head].to(dtype)
             o_b[rows_q, head], lse_b[rows_q, head] = _one_head(
                 q_b[:, head].to(dtype),
-                k_b[:, head // group].to(dtype),
-                v_b[:, head // group].to(dtype),
+                _scaled(k_b[:, head // group].to(dtype), k_descale, number, head // group),
+                _scaled(v_b[:, head // group].to(dtype), v_descale, number, head // group),
                 mask,
                 scale,
                 softcap,
@@ -284,6 +288,15 @@ def sequences(
                 end = start + max(0, min(int(used[b]), end - start))
             where += [b if offsets is None else None, slice(start, end)]
         yield Sequence(*where)  # type: ignore[arg-type]
+
+
+def _scaled(
+    x: torch.Tensor, descale: torch.Tensor | None, sequence: int, head: int
+) -> torch.Tensor:
+    """x times the factor of a sequence and K/V head."""
+    if descale is None:
+        return x
+    return x * (descale if descale.numel() == 1 else descale[sequence, head]).to(x.dtype)
 
 
 def _one_head(

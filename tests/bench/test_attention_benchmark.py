@@ -27,10 +27,11 @@ SMALL = [
     Case("decode", 16, 3, 1, 64, 4, 2, False, 16),
     Case("pages", 16, 2, 32, 32, 4, 2, True, 16),
     Case("ragged", 16, 3, 1, 40, 4, 2, False, 16, lengths=(3, 40, 17)),
+    Case("fp8", 16, 3, 1, 40, 4, 2, False, 16, lengths=(3, 40, 17), kv_dtype="float8_e4m3fn"),
 ]
 MICROSECONDS = {
     "ours": 2.0, "contiguous": 1.9, FA4: 3.0, CUDNN: 2.5, FA2: 4.0, "kernel_copy": 1.8,
-    "memcpy": 1.7,
+    "memcpy": 1.7, cases.WIDE: 3.5,
 }  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def test_the_issues_cases_are_all_there():
     decode = {(c.batch, c.seqlen_k) for c in found if c.part == "decode"}
     assert {b for b, _ in decode} >= {1, 256} and {s for _, s in decode} >= {1024, 131072}
     assert all(c.group == 8 for c in found if c.part in ("decode", "pages"))
+    assert {c.kv_dtype for c in found if c.part == "fp8"} == {"float8_e4m3fn", "float8_e5m2"}
     assert {c.page_size for c in found if c.part == "decode"} == {0, 1, 16, 48, 64}
     assert set(cases.short_cases()) <= set(found)
 
@@ -108,6 +110,8 @@ def test_counts():
     assert decode.min_bytes == decode.kv_bytes + 2 * 2 * 16 * 128 * 2
     assert decode.plan["short"] and decode.plan["seqused_k"] and decode.plan["page_size"] is None
     assert (decode.plan["num_splits"], case.plan["num_splits"]) == (0, 1)
+    fp8 = replace(decode, part="fp8", kv_dtype="float8_e5m2")
+    assert fp8.kv_bytes == decode.kv_bytes // 2 and fp8.plan["kv_dtype"] == "float8_e5m2"
     ragged = replace(decode, part="ragged", lengths=(1000, 200))
     assert ragged.kv_bytes == 2 * 1200 * 2 * 128 * 2 and ragged.memory_bytes > ragged.min_bytes
 
@@ -184,6 +188,9 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert paged["copy_us"] == MICROSECONDS["kernel_copy"]
     assert paged["share_of_copy"] == pytest.approx(SMALL[4].min_bytes / 2.0 / 1e3 / 3000)
     assert pages["rows"][0]["loss_pct"] == pytest.approx(100 * (2.0 / 1.9 - 1))
+    (fp8,) = kept["attention-fp8"]["rows"]
+    assert fp8["speedup_vs_bfloat16"] == 1.75 and fp8["kv_dtype"] == "float8_e4m3fn"
+    assert fp8["share_of_copy"] == pytest.approx(SMALL[7].min_bytes / 2.0 / 1e3 / 3000)
     assert "largest errors" in found["notes"][0]
     assert "forward: head_dim=16" in capsys.readouterr().err
 
@@ -221,7 +228,7 @@ def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(problem, "make_inputs", interrupted)
     found = run(tmp_path, "--no-peer")["attention-forward"]
     assert len(found["rows"]) == 1 and found["rows"][0]["fa4_us"] is None
-    assert "interrupted: 1 of 7 cases are done" in found["notes"]
+    assert "interrupted: 1 of 8 cases are done" in found["notes"]
 
 
 # ---- verdicts
@@ -252,6 +259,8 @@ def test_targets():
     assert [v.passed for v in judged] == [False, None, True, None, False, None]
     ragged = [decode | {"kv_mib": mib, "share_of_copy": 0.87} for mib in (127.0, 128.0, 256.0)]
     assert [v.passed for v in cases.verdicts({"ragged": ragged})] == [True, False]
+    fp8 = [decode | {"kv_mib": mib, "speedup_vs_bfloat16": 1.69} for mib in (127.0, 128.0)]
+    assert [v.passed for v in cases.verdicts({"fp8": fp8})] == [False]
     pages = {"head_dim": 64, "page_size": 64, "loss_pct": 5.1}
     judged = cases.verdicts({"pages": [pages, pages | {"page_size": 16}]})
     assert [v.passed for v in judged] == [False]

@@ -28,8 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the tests of test_vllm.py and test_vllm_kda.py unless this is the interpreter for vLLM,
-    and so on. A client without a list of packages is in every environment."""
+    """Skip the tests of test_vllm*.py unless this is the interpreter for vLLM, and so on. A client
+    without a list of packages is in every environment."""
     client = item.path.stem.removeprefix("test_").partition("_")[0]
     others = client in unpack.CLIENTS and os.environ.get(CLIENT) != client
     if item.get_closest_marker("clients") and others:

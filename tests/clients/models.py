@@ -97,6 +97,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention"],
         },
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **heads(2, 1, 256),
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "num_experts": 0,
+            "mlp_only_layers": [0, 1],
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {

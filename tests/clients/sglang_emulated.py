@@ -14,6 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -208,11 +209,24 @@ class Stubs(MetaPathFinder, Loader):
             setattr(module, stub.function.__name__, stub.function)
 
 
+def import_gated_delta_net() -> None:
+    """Import SGLang's modules of the Gated Delta Net as on a GPU: see IN_TESTS."""
+    from sglang.srt import utils
+    from sglang.srt.layers.attention.linear import kda_backend  # noqa: F401, what both import
+
+    with mock.patch.object(utils, "is_cpu", return_value=False):
+        from sglang.srt.layers.attention.linear import gdn_backend  # noqa: F401
+
+
 # What a single test file replaces.
 IN_TESTS = (
     (
         "causal_conv1d_fn, causal_conv1d_update, scatter_mamba_states_after_mtp_verify",
-        "KDA's convolutions, and copies of accepted states, which are Triton kernels on a GPU",
+        "convolutions of linear layers, and copies of accepted states: Triton kernels on a GPU",
+    ),
+    (
+        "gdn_backend.is_cpu, gdn_triton.is_cpu",
+        "the Gated Delta Net has a path of its own on a CPU",
     ),
 )
 

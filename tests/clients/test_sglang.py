@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.attention_cases import assert_no_worse
+from tests.ops.attention_cases import assert_agrees, assert_no_worse
 
 from . import models, sglang_emulated, unpack
 from .models import prompt
@@ -344,6 +344,61 @@ def test_idle_batch(start: Start):
     served.check()
 
 
+# -- fp8
+
+
+@pytest.mark.clients("fp8 KV caches")
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, fp8: torch.dtype):
+    """SGLang divides keys by the layer's scale, and every step's attention is right for what its
+    pool then holds. SGLang's CPU platform allocates no pool of fp8, so its pool becomes one here.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from cute_attn.integrations import sglang_backend
+
+    server = start("llama").server
+    monkeypatch.setattr(server.runner, "kv_cache_dtype", fp8)
+    sglang_backend.refuse(server.runner)
+    server.backend.fp8 = True
+    pool = server.runner.token_to_kv_pool
+    pool.dtype, pool.store_dtype = fp8, torch.uint8
+    for buffers in (pool.k_buffer, pool.v_buffer):
+        buffers[:] = [torch.full(x.shape, 0x7F, dtype=torch.uint8) for x in buffers]  # NaN
+    for layer in server.runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            layer.k_scale, layer.v_scale = torch.tensor(0.25), torch.tensor(0.125)
+    attend, keep, seen = sglang_backend.flash_attn_varlen_func, pool.set_kv_buffer, []
+
+    def kept(layer: Any, where: Any, k: Tensor, v: Tensor, *scales: Any) -> None:
+        given = k.double(), v.double()
+        keep(layer, where, k, v, *scales)
+        slots = getattr(where, "loc", where)
+        for x, wanted, scale in zip(
+            pool.get_kv_buffer(layer.layer_id), given, (0.25, 0.125), strict=True
+        ):
+            found = x[slots].double().view_as(wanted) * scale
+            torch.testing.assert_close(found, wanted, rtol=2.0**-3, atol=2.0**-10)
+
+    def checked(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        attend(q, k, v, **options)
+        pages = options.pop("page_table").long()
+        args = {"q": q, **options}
+        for key, x in (("k", k), ("v", v)):
+            args[key] = x.view(torch.uint8)[pages].view(x.dtype).flatten(1, 2)
+        out = args.pop("out")
+        for unused in ("num_splits", "max_seqlen_k", "max_seqlen_q"):
+            args.pop(unused)
+        assert_agrees(args, out, None)
+        seen.append(k.dtype)
+
+    monkeypatch.setattr(pool, "set_kv_buffer", kept)
+    monkeypatch.setattr(sglang_backend, "flash_attn_varlen_func", checked)
+    server.send(prompt(40), 3)
+    server.run()
+    assert len(seen) >= 6 and set(seen) == {fp8}
+
+
 # -- what has no kernel
 
 
@@ -399,7 +454,7 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
         (runner.model_config, "attention_arch", AttentionArch.MLA, "MLA"),
         (runner.model_config, "is_encoder_decoder", True, "cross-attention of an encoder-decoder"),
         (runner.model_config, "is_local_attention_model", True, "local attention in chunks"),
-        (runner, "kv_cache_dtype", torch.float8_e4m3fn, "a KV cache of torch.float8_e4m3fn beside"),
+        (runner, "kv_cache_dtype", torch.float32, "a KV cache of torch.float32 beside"),
         (runner, "is_draft_worker", True, "draft models .--speculative-draft-attention-backend"),
         (layer, "attn_type", AttentionType.ENCODER_ONLY, "attention of type encoder_only"),
         (layer, "is_cross_attention", True, "cross-attention"),

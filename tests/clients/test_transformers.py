@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import transformers
 
 import cute_attn
 from cute_attn.emulator import Emulator
-from cute_attn.integrations.transformers import register
+from cute_attn.integrations.transformers import register, use_gated_delta_rule
 from tests.integrations.transformers_cases import (
     COMMON,
     PACKED,
@@ -36,6 +37,14 @@ from tests.integrations.transformers_cases import (
 
 SMALL = COMMON | {"head_dim": 64}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+# Qwen's linear layers, for `use_gated_delta_rule`.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
 # All experts are chosen: one chosen otherwise by rounding would drown the rest.
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 
@@ -86,10 +95,45 @@ MODELS: dict[str, Callable[[], Any]] = {
         linear_num_value_heads=4,
         mlp_only_layers=[0, 1],
     ),
+    **{
+        f"{name}, linear layers": of(config, **LINEAR, **dense)
+        for name, config, dense in (
+            ("Qwen3-Next", "Qwen3Next", {"mlp_only_layers": [0, 1]}),
+            ("Qwen3.5", "Qwen3_5Text", {}),
+        )
+    },
     "MiniMax": of(
         "MiniMax", layer_types=["linear_attention", "full_attention"], block_size=4, **EXPERTS
     ),
 }
+
+
+LINEAR_ROWS = tuple(name for name in MODELS if name.endswith(", linear layers"))
+
+
+def use_linear(model: Any) -> None:
+    """Make this model's linear layers run on our kernels, and no other model's."""
+    model.linear_layers_are_ours = True
+    entered: list[ExitStack] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("GatedDeltaNet"):
+            module.register_forward_pre_hook(
+                lambda *_: entered.append(use_gated_delta_rule()) if not tracing() else None
+            )
+            module.register_forward_hook(
+                lambda *_: entered.pop().close() if not tracing() else None, always_call=True
+            )
+
+
+def tracing() -> bool:
+    """Whether a compiler reads the layers, which cannot read a replacement: see `kernels_of`."""
+    return torch.compiler.is_compiling() or torch.compiler.is_exporting()
+
+
+def kernels_of(trio: Trio) -> Any:
+    """A context in which the first model may be traced."""
+    linear = getattr(trio.models[0], "linear_layers_are_ours", False)
+    return use_gated_delta_rule() if linear else nullcontext()
 
 
 def assert_no_worse(found: list[torch.Tensor]) -> None:
@@ -231,7 +275,8 @@ def one_graph(model: Any) -> Any:
 @torch.enable_grad()
 def compiled(trio: Trio, _: Patch) -> None:
     ours, *others = trio.models
-    found = [gradients(one_graph(ours.train()), tokens_of(2, 13), None, of=ours)]
+    with kernels_of(trio):
+        found = [gradients(one_graph(ours.train()), tokens_of(2, 13), None, of=ours)]
     assert_no_worse(found + [gradients(model, tokens_of(2, 13), None) for model in others])
 
 
@@ -240,16 +285,14 @@ def compiled_decoding(trio: Trio, _: Patch) -> None:
     for model in trio.models:
         cache, tokens = static_cache(model), tokens_of(2, 13)
         model(tokens[:, :10], past_key_values=cache, use_cache=True)
-        step = one_graph(model) if model is trio.models[0] else model
-        found.append(
-            torch.cat(
-                [
-                    step(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits
-                    for i in (10, 11, 12)
-                ],
-                dim=1,
-            )
-        )
+        ours = model is trio.models[0]
+        step = one_graph(model) if ours else model
+        with kernels_of(trio) if ours else nullcontext():
+            logits = [
+                step(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+                for i in (10, 11, 12)
+            ]
+        found.append(torch.cat(logits, dim=1))
     assert_no_worse(found)
 
 
@@ -257,7 +300,8 @@ def compiled_decoding(trio: Trio, _: Patch) -> None:
 def exported(trio: Trio, _: Patch) -> None:
     """The forward of a training step, without a mask."""
     given = {"input_ids": tokens_of(2, 13), "use_cache": False}
-    program = torch.export.export(trio.models[0].train(), (), given, strict=False).module()
+    with kernels_of(trio):
+        program = torch.export.export(trio.models[0].train(), (), given, strict=False).module()
     assert_no_worse([model(**given).logits.detach() for model in (program, *trio.models[1:])])
 
 
@@ -280,8 +324,17 @@ FEATURES: dict[str, Callable[[Trio, Patch], None]] = {
 }
 
 
+# What transformers' linear layers do not have: see the row of Qwen3-Next.
+NOT_OF_LINEAR = ("packed sequences", "generate_batch", "generate_batch, pages")
+
+
 def cells() -> list[Any]:
-    names = [(name, feature) for name in MODELS for feature in FEATURES if name != "Gemma 4"]
+    names = [
+        (name, feature)
+        for name in MODELS
+        for feature in FEATURES
+        if name != "Gemma 4" and not (name in LINEAR_ROWS and feature in NOT_OF_LINEAR)
+    ]
     return [
         pytest.param(name, feature, marks=pytest.mark.clients(f"{name}: {feature}"))
         for name, feature in (*names, ("Gemma 4", "forward"))
@@ -293,6 +346,8 @@ def cells() -> list[Any]:
 @pytest.mark.parametrize(("name", "feature"), cells())
 def test_feature(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trio, cell = Trio(MODELS[name]), (name, feature)
+    if name in LINEAR_ROWS:
+        use_linear(trio.models[0])
     if cell in EVERYWHERE:
         for implementation in ("cute_attn", "eager"):
             trio.models[0].set_attn_implementation(implementation)

@@ -289,11 +289,11 @@ def test_the_selector_chooses_the_backend(start: Start, name: str):
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        ("llama", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ("llama", {"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype not supported"),
         ("llama", {"block_size": 24}, "block_size not supported"),
         ("head_dim 96", {}, "head_size not supported"),
     ],
-    ids=["fp8 KV cache", "block size 24", "head_dim 96"],
+    ids=["fp8_inc KV cache", "block size 24", "head_dim 96"],
 )
 def test_what_has_no_kernel_is_refused(
     start: Start, model: str, options: dict[str, Any], reason: str
@@ -482,6 +482,22 @@ def test_a_hybrid_model(start: Start):
     server = start("lfm2", block_size=48, max_num_batched_tokens=64, enable_prefix_caching=True)
     server.check(prompt(60), prompt(30, 1))
     server.check(prompt(60))
+    assert {step.page_size for step in server.steps} == {48}
+
+
+@pytest.mark.clients(
+    "Qwen3-Next: a model of Gated Delta Net and attention layers, all on our kernels"
+)
+def test_qwen3_next(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from cute_attn.integrations import vllm_gated_delta_rule
+
+    vllm_emulated.replace_in_linear_layers(monkeypatch)
+    vllm_emulated.replace_linear_layer(monkeypatch, vllm_gated_delta_rule)
+    server = start("qwen3_next", block_size=48, max_num_batched_tokens=64)
+    layers = server.runner.compilation_config.static_forward_context.values()
+    (linear,) = (layer for layer in layers if not hasattr(layer, "impl"))
+    assert isinstance(linear, vllm_gated_delta_rule.CuteGatedDeltaNet) and linear.why_not is None
+    server.check(prompt(70), prompt(3, 1), prompt(20, 2))
     assert {step.page_size for step in server.steps} == {48}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -181,11 +182,55 @@ ANSWERS = (
 )
 
 
+class NotCpu:
+    """vLLM's platform for the module of Qwen's linear layer."""
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        from vllm.platforms import current_platform
+
+        return getattr(current_platform, name)
+
+
+def replace_in_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What linear layers of Kimi Linear and of Qwen3-Next need: see IN_TESTS."""
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
+    from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
+
+    for module in (kimi_gdn_linear_attn, qwen_gdn_linear_attn):
+        monkeypatch.setattr(module, "causal_conv1d_fn", causal_conv1d_fn_cpu)
+    monkeypatch.setattr(qwen_gdn_linear_attn, "current_platform", NotCpu())
+    monkeypatch.setattr(QwenNextMixtureOfExperts, "set_moe_parameters", lambda _: None)
+
+
+def replace_linear_layer(monkeypatch: pytest.MonkeyPatch, integration: ModuleType) -> None:
+    """Register the layer of a module of ours, until the test's end."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    monkeypatch.delitem(op_registry_oot, integration.NAME, raising=False)
+    integration.register()
+
+
 # What a single test file replaces.
 IN_TESTS = (
     (
-        "causal_conv1d_fn, causal_conv1d_update",
-        "Kimi Linear's convolutions, which are Triton kernels on a GPU",
+        "causal_conv1d_fn",
+        "the linear layers' convolution of prompts, which is a Triton kernel on a GPU",
+    ),
+    (
+        "qwen_gdn_linear_attn.current_platform",
+        "Qwen's linear layer has a path of its own on a CPU",
+    ),
+    (
+        "QwenGatedDeltaNetAttention.__init__",
+        "Qwen3.5's layer is tried in Qwen3-Next's model, since Qwen3.5's module needs torchvision",
+    ),
+    (
+        "QwenNextMixtureOfExperts.set_moe_parameters",
+        "Qwen3-Next has no experts here, which vLLM expects",
     ),
 )
 

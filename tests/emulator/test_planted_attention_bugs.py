@@ -77,6 +77,12 @@ SPECS = {
     "pieces": Sm90ForwardSpec(
         **PLAIN | {"tile_m": 64, "scheduler": "pieces", "least_key_tiles": 1}
     ),
+    "fp8": Sm90ForwardSpec(
+        **PLAIN | {"dtype": "bfloat16", "tile_m": 64, "fp8": "float8_e4m3fn", "loaded": 2},
+        k_warps=2,
+        k_descale=True,
+        v_descale=True,
+    ),
     "gather": Sm90ForwardSpec(**PLAIN | {"tile_m": 64, "seqused_k": True, "page_rows": GATHERED}),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
@@ -84,7 +90,7 @@ SPECS = {
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
     "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
-    "few": (20, 130, 2), "pieces": (20, 400, 1), "gather": (20, 193, 3),
+    "few": (20, 130, 2), "pieces": (20, 400, 1), "fp8": (20, 300, 2), "gather": (20, 193, 3),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -99,7 +105,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(torch.float16)
+        return torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
 
     q = normal(1, queries, heads, spec.head_dim)
     rows: tuple[int, ...] = (1, keys)
@@ -109,7 +115,10 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         rows = each, PAGE
         used = torch.tensor([keys], dtype=torch.int32)
         pages = torch.randperm(each, generator=generator).to(torch.int32)[None]
-    k, v = (normal(*rows, heads, spec.head_dim) for _ in range(2))
+    k, v = (
+        normal(*rows, heads, spec.head_dim).to(getattr(torch, spec.keys_dtype)) for _ in range(2)
+    )
+    factors = [torch.full((1, heads), 0.7)] * 2 if spec.k_descale else [None, None]
     if pages is not None:
         v[pages[0, -1].item(), keys % PAGE :] = float("nan")
     o = torch.full_like(q, float("nan"))
@@ -123,9 +132,10 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         parts = torch.full((2 * SMS, spec.tile_m, spec.head_dim_v + PART_COLUMNS), float("nan"))
     arguments = [
         q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, parts,
+        *factors,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
-    tensors |= {"pages": pages, "parts": parts}
+    tensors |= {"pages": pages, "parts": parts, "factors": factors[0]}
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items() if x is not None]
     image, text = entry.read("kernel.o"), entry.read("kernel.ptx").decode()
     (recorded,) = record(image, text, arguments, spans, num_sms=SMS)
@@ -144,7 +154,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits, few, pieces, gather = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few, pieces, fp8, gather = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -560,6 +570,47 @@ def _(p: Edged) -> Planted:
     return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
 
 
+# -- fp8: warps convert K and V between TMA and the products
+
+CONVERSION = r"(ld|st)\.shared\.v4"
+
+for name in ("k", "v"):
+    bugs_of_an_edge(fp8, f"{name}_fp8", CONVERSION)
+    bug_of_a_stage(fp8, f"{name}_fp8", CONVERSION)
+    bugs_of_an_edge(fp8, name, CONVERSION)
+    bug_of_a_stage(fp8, name, CONVERSION)
+
+
+@fp8("expect_tx of fp8 K twice the bytes", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.of("k_fp8_full", EXPECT)[0]
+    return p.changed_operand(line, operand(p, line), "add.s32", 64 * 64), all_waits(p)
+
+
+def fence_of_conversion(name: str, nth: int) -> None:
+    @fp8(f"proxy fence behind the conversion of {name} dropped", "proxy-fence")
+    def _(p: Edged) -> Planted:
+        line = p.before(r"fence\.proxy\.async", p.of(f"{name}_full", ARRIVE)[0])
+        return p.drop(line), lines_of(p, CONVERSION, WGMMA)
+
+
+for nth, name in enumerate(("k", "v")):
+    fence_of_conversion(name, nth)
+
+
+@fp8("fp8 K is released before it is read", "race")
+def _(p: Edged) -> Planted:
+    release = p.of("k_fp8_empty", ARRIVE)[0]
+    once = p.after(r"add\.s32", p.of("k_fp8_full", WAIT)[0])  # a wait is a loop
+    return p.drop(release).insert(once, early_release(p, release)), lines_of(p, LOAD, CONVERSION)
+
+
+@fp8("numbers of K are converted as e5m2", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"cvt\.rn\.f16x2\.e4m3x2")
+    return p.swap(line, "e4m3x2", "e5m2x2"), [line]
+
+
 # -- gathered rows: four warps copy them, the last of which is the load warp
 
 COPY = r"cp\.async\.cg"
@@ -604,7 +655,8 @@ def _(p: Edged) -> Planted:
 
 
 BUGS = [
-    *dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs, *gather.bugs,
+    *dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs, *fp8.bugs,
+    *gather.bugs,
 ]  # fmt: skip
 QUICK = {
     "dense: wait for k_full dropped",
@@ -622,7 +674,8 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
-                                             for n in ("pages", "hd256", "splits", "few", "gather"))])  # fmt: skip
+                                             for n in ("pages", "hd256", "splits", "few", "fp8",
+                                                       "gather"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)

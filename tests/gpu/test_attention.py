@@ -54,7 +54,7 @@ def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
         BACKWARD_PREPROCESS, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
-        torch.zeros(2, heads, rows), zeroed, parts, None, None, None, 0, 0,
+        torch.zeros(2, heads, rows), zeroed, parts, None, None, None, 0, 0, None,
         written=(7, *([8] if sums else []), *([9] if has_sink else [])),
     )  # fmt: skip
     for found, emulated in results:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.ops.attention_cases import (
     CACHE,
     CAPPED,
     CAUSAL,
+    FULL,
     PACKED_HEADS,
     PLAIN,
     SOME,
@@ -34,6 +37,8 @@ from tests.ops.attention_cases import (
     same,
 )
 from tests.ops.test_attention_pages import in_pages, of_kind
+from tests.ops.test_attention_pieces import of_steps, steps_of_lengths
+from tests.ops.test_batch_invariance import Prompt, in_cache, packed, prompt
 
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
 HEAD_DIMS = table.head_dims("forward", (ARCH,))
@@ -197,6 +202,34 @@ def test_streams_do_not_share_tiles(head_dim: int):
         assert all(same(args, one, other) for other in found)
 
 
+def test_bits_do_not_depend_on_the_batch(head_dim: int):
+    """At real sizes: alone and in a batch, in chunks, and in decode with splits."""
+    lengths = [(700, 1500), (1, 4000), (3000, 3000), (65, 65)]
+    prompts = [prompt(*n) for n in lengths]
+    options = {"causal": True, "batch_invariant": True}
+
+    def bits(args: dict[str, Any], **more: Any) -> list[torch.Tensor]:
+        o, _ = call(on_gpu(args), **options | more)
+        starts = args["cu_seqlens_q"].tolist()
+        return [o[a:b].view(torch.int16) for a, b in itertools.pairwise(starts)]
+
+    batch = bits(packed(prompts), max_seqlen_q=3000, return_lse=True)
+    for i, own in enumerate(prompts):
+        for lse in (True, False):
+            (alone,) = bits(packed([own]), max_seqlen_q=len(own.q), return_lse=lse)
+            assert torch.equal(alone, batch[i])
+    whole = prompts[2]
+    for a, b in itertools.pairwise((0, 777, 1500, 1501, 2990, 3000)):
+        part = Prompt(whole.q[a:b], whole.k[:b], whole.v[:b], whole.do[a:b])
+        (chunk,) = bits(in_cache([part], 3000), max_seqlen_q=b - a)
+        assert torch.equal(chunk, batch[2][a:b])
+    steps = [prompt(1, n) for n in (5000, 1, 1024, 1025, 3000)]
+    decode = {"num_splits": 0, "max_seqlen_q": 1}
+    batch = bits(in_cache(steps, 9000), **decode)
+    for i, own in enumerate(steps):
+        assert torch.equal(bits(in_cache([own], len(own.k)), **decode)[0], batch[i])
+
+
 @pytest.mark.parametrize("splits", [1, 0])
 def test_a_graph_follows_lengths_and_pages(head_dim: int, splits: int):
     """Captured once, it serves other lengths and another page table. Two graphs overlap."""
@@ -232,6 +265,33 @@ def test_a_graph_follows_lengths_and_pages(head_dim: int, splits: int):
         torch.cuda.synchronize()
         for found in results:
             assert all(map(torch.equal, found, true))
+
+
+@pytest.mark.skipif(not ARCH.startswith("sm_90"), reason="only Hopper has pieces")
+@settings(max_examples=100 if FULL else 20)
+@given(data=st.data(), seed=st.integers(0, 2**20))
+@pytest.mark.parametrize("batch", [2, 40, 300])
+def test_a_graph_with_pieces_follows_any_lengths(
+    head_dim: int, data: st.DataObject, batch: int, seed: int
+):
+    """Also none, all keys in one sequence, and more sequences than CTAs. The counters must be 0
+    after each replay, or the next replay is wrong."""
+    steps = data.draw(steps_of_lengths(batch, 3000 if batch < 10 else 200))
+    whole, calls = ([on_gpu(args) for args in found] for found in of_steps(steps, 2, seed))
+    buffers = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in calls[0].items()}
+    call(buffers, num_splits=0)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(buffers, num_splits=0)
+    replays = list(zip(whole, calls, strict=True))
+    for exact, args in [*replays, *reversed(replays)]:
+        for name, x in args.items():
+            if isinstance(x, torch.Tensor):
+                buffers[name].copy_(x)
+        for x in found:
+            x.fill_(math.nan)
+        graph.replay()
+        assert_agrees(exact, *found)
 
 
 def test_compiled_code_and_no_synchronisation(head_dim: int):

@@ -62,7 +62,10 @@ def test_signatures_are_those_of_flashattention_3(name: str):
     assert found == SIGNATURES[name]
 
 
-ABSENT = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "rotary_seqlens")
+ABSENT = ("qv", "q_descale", "attention_chunk", "rotary_seqlens")
+
+
+FACTORS = ("k_descale", "v_descale")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ ABSENT = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "rotar
     [
         (name, argument)
         for name, signature in SIGNATURES.items()
-        for argument in ABSENT
+        for argument in (*ABSENT, *(FACTORS if "qkvpacked" in name else ()))
         if argument in dict(p for p in signature if not isinstance(p, str))
     ],
 )
@@ -170,3 +173,36 @@ def test_packed_queries_see_pages(new: int):
     )  # fmt: skip
     cache.assert_appended(k, v)
     assert_agrees(cache.arguments(q, new) | {"cu_seqlens_q": bounds}, o, lse)
+
+
+def in_fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [0, 2])
+def test_an_fp8_cache(new: int):
+    """New rows of k and v have the dtype of the cache, and the factors are the kernel's."""
+    table = [[4, 1], [0, 2]]
+    cache = Cache(5, (30, 21), table)
+    cache.k, cache.v = in_fp8(cache.k), in_fp8(cache.v)
+    cache.before = cache.k.clone(), cache.v.clone()
+    q = randn(2, 2, 2, HEAD_DIM)
+    k, v = (in_fp8(randn(2, new, 2, HEAD_DIM, seed=seed)) for seed in (1, 2))
+    factors = {"k_descale": torch.rand(2, 2) + 0.5, "v_descale": torch.tensor(1.5)}
+    o, lse = flash_attn_3.flash_attn_with_kvcache(
+        q, cache.k, cache.v, *((k, v) if new else ()), cache_seqlens=int32(30, 21),
+        page_table=torch.tensor(table, dtype=torch.int32), causal=True, return_softmax_lse=True,
+        **factors,
+    )  # fmt: skip
+    cache.assert_appended(k, v)
+    assert_agrees(cache.arguments(q, new) | factors, o, lse)
+
+
+def test_rotated_keys_are_not_rounded_twice():
+    row, cache = randn(1, 1, 2, HEAD_DIM), in_fp8(randn(1, ROWS, 2, HEAD_DIM))
+    turns = {"rotary_cos": randn(ROWS, 16), "rotary_sin": randn(ROWS, 16)}
+    with pytest.raises(NotImplementedError, match=r"^rotary_cos is given with a cache of .*e4m3fn"):
+        flash_attn_3.flash_attn_with_kvcache(
+            row, cache, cache.clone(), in_fp8(row), in_fp8(row), cache_seqlens=3, **turns
+        )

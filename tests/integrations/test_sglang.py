@@ -25,12 +25,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch):
-    choices: list[str] = ["triton"]
+    choices: list[list[str]] = [["triton"], ["fa3"], []]
     backends: dict[str, Any] = {}
     modules = {
         "sglang.srt.arg_groups.choices": {
-            "ATTENTION_BACKEND_CHOICES": choices,
-            "add_attention_backend_choices": choices.extend,
+            "ATTENTION_BACKEND_CHOICES": choices[0],
+            "add_attention_backend_choices": choices[0].extend,
+            "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": choices[1],
+            "add_deterministic_attention_backend_choices": choices[1].extend,
+            "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": choices[2],
+            "add_radix_supported_deterministic_attention_backend_choices": choices[2].extend,
         },
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": lambda name: lambda made: backends.update({name: made}),
@@ -40,12 +44,15 @@ def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch):
         module = ModuleType(path)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, path, module)
+    groups = ModuleType("sglang.srt.arg_groups")
+    vars(groups).update(choices=sys.modules["sglang.srt.arg_groups.choices"])
+    monkeypatch.setitem(sys.modules, groups.__name__, groups)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (path,) = project["entry-points"]["sglang.srt.plugins"].values()
     name, _, function = path.partition(":")
     for _ in range(2):
         getattr(importlib.import_module(name), function)()
-    assert choices == ["triton", "cute_attn"]
+    assert choices == [["triton", "cute_attn"], ["fa3", "cute_attn"], ["cute_attn"]]
     assert list(backends) == ["cute_attn"]
     assert "cute_attn.integrations.sglang_backend" not in sys.modules
 

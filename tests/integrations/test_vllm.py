@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ def test_methods_take_what_vllm_gives(backend: Any):
         {"head_size": 256, "dtype": torch.float16, "block_size": 544, "has_sink": True},
         {"head_size": 256, "device_capability": BLACKWELL, "kv_cache_dtype": "bfloat16"},
         {"block_size": None, "kv_cache_dtype": None},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -125,7 +127,11 @@ def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
     [
         ({"head_size": 96}, "head_size not supported"),
         ({"dtype": torch.float32}, "dtype not supported"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype not supported"),
+        (
+            {"kv_cache_dtype": "fp8", "head_size": 256, "device_capability": BLACKWELL},
+            "a KV cache of fp8 has no kernel on this GPU",
+        ),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16 beside a model of torch.bfloat16"),
         (
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
@@ -168,7 +174,7 @@ GOOD = {"num_heads": 4, "head_size": 128, "scale": 0.1, "num_kv_heads": 2}
     [
         ({"head_size": 80}, NotImplementedError, r"head_size 80, there are: \[64, 128, 256\]"),
         ({"alibi_slopes": [0.5] * 4}, NotImplementedError, "no ALiBi"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, NotImplementedError, "KV cache of dtype 'fp8_e4m3'"),
+        ({"kv_cache_dtype": "fp8_inc"}, NotImplementedError, "KV cache of dtype 'fp8_inc'"),
         ({"attn_type": AttentionType.ENCODER}, NotImplementedError, "attention of type"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks has 3 heads, must have 4"),
     ],
@@ -288,6 +294,26 @@ def test_steps_agree_with_attention_over_each_requests_tokens(
     assert {spec for _, spec, _ in launched.launched} <= {spec for _, spec in plan}
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_an_fp8_cache(backend: Any, launched: StandIns, name: str):
+    """The cache holds keys and values divided by the layer's scales, rounded."""
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128, kv_cache_dtype=name)
+    fp8, layer = runner.impl.fp8, runner.layer
+
+    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale).to(fp8).to(x.dtype) * scale  # exact, since the scale is a power of 2
+
+    for step in ({0: 33, 1: 1}, {0: 40, 1: 1, 2: 17}, {2: 1, 0: 1, 1: 1}):
+        queries, output = runner.step(step)
+        kept = runner.keys, runner.values
+        runner.keys = [rounded(x, layer._k_scale) for x in runner.keys]
+        runner.values = [rounded(x, layer._v_scale) for x in runner.values]
+        assert_agrees(runner, queries, output, step)
+        runner.keys, runner.values = kept
+    assert launched.names == ["sm90_forward"] * 3
+    assert {spec.fp8 for _, spec, _ in launched.launched} == {str(fp8).removeprefix("torch.")}
+
+
 LAYOUTS = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # blocks, heads, tokens, content in memory
 
 
@@ -368,6 +394,41 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
         )
     assert seen[0] == seen[1]
     assert [(name, spec.scheduler) for name, spec, _ in seen[0]] == [("sm90_forward", "pieces")]
+
+
+def test_steps_with_batch_invariance(
+    backend: Any, launched: StandIns, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither prefill nor decode splits keys."""
+    assert backend.supports_batch_invariance()
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    for step in ({0: 100, 1: 3}, {0: 1, 1: 1}, {1: 70, 0: 1}):
+        queries, output = runner.step(step)
+        assert_agrees(runner, queries, output, step)
+    specs = [spec for _, spec, _ in launched.launched]
+    assert len(specs) == 3
+    assert {(spec.batch_invariant, spec.split, spec.scheduler) for spec in specs} == {
+        (True, False, "counter")
+    }
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["in envs", "a function"])
+def test_older_releases_say_by_a_function_whether_they_are_batch_invariant(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, names: bool
+):
+    found = sys.modules[backend.__module__].is_batch_invariant
+    assert not found()
+    if names:
+        monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    else:
+        monkeypatch.delattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT")
+        assert not found()  # a release without either
+        path = "vllm.model_executor.layers.batch_invariant"
+        for name in ("vllm.model_executor", "vllm.model_executor.layers", path):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(vllm_is_batch_invariant=lambda: True)
+    assert found()
 
 
 @pytest.mark.parametrize(

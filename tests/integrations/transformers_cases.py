@@ -140,7 +140,7 @@ def gradients(
         weights *= mask[:, :, None]
     (logits * weights).sum().backward()
     parameters = (model if of is None else of).named_parameters()
-    found = [x.grad for name, x in parameters if "self_attn" in name]
+    found = [x.grad for name, x in parameters if "_attn" in name]
     return torch.cat([x.double().flatten() for x in found])
 
 

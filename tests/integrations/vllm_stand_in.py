@@ -94,6 +94,7 @@ class AttentionBackend(ABC):
         return []
 
     is_mla = supports_sink = supports_mm_prefix = is_sparse = classmethod(lambda cls: False)
+    supports_batch_invariance = classmethod(lambda cls: False)
 
     @classmethod
     def supports_dcp(cls) -> bool:
@@ -356,10 +357,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, takes_names: bool = True) -> A
     vars(backend).update({x: value for x, value in globals().items() if x[0].isupper()})
     utils = ModuleType("vllm.v1.attention.backends.utils")
     vars(utils).update(get_kv_cache_layout=lambda: "NHD")
+    envs = ModuleType("vllm.envs")
+    vars(envs).update(VLLM_BATCH_INVARIANT=False)
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (registry, backend, utils):
+    for module in (registry, backend, utils, envs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(sys.modules["vllm"]).update(envs=envs)
     monkeypatch.delitem(sys.modules, "cute_attn.integrations.vllm_backend", raising=False)
     return registry
 
@@ -391,6 +395,7 @@ class Runner:
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         memory: tuple[int, ...] | None = None,
+        kv_cache_dtype: str = "auto",
         **layer: Any,
     ):
         self.heads, self.heads_k, self.head_size = heads, heads_k, head_size
@@ -400,9 +405,14 @@ class Runner:
         self.layer = SimpleNamespace(
             **{name: torch.ones(1, device=device) for name in ("_q_scale", "_k_scale", "_v_scale")}
         )
+        fp8 = kv_cache_dtype.startswith("fp8")
+        if fp8:
+            self.layer._k_scale, self.layer._v_scale = (
+                torch.tensor(x, device=device) for x in (0.5, 0.25)
+            )
         self.impl = backend.get_impl_cls()(
-            heads, head_size, head_size**-0.5, heads_k, None, layer.get("sliding_window"), "auto",
-            layer.get("logits_soft_cap"), AttentionType.DECODER, None,
+            heads, head_size, head_size**-0.5, heads_k, None, layer.get("sliding_window"),
+            kv_cache_dtype, layer.get("logits_soft_cap"), AttentionType.DECODER, None,
             **{name: x for name, x in layer.items() if name == "sinks"},
         )  # fmt: skip
         self.builder = backend.get_builder_cls()(
@@ -413,11 +423,13 @@ class Runner:
         of_layer = backend.get_kv_cache_shape(num_blocks, block_size, heads_k, head_size, "auto")
         shape = (1 if memory is None else 3, *of_layer)
         order = memory or (0, *(1 + i for i in backend.get_kv_cache_stride_order()))
-        raw = torch.zeros(2 * torch.Size(shape).numel(), dtype=torch.int8, device=device)
-        physical = raw.view(dtype).view([shape[i] for i in order])
+        of_cache = torch.uint8 if fp8 else dtype  # as vLLM allocates it
+        count = of_cache.itemsize * torch.Size(shape).numel()
+        raw = torch.zeros(count, dtype=torch.int8, device=device)
+        physical = raw.view(of_cache).view([shape[i] for i in order])
         self.kv_cache = physical.permute([order.index(i) for i in range(len(order))])[-1]
         assert self.kv_cache.shape == of_layer
-        self.kv_cache.fill_(torch.nan)
+        self.kv_cache.fill_(0x7F if fp8 else torch.nan)  # 0x7F: a NaN in both types of fp8
         self.kv_cache[0] = 0  # the null block
         self.free = (1 + torch.randperm(num_blocks - 1, generator=self.generator)).tolist()
         self.keys: list[Tensor] = []

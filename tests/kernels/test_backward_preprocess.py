@@ -33,8 +33,8 @@ def launch(kernel: KernelDef, spec: Any, *args: Any, arch: str = "sm_100a") -> N
     assert emulator.report.findings == []
 
 
-# seen_do, cu_seqlens_k, seqused_k, seqlen_k and window_right
-NO_COPY = None, None, None, 0, 0
+# seen_do, cu_seqlens_k, seqused_k, seqlen_k, window_right and window_left
+NO_COPY = None, None, None, 0, 0, None
 
 
 def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
@@ -133,17 +133,18 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("right", [0, 40])
+@pytest.mark.parametrize(("left", "right"), [(None, 0), (None, 40), (-30, 2**30), (-10, 60)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm_90a", 64), ("sm_100a", 256)])
 def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
-    arch: str, head_dim: int, packed: bool, right: int
+    arch: str, head_dim: int, packed: bool, left: int | None, right: int
 ) -> None:
-    """Sequences have fewer keys than queries, as many, none, and a negative number of used keys.
+    """At the beginning of sequences, and with a negative left number at the end. Sequences have
+    fewer keys than queries, as many, none, and a negative number of used keys.
     Rows of no sequence are not written."""
     spec = PreprocessSpec(
         "bfloat16", packed, packed, "none", False, head_dim, rows_without_keys=True,
-        varlen_k=packed, seqused_k=True,
+        varlen_k=packed, seqused_k=True, negative_left=left is not None,
     )  # fmt: skip
     lengths, used_q = (200, 200, 200, 200), (200, 130, 200, 150)
     lengths_k, used_k = (90, 90, 90, 90), (90, 130, 0, -5)
@@ -167,10 +168,14 @@ def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
         copy[start : start + count] = of[start : start + count]
         copy[start : start + unseen] = 0.0
         of[start : start + unseen] = math.nan
+        if left is not None:
+            last = slice(start + (max(0, count + left) if keys else 0), start + count)
+            copy[last], of[last] = 0.0, math.nan
     launch(
         BACKWARD_PREPROCESS, spec, o, do, torch.randn(lse_shape), None, None,
         offsets(starts), offsets(used_q), torch.empty(2, HEADS, rows), None, None, written,
-        offsets(starts_k), torch.tensor(used_k, dtype=torch.int32), lengths_k[0], right, arch=arch,
+        offsets(starts_k), torch.tensor(used_k, dtype=torch.int32), lengths_k[0], right, left,
+        arch=arch,
     )  # fmt: skip
     assert torch.equal(written, expected)
 

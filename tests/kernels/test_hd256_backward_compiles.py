@@ -99,11 +99,6 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
         Hd256BackwardSpec(**{**PLAIN, field: value})
 
 
-def test_seqused_q_needs_packed_sequences() -> None:
-    with pytest.raises(ValueError, match="varlen_q"):
-        Hd256BackwardSpec(**{**PLAIN, "seqused_q": True})
-
-
 def test_dq_has_no_partial_sums() -> None:
     from cute_attn.kernels.attention.sm100.backward_hd256_dq import Sm100Hd256Dq
 

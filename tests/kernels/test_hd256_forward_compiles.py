@@ -124,8 +124,3 @@ def test_no_spills_in_a_random_sample(part: int) -> None:
 def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=field):
         Hd256ForwardSpec(**{**PLAIN, field: value})
-
-
-def test_seqused_q_needs_packed_sequences() -> None:
-    with pytest.raises(ValueError, match="varlen_q"):
-        Hd256ForwardSpec(**{**PLAIN, "varlen_q": False, "seqused_q": True})

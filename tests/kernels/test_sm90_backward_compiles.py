@@ -70,8 +70,7 @@ def everything(kernel: str, head_dim: int) -> list[Sm90BackwardSpec]:
     return [
         spec(kernel, head_dim, **fields)
         for fields in drawn
-        if (fields["varlen_q"] or not fields["seqused_q"])
-        and exists(kernel, head_dim, softcap=fields["softcap"])
+        if exists(kernel, head_dim, softcap=fields["softcap"])
     ]
 
 

@@ -54,6 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 64, "few": True,
         "packed_heads": 8, "split": True,
     },
+    "fp8 decode": {
+        "seqused_k": True, "page_size": 64, "few": True, "packed_heads": 8, "pieces": True,
+        "fp8": "float8_e4m3fn", "k_descale": True, "v_descale": True,
+    },
+    "fp8 prefill": {
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 64,
+        "fp8": "float8_e5m2", "k_descale": True, "v_descale": True,
+    },
 }  # fmt: skip
 # The quick suite compiles what another quick test launches.
 SPECS = [

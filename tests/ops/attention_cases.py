@@ -116,10 +116,6 @@ class Kind:
     lse: bool = True
     packed_heads: int = 1
 
-    @property
-    def exists(self) -> bool:
-        return self.varlen_q or not self.seqused_q
-
     def request(self, scheduler: str) -> Request:
         (request,) = self.requests(scheduler)
         return request
@@ -188,9 +184,8 @@ def covering_pairs(seed: int = 0) -> list[Kind]:
     """Kinds among which every pair of values of two fields occurs, if any kind has it."""
     generator = random.Random(seed)
     everything = [
-        kind
+        Kind(**dict(zip(VALUES, values, strict=True)))
         for values in itertools.product(*VALUES.values())
-        if (kind := Kind(**dict(zip(VALUES, values, strict=True)))).exists
     ]
 
     def pairs(kind: Kind) -> set[tuple[Any, ...]]:

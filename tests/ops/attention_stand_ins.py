@@ -72,6 +72,7 @@ def _forward(
     *shared: Tensor | None,
 ) -> None:  # fmt: skip
     assert bool(spec.page_rows) == (pages is not None)
+    *shared, k_descale, v_descale = shared or (None, None)
     if spec.scheduler == "pieces":
         counters, parts = shared
         assert counters is not None and parts is not None
@@ -80,7 +81,13 @@ def _forward(
         assert [x is not None for x in shared] == [True, False] * (spec.scheduler == "counter")
     if pages is not None:
         where = pages.long().clamp(0, len(k) - 1)
-        k, v = (x[where].flatten(1, 2) for x in (k, v))
+        k, v = (x.view(torch.uint8)[where].view(x.dtype).flatten(1, 2) for x in (k, v))
+    for name, factor in (("k_descale", k_descale), ("v_descale", v_descale)):
+        assert getattr(spec, name, False) == (factor is not None)
+    if k_descale is not None:
+        k = k.double() * k_descale[:, None, :, None]
+    if v_descale is not None:
+        v = v.double() * v_descale[:, None, :, None]
     if spec.split:  # the first has all keys, the others none
         assert lse is not None
         o[1:], lse[1:] = math.nan, -math.inf
@@ -105,13 +112,14 @@ def _preprocess(
     spec: Any, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, used_q: Tensor | None, stats: Tensor, zeroed: Tensor | None,
     parts: Tensor | None, seen_do: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None,
-    seqlen_k: int, right: int,
+    seqlen_k: int, right: int, left: int | None,
 ) -> None:  # fmt: skip
+    assert spec.negative_left == (left is not None)
     assert not spec.sums and zeroed is None  # of SM90
     assert (spec.sink_dtype != "none") == (sink is not None) == (parts is not None)
     assert spec.rows_without_keys == (seen_do is not None)
     if seen_do is not None:
-        _hide(do, seen_do, (cu_q, cu_k, used_q, used_k), seqlen_k, right)
+        _hide(do, seen_do, (cu_q, cu_k, used_q, used_k), seqlen_k, right, left)
     stats.fill_(math.nan)
     if parts is not None:
         parts.zero_()
@@ -135,7 +143,9 @@ def _preprocess(
         stats[1, :, first : first + count] = torch.where(seen, delta, 0.0)
 
 
-def _hide(do: Tensor, seen_do: Tensor, lengths: Any, seqlen_k: int, right: int) -> None:
+def _hide(
+    do: Tensor, seen_do: Tensor, lengths: Any, seqlen_k: int, right: int, left: int | None
+) -> None:
     """Copy the used rows of do, with zeros in rows that see no key."""
     seen_do.fill_(math.nan)
     keys = do.new_empty(1, seqlen_k)
@@ -144,6 +154,8 @@ def _hide(do: Tensor, seen_do: Tensor, lengths: Any, seqlen_k: int, right: int) 
         queries, count = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
         seen_do[at] = do[at]
         seen_do[at][: max(0, min(queries, queries - count - right))] = 0
+        if left is not None:
+            seen_do[at][max(0, queries + left) if count else 0 :] = 0
 
 
 def _of_heads(

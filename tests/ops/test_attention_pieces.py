@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import heuristics, table
 from cute_attn.kernels.attention.spec import Sm90ForwardSpec
-from cute_attn.ops.attention import plan_attention
+from cute_attn.ops.attention import call, forward, plan_attention
 
 from .attention_cases import (
     CACHE,
@@ -32,6 +33,7 @@ from .test_attention_pages import in_pages, of_kind
 
 ARCH = "sm_90a"
 LENGTHS = (700, 3, 0, 130)
+PAGE = 16
 WINDOWED = Kind(
     varlen_q=True, seqused_k=True, window_left=True, window_right=True, packed_heads=2, lse=False
 )
@@ -99,6 +101,100 @@ def test_any_lengths(
         on = Machine(num_sms=num_sms, schedule=schedule, seed=seed % 1000)
         if sum(queries):
             assert_agrees(args, *run(args, on=on, num_splits=0))
+
+
+# -- lengths that change between launches, as under a captured graph
+
+
+@st.composite
+def steps_of_lengths(draw: st.DrawFn, batch: int, most: int) -> list[list[int]]:
+    """Lengths of `batch` sequences for some steps, also none, and all keys in one sequence."""
+    lengths = st.sampled_from([0, 0, 1, 1, PAGE, PAGE + 1, most // 3, most])
+    one = st.integers(0, batch - 1).map(lambda i: [most * (i == j) for j in range(batch)])
+    any_lengths = st.lists(lengths, min_size=batch, max_size=batch)
+    drawn = draw(st.lists(any_lengths | one | st.just([0] * batch), min_size=2, max_size=4))
+    return [list(step) for step in drawn]
+
+
+def in_one_size(args: dict[str, Any], pages: int, columns: int) -> dict[str, Any]:
+    """A call's arguments with `pages` pages and `columns` columns of the page table."""
+    args = dict(args)
+    for name, count in (("k", pages), ("v", pages)):
+        more = count - len(args[name])
+        args[name] = torch.nn.functional.pad(args[name], (0,) * 7 + (more,), value=math.nan)
+    more = columns - args["page_table"].shape[1]
+    args["page_table"] = torch.nn.functional.pad(args["page_table"], (0, more), value=-7)
+    return args
+
+
+Arguments = dict[str, Any]
+
+
+def of_steps(
+    steps: list[list[int]], heads_k: int, seed: int
+) -> tuple[list[Arguments], list[Arguments]]:
+    """The arguments of each step, without pages; and in pages, as tensors of the same shapes, with
+    other pages in each step."""
+    kind = Kind(window_right=True, seqused_k=True, packed_heads=2)
+    whole = [
+        of_kind(kind, tuple(step), 1, heads_k=heads_k, seed=seed + i).arguments()
+        for i, step in enumerate(steps)
+    ]
+    calls = [in_pages(args, PAGE, seed=i) for i, args in enumerate(whole)]
+    pages = max(len(args["k"]) for args in calls)
+    columns = max(args["page_table"].shape[1] for args in calls)
+    return whole, [in_one_size(args, pages, columns) for args in calls]
+
+
+def assert_follows_lengths(steps: list[list[int]], heads_k: int, on: Machine, seed: int) -> None:
+    """Launches of one kernel that share their buffers and counters, as a graph's replays do."""
+    whole, calls = of_steps(steps, heads_k, seed)
+    buffers = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in calls[0].items()}
+    counters: list[torch.Tensor] = []
+
+    def kept(x: torch.Tensor, device: int | None = None, count: int = 1) -> torch.Tensor:
+        if not counters:
+            counters.append(x.new_zeros(count, dtype=torch.int32))
+        assert len(counters[0]) == count
+        return counters[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "counter_for", kept)
+        patch.setattr(call, "counter_for", kept)
+        for exact, args in zip(whole, calls, strict=True):
+            for name, x in args.items():
+                if isinstance(x, torch.Tensor):
+                    buffers[name].copy_(x)
+            assert_agrees(exact, *run(buffers, on=on, num_splits=0))
+            assert counters and not counters[0].any()
+
+
+def test_lengths_change_between_launches():
+    with on_target(Target(ARCH, 64)):
+        steps = [[0, 1, 400, 17], [0, 0, 0, 0], [0, 400, 0, 0], [40, 1, 0, 399]]
+        assert_follows_lengths(steps, 1, Machine(num_sms=3, schedule="adversarial"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@settings(max_examples=100 if FULL else 10)
+@given(
+    data=st.data(),
+    batch=st.sampled_from([2, 5, 33, 70]),
+    heads_k=st.integers(1, 2),
+    num_sms=st.sampled_from([1, 2, 5, 20]),
+    schedule=st.sampled_from(["random", "adversarial"]),
+    seed=st.integers(0, 2**20),
+)
+def test_any_lengths_between_launches(
+    head_dim: int, data: st.DataObject, batch: int, heads_k: int, num_sms: int, schedule: str,
+    seed: int,
+):  # fmt: skip
+    """Also with more sequences than CTAs."""
+    steps = data.draw(steps_of_lengths(batch, 600 if batch < 10 else 60))
+    on = Machine(num_sms=num_sms, schedule=schedule, seed=seed % 1000)
+    with on_target(Target(ARCH, head_dim)):
+        assert_follows_lengths(steps, heads_k, on, seed)
 
 
 @pytest.mark.slow

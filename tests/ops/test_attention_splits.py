@@ -349,7 +349,7 @@ def test_bad_numbers_of_splits(num_splits: Any, error: type[Exception], message:
 def test_a_plan_has_what_both_kinds_of_calls_need(arch: str, head_dim: int):
     planned = plan_attention(arch, head_dim=head_dim, num_splits=0, return_lse=True)
     few = arch == ARCH  # there is a small tile for few rows, whose long sequences have pieces
-    kinds = [(False, False), (True, False)] * (1 + few) + [(False, True)] * few
+    kinds = ([(False, False), (True, False)] + [(False, True)] * few) * (1 + few)
     found = [(spec.split, spec.scheduler == "pieces") for _, spec in planned[:-1]]
     assert found == kinds
     assert [kernel.name for kernel, _ in planned][-1] == "combine"

@@ -6,6 +6,7 @@ keep its bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -611,8 +612,8 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
 
 
 def test_models_have_the_kernels_of_our_layers_in_servers(loaded: list[Any]):
-    """The calls of `integrations.vllm_kda`, with slots in a column and contiguous, and of
-    `integrations.sglang_kda`."""
+    """The calls of `integrations.vllm_kda` and `vllm_gated_delta_rule`, with slots in a column and
+    contiguous, and of `sglang_kda` and `sglang_gated_delta_rule`."""
 
     def rows(*dim: int) -> torch.Tensor:
         return torch.zeros(1, 6, 2, *dim, dtype=BF16)
@@ -637,21 +638,47 @@ def test_models_have_the_kernels_of_our_layers_in_servers(loaded: list[Any]):
         "draft_indices": torch.zeros(2, dtype=torch.int32),
     }
     flags = torch.ones(2, dtype=torch.bool)
+    channels = torch.zeros(3 * 2 * 128, 4)
+    conv_state = torch.zeros(4, len(channels), 6, dtype=BF16)
+    kda = cute_attn.chunk_kda, cute_attn.kda_decode, {}, channels
+    gdn = (
+        cute_attn.chunk_gated_delta_rule,
+        cute_attn.gated_delta_rule_decode,
+        {"g": rows(), "dt_bias": torch.zeros(2, dtype=BF16)},
+        channels.to(BF16),
+    )
     with cute_attn.emulated("sm_90a"), torch.no_grad(), in_segments(1):
-        for slots in (table, table.clone()[:, :4].contiguous()):
-            one = slots[:, 0] if slots is table else slots[:, 0].contiguous()
-            cute_attn.chunk_kda(**prefill, state_indices=one, has_initial_state=flags)
-            cute_attn.kda_decode(**decode, state_indices=one)
-            cute_attn.kda_decode(
-                **verify,
-                state_indices=slots[:, :4],
-                num_accepted_tokens=torch.ones(2, dtype=torch.int32),
-            )
+        for chunk, step, other, conv_weight in (kda, gdn):
+            conv = {"conv_state": conv_state, "conv_weight": conv_weight}
+            g = {"g": other["g"][0, :2]} if other else {}
+            slots_of_vllm = table, table.clone()[:, :4].contiguous()
+            pools = (pool, pool.to(BF16)) if other else (pool,)
+            for slots, states in itertools.product(slots_of_vllm, pools):
+                one = slots[:, 0] if slots is table else slots[:, 0].contiguous()
+                of_prefill, state = {"initial_state": states}, {"state": states}
+                chunk(**prefill | other | of_prefill, state_indices=one, has_initial_state=flags)
+                step(**decode | other | g | state, **conv, state_indices=one)
+                step(
+                    **verify | other | state,
+                    **conv,
+                    state_indices=slots[:, :4],
+                    num_accepted_tokens=torch.ones(2, dtype=torch.int32),
+                )
+            step(**decode | other | g, state_indices=one)
+            step(**verify | other, **drafts, state_indices=one)
         cute_attn.chunk_kda(**prefill, state_indices=one)
-        cute_attn.kda_decode(**verify, **drafts, state_indices=one)
+        activated = {
+            "g": rows().float(),
+            "beta": rows().float(),
+            "use_gate_in_kernel": False,
+            "use_beta_sigmoid_in_kernel": False,
+            "pad_slot_id": -1,
+        }
+        cute_attn.chunk_gated_delta_rule(**prefill | activated, state_indices=one)
     models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
     built = set(plan_file(models, "sm_90a"))
-    assert len(loaded) == 3 * 5 + 2 * 2 + 1
+    steps = {kernel.name for kernel, _ in loaded}
+    assert steps >= {"kda_decode", "kda_prepare"}
     missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
     assert not missing
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...kernels.attention.heuristics import has_few_rows
@@ -53,6 +53,10 @@ DECODE_SHARE = 0.9
 # Share of the copy bandwidth that ragged caches are held to, from so many bytes of K and V on.
 RAGGED_SHARES = ((256 * 2**20, 0.9), (128 * 2**20, 0.85))
 MAX_PAGE_LOSS_PCT, LOSS_PAGE_SIZE = 5.0, 64
+WIDE = "bfloat16"  # ours, over the cache in bfloat16 that has the numbers of an fp8 cache
+# Speed over WIDE, from so many bytes of fp8 K and V on.
+FP8_SPEEDUP, FP8_BYTES = 1.7, 128 * 2**20
+FP8_CACHES = ("8 of 2k", "32 of 8k", "32 of 1k to 8k")
 SMALL_PAGE_SHARE = 0.85  # of the rate with pages of PAGE_SIZE
 
 
@@ -64,8 +68,9 @@ class Case:
         seqlen_q, seqlen_k: of each sequence.
         group: query heads of a K/V head.
         page_size: of K and V in pages; 0: K and V are in one piece.
-        part: of the benchmark: "forward", "backward", "decode", "ragged" or "pages".
+        part: of the benchmark: "forward", "backward", "decode", "ragged", "pages" or "fp8".
         lengths: keys of each sequence, at most seqlen_k; empty: all have seqlen_k.
+        kv_dtype: dtype of fp8 k and v; empty: k and v have `dtype`.
     """
 
     part: str
@@ -79,6 +84,7 @@ class Case:
     page_size: int = 0
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = ()
+    kv_dtype: str = ""
 
     @property
     def heads_k(self) -> int:
@@ -87,7 +93,7 @@ class Case:
     @property
     def cached(self) -> bool:
         """Whether K and V are a cache, with lengths on the device."""
-        return self.part in ("decode", "ragged", "pages")
+        return self.part in ("decode", "ragged", "pages", "fp8")
 
     @property
     def flops(self) -> float:
@@ -100,7 +106,7 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         keys = sum(self.lengths) or self.batch * self.seqlen_k
-        return 2 * keys * self.heads_k * self.head_dim * ELEMENT
+        return 2 * keys * self.heads_k * self.head_dim * (1 if self.kv_dtype else ELEMENT)
 
     @property
     def min_bytes(self) -> int:
@@ -112,7 +118,7 @@ class Case:
         """A rough upper bound of the memory of all contenders. If K and V are timed in pages and in
         one piece, both copies count. A backward has gradients, in float32 too, and tensors that
         autograd keeps."""
-        times = {"forward": 3, "backward": 10, "decode": 3, "ragged": 3, "pages": 3}[self.part]
+        times = {"backward": 10, "fp8": 8}.get(self.part, 3)
         allocated = self.batch * self.seqlen_k / (sum(self.lengths) or self.batch * self.seqlen_k)
         return int(self.min_bytes * times * allocated)
 
@@ -132,6 +138,8 @@ class Case:
                 heads=self.heads, heads_k=self.heads_k, most_queries=self.seqlen_q
             ),
             "num_splits": self.num_splits, "return_lse": self.part == "backward",
+            "kv_dtype": self.kv_dtype or None, "k_descale": bool(self.kv_dtype),
+            "v_descale": bool(self.kv_dtype),
         }  # fmt: skip
 
     @property
@@ -139,9 +147,10 @@ class Case:
         """The columns that identify a case."""
         common: Row = {"head_dim": self.head_dim, "batch": self.batch}
         heads: Row = {"heads": self.heads, "heads_k": self.heads_k}
-        if self.part == "ragged":
+        if self.part in ("ragged", "fp8"):
             names = {lengths: name for name, lengths in RAGGED.items()}
-            return common | {"keys": names.get(self.lengths, str(self.lengths))} | heads
+            keys: Row = {"keys": names.get(self.lengths, str(self.lengths))}
+            return common | keys | heads | ({"kv_dtype": self.kv_dtype} if self.kv_dtype else {})
         if self.part == "decode":
             return common | {"keys": self.seqlen_k, "page_size": self.page_size} | heads
         lengths: Row = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -186,6 +195,10 @@ def _ragged(head_dim: int, lengths: tuple[int, ...]) -> Case:
     )  # fmt: skip
 
 
+def _fp8(head_dim: int, keys: str, kv_dtype: str = "float8_e4m3fn") -> Case:
+    return replace(_ragged(head_dim, RAGGED[keys]), part="fp8", kv_dtype=kv_dtype)
+
+
 def all_cases() -> list[Case]:
     whole = [
         _whole(part, head_dim, seqlen, group, causal)
@@ -214,7 +227,9 @@ def all_cases() -> list[Case]:
         for page_size in PAGE_SIZES
     ]
     ragged = [_ragged(head_dim, lengths) for head_dim in HEAD_DIMS for lengths in RAGGED.values()]
-    return [*whole, *decode, *ragged, *pages]
+    fp8 = [_fp8(head_dim, keys) for head_dim in HEAD_DIMS for keys in FP8_CACHES]
+    fp8.append(_fp8(128, "32 of 8k", "float8_e5m2"))
+    return [*whole, *decode, *ragged, *pages, *fp8]
 
 
 def short_cases() -> list[Case]:
@@ -228,6 +243,7 @@ def short_cases() -> list[Case]:
         *(_decode(head_dim, 64, 8192, size) for head_dim in HEAD_DIMS for size in (1, PAGE_SIZE)),
         *(_ragged(head_dim, RAGGED["32k among 63 of 512"]) for head_dim in HEAD_DIMS),
         *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
+        *(_fp8(head_dim, "32 of 8k") for head_dim in HEAD_DIMS),
     ]
 
 
@@ -294,6 +310,22 @@ def pages_row(case: Case, timings: Mapping[str, Timing]) -> Row:
     }
 
 
+def fp8_row(case: Case, timings: Mapping[str, Timing], roofline: Roofline) -> Row:
+    """The row that compares an fp8 cache with the cache in bfloat16."""
+    ours, wide = timings["ours"].median_us, timings[WIDE].median_us
+    speed = gbps(case.min_bytes, ours)
+    return {
+        **case.row,
+        "kv_mib": case.kv_bytes / 2**20,
+        **time_columns(timings),
+        "gbps": speed,
+        "share_of_copy": speed / roofline.copy_gbps,
+        f"{WIDE}_us": wide,
+        f"speedup_vs_{WIDE}": wide / ours,
+        **peer_columns(timings),
+    }
+
+
 # ---- verdicts
 
 
@@ -322,6 +354,11 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
             if nbytes >= least:
                 found.append(_at_least("ragged", row, "share_of_copy", share))
                 break
+    found += [
+        _at_least("fp8", row, f"speedup_vs_{WIDE}", FP8_SPEEDUP)
+        for row in tables.get("fp8", ())
+        if _number(row, "kv_mib") * 2**20 >= FP8_BYTES
+    ]
     for row in tables.get("pages", ()):
         if _number(row, "page_size") >= LOSS_PAGE_SIZE:
             loss = _number(row, "loss_pct")

@@ -34,6 +34,7 @@ from .cases import (
     all_cases,
     decode_plots,
     decode_row,
+    fp8_row,
     pages_row,
     short_cases,
     verdicts,
@@ -50,15 +51,18 @@ PARTS = {
     "decode": "Decode, one query",
     "ragged": "Decode, one query, over caches of unequal lengths",
     "pages": "K and V in pages beside the same in one piece",
+    "fp8": "Decode, one query, over fp8 caches beside the same in bfloat16",
 }
 # The time that a caller waits, and for a decode step also the device's part of this time.
 DEFAULT_MODES: Mapping[str, Mode] = {
     "forward": "do_bench", "backward": "do_bench", "decode": "graph", "ragged": "graph",
-    "pages": "graph",
+    "pages": "graph", "fp8": "graph",
 }  # fmt: skip
 # A flush with zeros leaves dirty lines in L2. A decode step writes almost nothing, and would wait
 # for the write-back of all these lines, 9 us on an H200; a copy waits for 2 to 4 us.
-DEFAULT_FLUSHES: Mapping[str, Flush] = {"decode": "read", "ragged": "read", "pages": "read"}
+DEFAULT_FLUSHES: Mapping[str, Flush] = {
+    "decode": "read", "ragged": "read", "pages": "read", "fp8": "read",
+}  # fmt: skip
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
 MEMORY_SHARE = 0.75  # share of the GPU's free memory that a case's tensors may take
@@ -72,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="default: graph for decode, ragged and pages, otherwise do_bench",
+        help="default: graph for decode, ragged, pages and fp8, otherwise do_bench",
     )
     parser.add_argument(
         "--flush", choices=FLUSHES, help="default: read where the mode is graph, otherwise zero"
@@ -198,6 +202,8 @@ class Timer:
         )
         if case.part in ("decode", "ragged"):
             row = decode_row(case, timings, self.roofline) | copy_columns(timings, mode)
+        elif case.part == "fp8":
+            row = fp8_row(case, timings, self.roofline)
         elif case.part == "pages":
             row = pages_row(case, timings)
         else:

@@ -24,7 +24,7 @@ from .agreement import (
     expected_in,
     peer_error,
 )
-from .cases import CUDNN, FA2, FA4, PEERS, SHORT_QUERIES, Case
+from .cases import CUDNN, FA2, FA4, PEERS, SHORT_QUERIES, WIDE, Case
 
 DEVICE = "cuda"
 SEED = 20261122
@@ -59,7 +59,8 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = SEED) -> Inputs:
-    """Random inputs; pages are in random order."""
+    """Random inputs; pages are in random order. k and v have the numbers of an fp8 cache if the
+    case has one."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -74,6 +75,8 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
         order = torch.randperm(rows[0], generator=generator, device=DEVICE)
         page_table = order.view(case.batch, each).to(torch.int32)
     k, v = (normal(*rows, case.heads_k, case.head_dim) for _ in range(2))
+    if case.kv_dtype:
+        k, v = (x.to(getattr(torch, case.kv_dtype)).to(dtype) for x in (k, v))
     seqused_k = None
     if case.cached:
         lengths = case.lengths or (case.seqlen_k,) * case.batch
@@ -88,7 +91,10 @@ def compile_all(cases: Sequence[Case]) -> None:
     from cute_attn.ops.attention import plan_attention
 
     arch = cache.current_arch()
-    requests = dict.fromkeys(r for case in cases for r in plan_attention(arch, **case.plan))
+    plans = [case.plan for case in cases]
+    wide = {"kv_dtype": None, "k_descale": False, "v_descale": False}
+    plans += [plan | wide for plan in plans if plan["kv_dtype"]]
+    requests = dict.fromkeys(r for plan in plans for r in plan_attention(arch, **plan))
     with contextlib.suppress(cache.CompileError):
         warmup(list(requests))
 
@@ -144,6 +150,13 @@ def calls(
             pages["page_table"] = given.page_table
         ours = partial(flash_attn_varlen_func, num_splits=case.num_splits, **options)
         found["ours"] = partial(ours, *tensors, **pages)
+        if case.part == "fp8":
+            found[WIDE] = found["ours"]
+            kv = (x.to(getattr(torch, case.kv_dtype)) for x in (given.k, given.v))
+            one = torch.ones((), device=DEVICE)
+            found["ours"] = partial(
+                ours, given.q, *kv, **pages, k_descale=one, v_descale=one.clone()
+            )
         if case.part == "pages":
             whole = given.q, *given.in_one_piece()
             found["contiguous"] = partial(ours, *whole)

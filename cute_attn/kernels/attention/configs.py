@@ -34,6 +34,26 @@ class Tile(NamedTuple):
     stages: int = 0
 
 
+class Fp8Tiles(NamedTuple):
+    """The tiles of a forward over fp8 K and V.
+
+    Attributes:
+        tile: for any number of query rows; its stages count the tiles that warps have converted.
+        few: for at most `few.m` query rows of a K/V head.
+        loaded: the number of fp8 tiles of K, and of V, in shared memory at once.
+        loaded_few: `loaded` beside `few`.
+        held: columns of Q that a thread holds in registers.
+        k_warps: warps that convert K; half as many convert V.
+    """
+
+    tile: Tile
+    few: Tile
+    loaded: int
+    loaded_few: int
+    held: int
+    k_warps: int = 2
+
+
 @dataclass(frozen=True)
 class SplitCosts:
     """The clocks that a dK/dV kernel takes, for `heuristics.num_splits`.
@@ -107,6 +127,7 @@ class ForwardRow(Row):
         held: columns of Q that a thread holds in registers.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
+        fp8: the tiles where k and v are fp8; None: there is no such kernel.
     """
 
     _: KW_ONLY
@@ -119,10 +140,13 @@ class ForwardRow(Row):
     held: int = 0
     fma_step: int = 0
     sums_by_product: bool = False
+    fp8: Fp8Tiles | None = None
 
-    def tile_for(self, few: bool, pieces: bool = False) -> Tile:
+    def tile_for(self, few: bool, pieces: bool = False, fp8: bool = False) -> Tile:
         """The tile for few query rows of a K/V head, or for more rows: with pieces, or for any
         number."""
+        if fp8 and self.fp8:
+            return self.fp8.few if few else self.fp8.tile
         if few and self.few:
             return self.few
         return self.pieces if pieces and self.pieces else self.tile
@@ -170,22 +194,25 @@ FORWARD = _by_key(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), pieces=Tile(128, 128, 4), capped_m=128,
         most_packed_heads=32, page_keys=128, fma_step=8, sums_by_product=True,
+        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
         "forward", SM90, 128, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 64, 3), few=Tile(64, 64, 4), pieces=Tile(128, 64, 4), most_packed_heads=32,
         page_keys=64, sums_by_product=True,
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 3, 4, held=128),
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 128, 2), few=Tile(64, 128, 2), pieces=Tile(128, 128, 2),
         most_packed_heads=32, page_keys=64, sums_by_product=True,
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4, held=192),
     ),
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), pieces=Tile(128, 64, 2), most_packed_heads=32,
-        page_keys=64, held=64,
+        page_keys=64, held=64, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0),
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),
@@ -315,6 +342,12 @@ def backward(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) 
 def has(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
     """Whether the pass has a row; head_dim_v is head_dim if None."""
     return (way, arch, head_dim, head_dim if head_dim_v is None else head_dim_v) in ROWS
+
+
+def has_fp8(arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
+    """Whether the forward takes fp8 K and V."""
+    row = ROWS.get(("forward", arch, head_dim, head_dim if head_dim_v is None else head_dim_v))
+    return isinstance(row, ForwardRow) and row.fp8 is not None
 
 
 def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> Row:

@@ -61,11 +61,18 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
+# Keys of a split of a `batch_invariant` call. A CTA alone reads 1024 keys of head_dim 128 in 20 us.
+INVARIANT_SPLIT = 1024
+SHORT_WINDOW = 4 * INVARIANT_SPLIT
+
 # Rows of a page that TMA loads at once; fewer are gathered. Measured on an H100, pages of 16 and 48
 # gathered against boxes of 16 rows: 0.96 to 1.19 times as fast in decode, 1.01 to 1.04 in prefill.
-LEAST_BOX_ROWS = 32
+# Kernels that do not gather take boxes of at least BOX_STEP rows.
+LEAST_BOX_ROWS, BOX_STEP = 32, 16
 
-LEAST_PIECE = 512 * 1024  # bytes of K and V: a CTA alone reads them in 9 us on an H100
+# Bytes of K and V in 16 bits: a CTA alone reads them in 9 us on an H100. Pieces of fp8 have as many
+# keys, whose products take as long.
+LEAST_PIECE = 512 * 1024
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
@@ -108,7 +115,14 @@ def has_few_rows(*, heads: int, heads_k: int, most_queries: int, few_rows: int =
     return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= few_rows
 
 
-def page_rows(arch: str, head_dim: int, head_dim_v: int | None = None, *, page_size: int) -> int:
+def page_rows(
+    arch: str,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    page_size: int,
+    fp8: bool = False,
+) -> int:
     """How many rows of a page are loaded at a time: as many as divide the page and a K/V tile,
     `GATHERED` where these are few.
 
@@ -122,7 +136,13 @@ def page_rows(arch: str, head_dim: int, head_dim_v: int | None = None, *, page_s
             f"{row.page_step}"
         )
     rows = math.gcd(page_size, row.page_keys)
-    return rows if row.page_step > 1 or rows >= LEAST_BOX_ROWS else GATHERED
+    if fp8 and rows % BOX_STEP:
+        raise NotImplementedError(
+            f"k is fp8 and has pages of {page_size} rows; the kernel for fp8 takes multiples of "
+            f"{BOX_STEP}"
+        )
+    gathers = row.page_step == 1 and not fp8
+    return GATHERED if gathers and rows < LEAST_BOX_ROWS else rows
 
 
 def has_clc(arch: str) -> bool:
@@ -144,6 +164,7 @@ def num_splits_of_forward(
     few: bool,
     seqlen_k: int,
     clusters: int,
+    fp8: bool = False,
 ) -> int:
     """Return into how many parts the keys of a query tile are split. This is the smallest number
     with nearly the shortest time of the busiest cluster, if all sequences are as long as the
@@ -159,10 +180,11 @@ def num_splits_of_forward(
         few: as for `forward_spec`.
         seqlen_k: the most keys of a sequence that a query sees, as far as the host knows.
         clusters: how many clusters of the kernel run at once.
+        fp8: whether k and v are fp8.
     """
     if not (rows and heads and batch):
         return 1
-    tile_m, tile_n, _ = configs.forward(arch, head_dim, head_dim_v).tile_for(few)
+    tile_m, tile_n, _ = configs.forward(arch, head_dim, head_dim_v).tile_for(few, fp8)
     packed = packed_heads(arch, head_dim, head_dim_v, heads=heads, heads_k=heads_k, short=short)
     tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
     key_tiles = -(-seqlen_k // tile_n)
@@ -179,6 +201,26 @@ def num_splits_of_forward(
     return next(n for n in range(1, most + 1) if time(n) <= NEARLY * shortest)
 
 
+def invariant_splits(
+    *, seqlen_k: int, window_left: int | None, few: bool, sink: bool, most: int
+) -> int:
+    """Into how many parts of INVARIANT_SPLIT keys a `batch_invariant` call with num_splits of 0
+    splits the keys. Parts without a key change no bit, so neither does `seqlen_k`. Only calls with
+    few rows have splits: other calls have enough tiles. Nor are the keys of a short window split.
+
+    Args:
+        seqlen_k: at least the keys of the longest sequence.
+        window_left: keys that a query sees to its left; None is no bound.
+        few: see `has_few_rows`.
+        sink: whether there is a learnable sink. The combination adds the sink with other roundings
+            than a kernel without splits, so there is always a combination.
+        most: the most splits.
+    """
+    if not few or (window_left is not None and window_left < SHORT_WINDOW):
+        return 1
+    return min(max(-(-seqlen_k // INVARIANT_SPLIT), 2 if sink else 1), most)
+
+
 def forward_spec(
     arch: str,
     head_dim: int,
@@ -189,22 +231,33 @@ def forward_spec(
     split: bool,
     few: bool,
     pieces: bool = False,
+    fp8: str = "none",
+    k_descale: bool = False,
+    v_descale: bool = False,
+    batch_invariant: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
     selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences; without
-    `few`, in tiles of PIECE_ROWS."""
+    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. The
+    parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     rows = 0
     if page_size is not None:
-        rows = page_rows(arch, head_dim, head_dim_v, page_size=page_size)
+        rows = page_rows(arch, head_dim, head_dim_v, page_size=page_size, fp8=fp8 != "none")
     scheduler = "pieces" if pieces else row.scheduler or scheduler
     fields |= {"scheduler": scheduler, "page_rows": rows}
+    if batch_invariant and split:
+        fields["split_key_tiles"] = INVARIANT_SPLIT // row.tile.n
     if arch in configs.SM100:
         return Hd256ForwardSpec(**fields)
-    tile_m, tile_n, stages = row.tile_for(few, pieces)
+    tile_m, tile_n, stages = row.tile_for(few, pieces, fp8 != "none")
+    if fp8 != "none" and row.fp8:
+        fields |= {"fp8": fp8, "k_descale": k_descale, "v_descale": v_descale}
+        fields["loaded"] = row.fp8.loaded_few if few else row.fp8.loaded
+        fields["k_warps"] = row.fp8.k_warps
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:
@@ -216,6 +269,7 @@ def forward_spec(
         tile_m=tile_m,
         tile_n=tile_n,
         stages=stages,
+        batch_invariant=batch_invariant,
         **fields,
     )
 

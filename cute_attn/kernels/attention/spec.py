@@ -21,6 +21,7 @@ from .configs import (
 
 DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 GATHERED = 1  # page_rows: K and V are gathered row by row, from pages of any size
 
@@ -56,6 +57,8 @@ class ForwardSpec(Spec):
         page_rows: k and v are pages, loaded `page_rows` rows at a time; GATHERED: pages may have
             any size; 0: k and v are not pages.
         split: a tile's K/V tiles are split; the kernel writes each split's o and lse, in float32.
+        split_key_tiles: K/V tiles of a split, counted from the sequence's first key. 0: the splits
+            have equal shares of the K/V tiles that the query tile sees.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -82,22 +85,26 @@ class ForwardSpec(Spec):
     lse: bool
     page_rows: int = 0
     split: bool = False
+    split_key_tiles: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
         if self.page_rows and (self.varlen_k or not self.seqused_k):
             raise ValueError(
                 f"page_rows is {self.page_rows}, it needs seqused_k, and varlen_k must be False"
             )
         if self.split and (self.sink_dtype != "none" or not self.lse):
             raise ValueError("split is True, it needs lse, and the sink is the combination's")
+        if self.split_key_tiles < 0 or (self.split_key_tiles and not self.split):
+            raise ValueError(
+                f"split_key_tiles is {self.split_key_tiles}, must be at least 0, and 0 if split is "
+                "False"
+            )
 
     @property
     def ragged_q(self) -> bool:
         """Whether rows past the end of a sequence of queries lie inside the tensor."""
-        return self.varlen_q
+        return self.varlen_q or self.seqused_q
 
     @property
     def ragged_k(self) -> bool:
@@ -132,6 +139,11 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
         least_key_tiles: K/V tiles that a piece has at least, about; only with "pieces".
+        fp8: dtype of k and v where they are fp8; "none": k and v have q's dtype.
+        k_descale, v_descale: an argument has the factors of k or v; only with fp8.
+        loaded: fp8 tiles of K in shared memory at once, and as many of V; 0 without fp8.
+        k_warps: warps that convert K, an even number; half as many convert V; 0 without fp8.
+        batch_invariant: a row's bits depend neither on other rows nor on `lse`.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -146,6 +158,8 @@ class Sm90ForwardSpec(ForwardSpec):
         "head_dim_v": head_dims_v("forward", SM90),
         "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
+        "fp8": ("none", *FP8_DTYPES),
+        "k_warps": (0, 2, 4),
     }
 
     head_dim: int
@@ -154,6 +168,12 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_n: int
     stages: int
     least_key_tiles: int = 0
+    fp8: str = "none"
+    k_descale: bool = False
+    v_descale: bool = False
+    loaded: int = 0
+    k_warps: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,6 +186,20 @@ class Sm90ForwardSpec(ForwardSpec):
                 f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "
                 "'pieces', and otherwise 0"
             )
+        if self.fp8 == "none" and (self.k_descale or self.v_descale):
+            raise ValueError("k_descale or v_descale is True, they need fp8")
+        if self.fp8 != "none" and self.page_rows == GATHERED:
+            raise ValueError("page_rows is GATHERED, and fp8 k and v are loaded by TMA alone")
+        for name in ("loaded", "k_warps"):
+            if (self.fp8 != "none") != (getattr(self, name) > 0):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, must be positive with fp8, and otherwise 0"
+                )
+
+    @property
+    def keys_dtype(self) -> str:
+        """dtype of k and v."""
+        return self.dtype if self.fp8 == "none" else self.fp8
 
 
 @dataclass(frozen=True)
@@ -211,8 +245,10 @@ class PreprocessSpec(Spec):
         head_dim_v: head dimension of o and its gradient.
         sums: the kernel clears the numbers of `query_zeros`.
         rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
-            key: queries see keys up to a bound to the right.
+            key: queries see keys up to a bound to the right, or with `negative_left`.
         varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
+        negative_left: with `rows_without_keys`, queries see keys from a bound to the right on: the
+            last queries of a sequence may see no key.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -235,13 +271,14 @@ class PreprocessSpec(Spec):
     rows_without_keys: bool = False
     varlen_k: bool = False
     seqused_k: bool = False
+    negative_left: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
-        if (self.varlen_k or self.seqused_k) and not self.rows_without_keys:
-            raise ValueError("varlen_k or seqused_k is True, they need rows_without_keys")
+        if (self.varlen_k or self.seqused_k or self.negative_left) and not self.rows_without_keys:
+            raise ValueError(
+                "varlen_k, seqused_k or negative_left is True, they need rows_without_keys"
+            )
 
 
 @dataclass(frozen=True)
@@ -307,15 +344,10 @@ class BackwardSpec(Spec):
     seqused_k: bool
     partial: bool
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seqused_q and not self.varlen_q:
-            raise ValueError("seqused_q is True, it needs varlen_q")
-
     @property
     def ragged_q(self) -> bool:
         """Whether rows past the end of a sequence of queries lie inside the tensor."""
-        return self.varlen_q
+        return self.varlen_q or self.seqused_q
 
     @property
     def ragged_k(self) -> bool:

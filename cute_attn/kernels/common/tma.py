@@ -35,7 +35,8 @@ class BoxedRows:
         ragged: rows of another sequence, or unused rows, may follow a sequence's rows. Boxes then
             need at least two tokens: TMA sees no index out of bounds in a dimension of size 1.
         batched: the tensor has a batch mode.
-        box_columns: columns of a box, 128 bytes.
+        box_columns: columns of a box, 128 bytes, or less without the swizzle.
+        swizzle: the boxes have the 128-byte swizzle.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class BoxedRows:
     batched: bool
     packed: int = 1
     box_columns: int = BOX
+    swizzle: bool = True
 
     @property
     def tokens(self) -> int:
@@ -68,7 +70,7 @@ class BoxedRows:
         return cpasync.make_tiled_tma_atom(
             op,
             self.view(x),
-            box_layout(self.rows, columns=self.box_columns),
+            box_layout(self.rows, columns=self.box_columns, swizzle=self.swizzle),
             (self.rows, self.box_columns),
         )
 
@@ -116,13 +118,15 @@ class BoxedRows:
         return cute.local_tile(x, (self.rows, self.columns), (0, 0))
 
 
-def box_layout(rows: int, *more: tuple[int, int], columns: int = BOX) -> cute.ComposedLayout:
-    """Swizzled boxes of (rows, columns) in shared memory, 128 bytes wide; `more` are (size, stride)
-    of further modes."""
+def box_layout(
+    rows: int, *more: tuple[int, int], columns: int = BOX, swizzle: bool = True
+) -> cute.ComposedLayout:
+    """Boxes of (rows, columns) in shared memory, 128 bytes wide with the swizzle; `more` are (size,
+    stride) of further modes."""
     shape = (rows, columns, *(size for size, _ in more))
     stride = (columns, 1, *(step for _, step in more))
     return cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
+        cute.make_swizzle(3 if swizzle else 0, 4, 3), 0, cute.make_layout(shape, stride=stride)
     )
 
 
@@ -132,10 +136,14 @@ def swizzled(buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
 
 
 def boxes(
-    buffer: cute.Pointer, rows: int, *more: tuple[int, int], columns: int = BOX
+    buffer: cute.Pointer,
+    rows: int,
+    *more: tuple[int, int],
+    columns: int = BOX,
+    swizzle: bool = True,
 ) -> cute.Tensor:
     """A buffer in shared memory as boxes: see `box_layout`."""
-    return swizzled(buffer, box_layout(rows, *more, columns=columns))
+    return swizzled(buffer, box_layout(rows, *more, columns=columns, swizzle=swizzle))
 
 
 def partition(
@@ -190,13 +198,14 @@ def load_use(
     n: Int32,
     more_bytes: cutlass.Constexpr[int] = 0,
     multicast: cutlass.Constexpr[bool] = False,
+    element_bytes: cutlass.Constexpr[int] = 2,
 ) -> None:
     """Wait until the stage of use n is empty and start to fill it, by `load_boxes`. The ring has
-    tiles of 16-bit elements and the edges `{name}_empty` and `{name}_full`. One warp calls this; it
-    copies `more_bytes` of the stage itself."""
+    the edges `{name}_empty` and `{name}_full`, and elements of `element_bytes`. One warp calls
+    this; it copies `more_bytes` of the stage itself."""
     barriers.wait_previous(f"{name}_empty", n)
     with cute.arch.elect_one():
-        barriers.expect(f"{name}_full", n, cute.size(rows) * 2 + more_bytes)
+        barriers.expect(f"{name}_full", n, cute.size(rows) * element_bytes + more_bytes)
     load_boxes(tma, rows, smem, barriers, f"{name}_full", n, multicast)
 
 

@@ -33,6 +33,9 @@ def flash_attn_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
@@ -48,13 +51,15 @@ def flash_attn_func(
     Args:
         q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16. q, k and v are read in place:
             the last dimension must be contiguous, and the other strides multiples of 8 elements.
-        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q. heads_k divides heads (MHA, GQA,
-            MQA): query head h uses head h // (heads // heads_k).
-        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of q.
+        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q, or on Hopper fp8: float8_e4m3fn or
+            float8_e5m2. heads_k divides heads (MHA, GQA, MQA): query head h uses head
+            h // (heads // heads_k).
+        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of k.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
-            or -1 is all. With `causal` the right number is 0.
+            or -1 is all. With `causal` the right number is 0. With a number n below -1, a query
+            sees only keys on the other side, from -n keys away on.
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
             whose value is 0. This score is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
@@ -79,6 +84,17 @@ def flash_attn_func(
         out: a tensor to write o to, of o's shape and dtype, with the last dimension contiguous and
             the other strides multiples of 8 elements. `out` must not overlap an argument. A call
             with `out` has no gradient.
+        k_descale: with fp8 k and v, a positive factor of k: float32, a single number or
+            `[batch, heads_k]`. The result is as for k * k_descale. The kernel reads the factor;
+            None is 1. A call with fp8 k and v has no gradient.
+        v_descale: with fp8 k and v, the factor of v, as k_descale.
+        batch_invariant: whether the bits of a sequence's results, gradients included, are the same
+            in every batch, with every padding, and with and without return_lse. With num_splits of
+            1, the bits of a query are also the same in every chunk of its sequence. So chunked
+            prefill and decode have the bits of one call with the whole sequence. With num_splits of
+            0, calls with at most 64 query rows for each K/V head split the keys at multiples of
+            1024. Other values of num_splits are refused. Gradients are `deterministic`. The
+            gradient of learnable_sink is a sum over the batch.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
@@ -107,8 +123,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
-        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
+        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
+        deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -134,6 +151,9 @@ def flash_attn_varlen_func(
     scheduler: str | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -143,8 +163,9 @@ def flash_attn_varlen_func(
         k: `[total_k, heads_k, head_dim]` with cu_seqlens_k, else
             `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
             seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, where
-            page_size is any number on Hopper, and a multiple of 16 on Blackwell.
-        v: of k's shape but for head_dim_v, dtype of q.
+            page_size is any number on Hopper, and a multiple of 16 on Blackwell and for fp8. The
+            dtype is as for `flash_attn_func`.
+        v: of k's shape but for head_dim_v, dtype of k.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
         cu_seqlens_k: `[batch + 1]` int32: the rows of k and v of each sequence, as cu_seqlens_q.
@@ -155,7 +176,7 @@ def flash_attn_varlen_func(
             hint: with num_splits of 0, it is the number of keys to split, if the tensors have room
             for more keys.
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
-            0..length. Needs cu_seqlens_q.
+            0..length.
         seqused_k: `[batch]` int32: how many of a sequence's rows of k and v are used, clamped to
             0..length.
         page_table: `[batch, max_pages]` int32, rows contiguous: sequence b's keys j * page_size to
@@ -172,12 +193,16 @@ def flash_attn_varlen_func(
         return_lse: as for `flash_attn_func`.
         out: as for `flash_attn_func`. Rows that belong to no sequence keep what they hold, or are
             overwritten.
+        k_descale: as for `flash_attn_func`.
+        v_descale: as for `flash_attn_func`.
+        batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
+            where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
         and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without
         cu_seqlens_q, or None without return_lse. o and lse are undefined for rows of q that belong
-        to no sequence.
+        to no sequence or are not used.
 
     Differentiable as `flash_attn_func`. Rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.
@@ -199,8 +224,8 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
-        num_splits, return_lse, deterministic,
+        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
+        softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 

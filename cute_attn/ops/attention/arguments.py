@@ -8,8 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.attention import table
-from ...kernels.attention.spec import DTYPES, LARGEST_SCALE, LARGEST_SOFTCAP, SINK_DTYPES
+from ...kernels.attention import configs, table
+from ...kernels.attention.spec import (
+    DTYPES,
+    FP8_DTYPES,
+    LARGEST_SCALE,
+    LARGEST_SOFTCAP,
+    SINK_DTYPES,
+)
 from ..checks import (
     DTYPE_NAMES,
     check_contiguous,
@@ -27,7 +33,6 @@ SMALLEST_SCALE = 2.0**-126
 MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 
 ALIGNMENT = 16  # bytes: TMA requires aligned addresses and strides
-VECTOR = ALIGNMENT // 2  # elements
 _MAX_TILES = 2**31
 MAX_SPLITS = 256
 
@@ -48,6 +53,8 @@ class Arguments(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None
@@ -56,6 +63,7 @@ class Arguments(NamedTuple):
     softcap: float = 0.0
     scheduler: str | None = None
     num_splits: int = 1
+    batch_invariant: bool = False
     return_lse: bool = False
     deterministic: bool = False
 
@@ -63,7 +71,7 @@ class Arguments(NamedTuple):
 def check(a: Arguments, given: dict[str, Tensor]) -> None:
     check_scalars(a)
     check_dtype("q", a.q, DTYPES)
-    check_dtypes_are(given, ("k", "v"), a.q.dtype)
+    _check_key_dtypes(a, given)
     check_int32(given, _INTEGERS)
     sink = given.get("learnable_sink")
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
@@ -73,24 +81,70 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     check_contiguous(given, (*_LENGTHS, "learnable_sink"))
 
 
+def _check_key_dtypes(a: Any, given: dict[str, Tensor]) -> None:
+    if not is_fp8(a.k):
+        check_dtypes_are(given, ("k",), a.q.dtype)
+        for name in _DESCALES:
+            if name in given:
+                raise ValueError(
+                    f"{name} is given, and k has dtype {a.k.dtype}: only fp8 k and v have factors, "
+                    f"{FP8_DTYPES}"
+                )
+    check_dtypes_are(given, ("v",), a.k.dtype)
+    check_dtypes_are(given, _DESCALES, torch.float32)
+
+
+def check_fp8(arch: str, head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Raise NotImplementedError if no kernel on `arch` takes k and v of the fp8 `dtype`, and
+    ValueError for a name of another dtype."""
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"dtype of k and v is {dtype!r}, must be q's or one of {FP8_DTYPES}")
+    if not configs.has_fp8(arch, head_dim, head_dim_v):
+        raise NotImplementedError(
+            f"k and v have dtype {dtype}, and {arch} has no kernel for it at head_dim {head_dim} "
+            f"and head_dim_v {head_dim_v}: there are kernels on {', '.join(configs.SM90)}"
+        )
+
+
+def is_fp8(x: Any) -> bool:
+    """Whether k, v or a cache is fp8."""
+    return getattr(x, "dtype", None) in _FP8
+
+
+def descales_of(
+    k_descale: Tensor | None, v_descale: Tensor | None, batch: int, heads_k: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The factors of k and v as the kernel reads them, `[batch, heads_k]`."""
+    return (
+        None if k_descale is None else k_descale.expand(batch, heads_k),
+        None if v_descale is None else v_descale.expand(batch, heads_k),
+    )
+
+
 def check_strides(given: dict[str, Tensor], names: Sequence[str]) -> None:
     """Raise ValueError for a tensor with strides that TMA cannot take."""
     for name in names:
         if not has_readable_strides(given[name]):
             raise ValueError(
                 f"{name} has strides {given[name].stride()}: TMA, which takes it in place, needs "
-                f"the last dimension contiguous and the others to step by multiples of {VECTOR} "
-                "elements"
+                "the last dimension contiguous and the others to step by multiples of "
+                f"{_vector(given[name])} elements"
             )
+
+
+def _vector(x: Tensor) -> int:
+    """Elements of ALIGNMENT bytes."""
+    return ALIGNMENT // x.element_size()
 
 
 def has_readable_strides(x: Tensor) -> bool:
     """Whether TMA can read x, `[..., rows, heads, head_dim]`, in place."""
     # Sizes come last: a graph that is being traced may not know sizes.
+    vector = _vector(x)
     return (
         x.stride(-1) == 1
         and all(
-            stride % VECTOR == 0 or size <= 1
+            stride % vector == 0 or size <= 1
             for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
         )
     ) or not x.numel()
@@ -99,10 +153,11 @@ def has_readable_strides(x: Tensor) -> bool:
 def with_strides_for_tma(x: Tensor) -> Tensor:
     """x, or a view of x. In the view, a dimension of size 1 has another stride if TMA refuses its
     stride."""
-    if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
+    vector = _vector(x)
+    if all(stride % vector == 0 for stride in x.stride()[:-1]):
         return x
     strides = [
-        stride if stride % VECTOR == 0 else x.shape[-1]
+        stride if stride % vector == 0 else x.shape[-1]
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
     return x.as_strided(x.shape, (*strides, 1))
@@ -158,7 +213,7 @@ def bounds(a: Any) -> tuple[int | None, int | None]:
     """The left and the right bound of the window of a call's arguments, None for a bound that masks
     nothing."""
     left, right = (
-        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
+        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else max(bound, 1 - MAX_SEQLEN)
         for bound in (a.window_left, a.window_right)
     )
     return left, 0 if a.causal else right
@@ -166,6 +221,8 @@ def bounds(a: Any) -> tuple[int | None, int | None]:
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _INTEGERS = (*_LENGTHS, "page_table")
+_DESCALES = ("k_descale", "v_descale")
+_FP8 = frozenset(dtype for dtype, name in DTYPE_NAMES.items() if name in FP8_DTYPES)
 
 
 def check_scalars(a: Arguments) -> None:
@@ -173,7 +230,7 @@ def check_scalars(a: Arguments) -> None:
     for name, value in (("softmax_scale", a.softmax_scale), ("softcap", a.softcap)):
         if value is not None:
             check_is_number(name, value)
-    check_flags(causal=a.causal, return_lse=a.return_lse)
+    check_flags(causal=a.causal, batch_invariant=a.batch_invariant, return_lse=a.return_lse)
     if a.softmax_scale is not None and not SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {a.softmax_scale}, must be positive and finite in float32, also "
@@ -193,6 +250,21 @@ def check_scalars(a: Arguments) -> None:
     check_length("num_splits", a.num_splits)
     if a.num_splits > MAX_SPLITS:
         raise ValueError(f"num_splits is {a.num_splits}, must be at most {MAX_SPLITS}")
+    if a.batch_invariant:
+        _check_invariant(a)
+
+
+def _check_invariant(a: Arguments) -> None:
+    if a.num_splits > 1:
+        raise ValueError(
+            f"num_splits is {a.num_splits} with batch_invariant, must be 1, or 0 for splits of a "
+            "fixed number of keys"
+        )
+    if a.num_splits == 0 and a.cu_seqlens_q is not None and a.max_seqlen_q is None:
+        raise ValueError(
+            "max_seqlen_q is not given as an int, it must be with batch_invariant, num_splits of 0 "
+            "and cu_seqlens_q: whether keys are split must not depend on the number of sequences"
+        )
 
 
 def _check_window(a: Arguments) -> None:
@@ -203,11 +275,13 @@ def _check_window(a: Arguments) -> None:
             raise TypeError(
                 f"window_size holds a {type(bound).__name__}, must be ints, or None for no bound"
             )
-        if bound < -1:
-            raise ValueError(
-                f"window_size is {(a.window_left, a.window_right)}, each must be at least 0, or "
-                "None or -1 for no bound"
-            )
+    left, right = bounds(a)
+    if left is not None and right is not None and left + right < 0:
+        causal = " with causal, whose right number is 0" if a.causal else ""
+        raise ValueError(
+            f"window_size is {(a.window_left, a.window_right)}{causal}: no query sees a key; the "
+            "sum must be at least 0, or a number None or -1 for no bound"
+        )
 
 
 def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
@@ -265,15 +339,20 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     if a.learnable_sink is not None:
         expected["learnable_sink"] = (heads,)
         tensors["learnable_sink"] = a.learnable_sink
+    for name in _DESCALES:
+        x = getattr(a, name)
+        if x is not None and not (
+            x.dim() <= 2
+            and all(n in (1, m) for n, m in zip(x.shape[::-1], (heads_k, batch), strict=False))
+        ):
+            raise ValueError(
+                f"{name} has shape {_shape(x)}, must be [] or [batch, heads_k], {[batch, heads_k]}"
+            )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"{name} has shape {_shape(tensors[name])}, must be {list(shape)}")
     if (heads_k == 0 and heads != 0) or (heads_k != 0 and heads % heads_k):
         raise ValueError(f"q has {heads} heads, must be a multiple of the heads of k, {heads_k}")
-    if "seqused_q" in lengths and "cu_seqlens_q" not in lengths:
-        raise NotImplementedError(
-            "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
-        )
     check_tiles(a, table.smallest_tile("forward", *dims_of(a)))
 
 

@@ -64,6 +64,7 @@ from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
 from ..operator import Operator
 from .arguments import (
+    MAX_SEQLEN,
     Arguments,
     bounds,
     check,
@@ -104,6 +105,7 @@ class BackwardArguments(NamedTuple):
     need_dkdv: bool = True
     need_dsink: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -119,6 +121,8 @@ class BackwardArguments(NamedTuple):
     def parts(self) -> Parts:
         """How the query heads of each K/V head are split among clusters, and how many parts' dS is
         kept at once."""
+        if self.batch_invariant:  # splits round otherwise, and so does a kept dS
+            return Parts(1)
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         arch, fused = launch.arch_for(self.q.device), self.is_fused
         row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, *dims_of(self))
@@ -143,17 +147,29 @@ class BackwardArguments(NamedTuple):
     @property
     def may_have_rows_without_keys(self) -> bool:
         """Whether, as far as the host knows, queries may see no key and share a tile with queries
-        that see keys. A causal sequence of more queries than keys begins with such queries."""
+        that see keys. A causal sequence of more queries than keys begins with such queries. With a
+        negative bound every sequence begins or ends with such queries."""
         _, right = bounds(self)
-        if right is None or not self.need_dkdv:
+        if not self.need_dkdv or (right is None and not self.has_negative_left):
             return False
+        if self.has_negative_left or (right is not None and right < 0):
+            return True
+        assert right is not None
         packed = self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
         if not packed and self.seqused_k is None:
             return self.q.shape[1] > self.k.shape[1] + right
+        fits = packed or self.q.shape[1] <= self.k.shape[1]
         return not (
-            _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
+            fits
+            and _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
             and _same_memory(self.seqused_q, self.seqused_k)
         )
+
+    @property
+    def has_negative_left(self) -> bool:
+        """Whether queries see only keys to the right of their position."""
+        left, _ = bounds(self)
+        return left is not None and left < 0
 
     @property
     def is_fused(self) -> bool:
@@ -270,6 +286,7 @@ class Backward(Operator[BackwardArguments]):
             ds=parts.heads > 0,
             ds_of_keys=parts.key_blocks > 0,
             rows_without_keys=a.may_have_rows_without_keys,
+            negative_left=a.has_negative_left,
             deterministic=is_deterministic(a),
         )
 
@@ -354,12 +371,17 @@ class Backward(Operator[BackwardArguments]):
             zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
+        window_left, window_right = None, ready.right
         if ready.rows_without_keys:
             seen_do = torch.empty_like(a.o, memory_format=_contiguous)
             keys = a.cu_seqlens_k, a.seqused_k
+            if a.has_negative_left:
+                window_left = ready.left
+                if bounds(a)[1] is None:
+                    window_right = MAX_SEQLEN
         ready.preprocess(
             a.o, a.do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts,
-            seen_do, *keys, k.shape[-3], ready.right,
+            seen_do, *keys, k.shape[-3], window_right, window_left,
         )  # fmt: skip
         do = a.do if seen_do is None else seen_do
         if sink is not None and parts is not None and ready.sum_dsink is not None:
@@ -479,6 +501,10 @@ class Backward(Operator[BackwardArguments]):
         if dsink is not None and a.dlse is not None and not unused:
             # Without a key, the log-sum-exp of a row is the sink.
             dlse = a.dlse
+            if a.cu_seqlens_q is None and a.seqused_q is not None:
+                used = a.seqused_q.view(torch.int32)[:, None, None]
+                rows = torch.arange(dlse.shape[-1], dtype=torch.int32, device=dlse.device)
+                dlse = dlse.masked_fill(rows >= used, 0.0)
             if a.cu_seqlens_q is not None:
                 of_sequences = _rows_of_sequences(dlse.shape[-1], a.cu_seqlens_q, a.seqused_q)
                 dlse = dlse.masked_fill(~of_sequences, 0.0)
@@ -499,7 +525,8 @@ class Backward(Operator[BackwardArguments]):
 
 def is_deterministic(a: BackwardArguments) -> bool:
     """Whether the call or torch asks for the same bits in every run."""
-    return bool(a.deterministic) or torch.are_deterministic_algorithms_enabled()
+    asked = bool(a.deterministic or a.batch_invariant)
+    return asked or torch.are_deterministic_algorithms_enabled()
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:

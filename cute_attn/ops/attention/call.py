@@ -23,7 +23,7 @@ from ..operator import (
     is_dynamo_compiling,
     is_grad_enabled,
 )
-from .arguments import Arguments, check_scalars
+from .arguments import Arguments, check_scalars, descales_of
 from .forward import FORWARD, PLANS, Splits, empty_lse, empty_o, shared_memory
 from .into import INTO, IntoArguments, apart
 
@@ -45,6 +45,8 @@ def attend(
     seqused_q: Any,
     seqused_k: Any,
     page_table: Any,
+    k_descale: Any,
+    v_descale: Any,
     softmax_scale: float | None,
     causal: Any,
     window_left: int | None,
@@ -55,12 +57,13 @@ def attend(
     num_splits: int,
     return_lse: Any,
     deterministic: bool,
+    batch_invariant: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions, with the arguments of both operators."""
     # One test costs a dense call less than a test for each argument.
     dense = (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is max_seqlen_q
-        is max_seqlen_k is None
+        is max_seqlen_k is k_descale is v_descale is None
     )  # fmt: skip
     plain = (
         not is_dynamo_compiling()
@@ -74,6 +77,8 @@ def attend(
                 and (seqused_q is None or type(seqused_q) is Tensor)
                 and (seqused_k is None or type(seqused_k) is Tensor)
                 and (page_table is None or type(page_table) is Tensor)
+                and (k_descale is None or type(k_descale) in PLAIN)
+                and (v_descale is None or type(v_descale) in PLAIN)
             )
         )
         and (learnable_sink is None or type(learnable_sink) in PLAIN)
@@ -85,6 +90,7 @@ def attend(
     usual = (
         (causal is False or causal is True or causal.__class__ is int)
         and (return_lse is False or return_lse is True or return_lse.__class__ is int)
+        and (batch_invariant is False or batch_invariant is True)
         and (window_left is None or window_left.__class__ is int)
         and (window_right is None or window_right.__class__ is int)
         and (softcap.__class__ is float or softcap.__class__ is int)
@@ -101,6 +107,8 @@ def attend(
                 or v.requires_grad
                 or (out is not None and out.requires_grad)
                 or (learnable_sink is not None and learnable_sink.requires_grad)
+                or (k_descale is not None and k_descale.requires_grad)
+                or (v_descale is not None and v_descale.requires_grad)
             )
         ):
             try:
@@ -108,13 +116,14 @@ def attend(
                 sink_dtype = None if learnable_sink is None else learnable_sink.dtype
                 # Two tuples: joining the tuples costs more.
                 plan = (
-                    q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
-                    window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
-                    return_lse,
+                    q.shape, k.shape, q.dtype, k.dtype, device, softmax_scale, type(softmax_scale),
+                    causal, window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
+                    return_lse, batch_invariant,
                 ) if dense else (
-                    q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
-                    window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
-                    return_lse, max_seqlen_q, max_seqlen_k,
+                    q.shape, k.shape, q.dtype, k.dtype, device, softmax_scale, type(softmax_scale),
+                    causal, window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
+                    return_lse, batch_invariant, max_seqlen_q, max_seqlen_k, k_descale is None,
+                    v_descale is None,
                     # Host code refuses all but one dimension of these four.
                     None if cu_seqlens_q is None else cu_seqlens_q.numel(),
                     None if cu_seqlens_k is None else cu_seqlens_k.numel(),
@@ -139,23 +148,26 @@ def attend(
                     else:
                         if out is not None and not apart(
                             out, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                            page_table, learnable_sink,
+                            page_table, learnable_sink, k_descale, v_descale,
                         ):  # fmt: skip
                             raise ValueError  # the operator says why
                         parts = Splits.allocate(q, layouts)
                         written, of_lse, sink = parts.o, parts.lse.mT, None
+                    if k_descale is not v_descale:  # at least one is not None
+                        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+                        k_descale, v_descale = descales_of(k_descale, v_descale, batch, k.shape[-2])
                     if shared is not None:
                         counters, of_pieces = shared_memory(q, device, shared)
                         function(
                             q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters, counters,
-                            of_pieces,
+                            of_pieces, k_descale, v_descale,
                         )  # fmt: skip
                     elif counts:  # one call with *(...) costs more than a call for each case
                         function(
                             q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters,
-                            counter_for(q, device), None,
+                            counter_for(q, device), None, k_descale, v_descale,
                         )  # fmt: skip
                     else:
                         function(
@@ -171,8 +183,9 @@ def attend(
                 plan = None
     a = Arguments(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
-        scheduler, num_splits, return_lse, deterministic,
+        page_table, k_descale, v_descale, softmax_scale, causal, window_left, window_right,
+        learnable_sink, softcap, scheduler, num_splits, batch_invariant, return_lse,
+        deterministic,
     )  # fmt: skip
     if not usual and (plain or not is_dynamo_compiling()):
         check_scalars(a)

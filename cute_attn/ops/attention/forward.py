@@ -24,6 +24,7 @@ from ...kernels.attention.heuristics import (
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
+    invariant_splits,
     num_splits_of_forward,
 )
 from ...kernels.attention.spec import LARGEST_SCALE
@@ -38,7 +39,10 @@ from .arguments import (
     bounds,
     check,
     check_alignment,
+    check_fp8,
+    descales_of,
     dims_of,
+    is_fp8,
     no_sequences,
     with_strides_for_tma,
 )
@@ -81,7 +85,10 @@ class Attention(Operator[_Called]):
         super()._check(a)
 
     def check_memory(self, a: Any) -> None:
-        table.find("forward", launch.arch_for(a.q.device), *dims_of(a))
+        arch = launch.arch_for(a.q.device)
+        table.find("forward", arch, *dims_of(a))
+        if is_fp8(a.k):
+            check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
@@ -110,6 +117,10 @@ class Attention(Operator[_Called]):
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            kv_dtype=DTYPE_NAMES[a.k.dtype],
+            k_descale=a.k_descale is not None,
+            v_descale=a.v_descale is not None,
+            batch_invariant=bool(a.batch_invariant),
         )
         clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
         return (
@@ -143,6 +154,9 @@ class Attention(Operator[_Called]):
             _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
             _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
+            a.k.dtype,
+            None if a.k_descale is None else a.k_descale.dim(),
+            None if a.v_descale is None else a.v_descale.dim(),
             a.q.get_device(),
             None if a.learnable_sink is None else a.learnable_sink.dtype,
             a.causal,
@@ -152,6 +166,7 @@ class Attention(Operator[_Called]):
             a.scheduler,
             "pieces" if takes_pieces(a) else splits_of(a) > 1,
             a.num_splits == 0,
+            a.batch_invariant,
             a.return_lse,
             # Keys of empty tensors, or of invalid numbers, are never in the table.
             0 in q_shape or 0 in k_shape,
@@ -161,7 +176,11 @@ class Attention(Operator[_Called]):
                 and SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE
                 and a.softmax_scale is not True
             ),
-            0 <= a.num_splits <= MAX_SPLITS,
+            0 <= a.num_splits <= (1 if a.batch_invariant else MAX_SPLITS),
+            a.batch_invariant
+            and a.num_splits == 0
+            and a.cu_seqlens_q is not None
+            and a.max_seqlen_q is None,
             a.max_seqlen_q is None or a.max_seqlen_q >= 0,
             a.max_seqlen_k is None or a.max_seqlen_k >= 0,
         )
@@ -170,7 +189,10 @@ class Attention(Operator[_Called]):
         function, default_scale, cap, left, right, clusters, counts, combine, _, shared = ready
         o, lse = self.results_of(a)
         scale = default_scale if a.softmax_scale is None else a.softmax_scale
-        counter = shared_memory(a.q, None, shared) if counts else ()
+        counter: tuple[Any, ...] = ()
+        if counts:
+            descales = descales_of(a.k_descale, a.v_descale, batch_of(a), a.k.shape[-2])
+            counter = (*shared_memory(a.q, None, shared), *descales)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -236,7 +258,7 @@ class Forward(Attention[Arguments]):
     saved = (
         "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
         "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
-        "scheduler", "deterministic",
+        "scheduler", "deterministic", "batch_invariant",
     )  # fmt: skip
     kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
 
@@ -257,6 +279,11 @@ class Forward(Attention[Arguments]):
         return super().recorded(*arguments)
 
     def check_gradient(self, a: Arguments) -> None:
+        if a.k_descale is not None or a.v_descale is not None or is_fp8(a.k):
+            raise NotImplementedError(
+                "k and v of fp8 have no backward: call under torch.no_grad() or "
+                "torch.inference_mode(), or detach"
+            )
         if a.page_table is not None:
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")
 
@@ -366,6 +393,7 @@ def takes_pieces(a: Any) -> bool:
     sequence is cut into splits."""
     if (
         a.num_splits
+        or a.batch_invariant
         or batch_of(a) < 2
         or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
     ):
@@ -388,6 +416,14 @@ def splits_of(a: Any) -> int:
         seqlen_k *= a.page_table.shape[1]
     if a.max_seqlen_k is not None:
         seqlen_k = min(seqlen_k, a.max_seqlen_k)
+    if a.batch_invariant:
+        return invariant_splits(
+            seqlen_k=seqlen_k,
+            window_left=bounds(a)[0],
+            few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            sink=a.learnable_sink is not None,
+            most=MAX_SPLITS,
+        )
     if a.window_left is not None and a.window_left >= 0:
         most_queries = rows if a.max_seqlen_q is None else a.max_seqlen_q
         seqlen_k = min(seqlen_k, a.window_left + 1 + most_queries)
@@ -404,6 +440,7 @@ def splits_of(a: Any) -> int:
         few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
+        fp8=is_fp8(a.k),
     )
 
 

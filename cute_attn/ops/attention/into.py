@@ -45,6 +45,8 @@ class IntoArguments(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None
@@ -53,6 +55,7 @@ class IntoArguments(NamedTuple):
     softcap: float = 0.0
     scheduler: str | None = None
     num_splits: int = 1
+    batch_invariant: bool = False
 
     @property
     def return_lse(self) -> bool:

@@ -28,7 +28,7 @@ from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...settings import settings
-from .arguments import USER_SCHEDULERS
+from .arguments import USER_SCHEDULERS, check_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ def plan_attention(
     short: bool | None = None,
     few: bool | None = None,
     pieces: bool | None = None,
+    kv_dtype: str | None = None,
+    k_descale: bool = False,
+    v_descale: bool = False,
+    batch_invariant: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. The kernels do not depend on batch size or lengths.
@@ -90,7 +94,11 @@ def plan_attention(
             the queries times the query heads of the K/V head, if this is a power of two.
         pieces: only for at most 128 query rows of a K/V head, with num_splits of 0. True for
             several sequences, whose keys are cut into pieces where sequences are long; False for
-            one sequence or more rows, None for both.
+            one sequence or more rows, None for both. Calls with batch_invariant have no pieces.
+        kv_dtype: dtype of k and v, "float8_e4m3fn" or "float8_e5m2"; None for dtype.
+        k_descale: whether k_descale is given.
+        v_descale: whether v_descale is given.
+        batch_invariant: as the operator's.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -103,6 +111,11 @@ def plan_attention(
     """
     dims = head_dim, head_dim_v
     kernel, row = table.find("forward", arch, *dims)
+    fp8 = "none" if kv_dtype is None or kv_dtype == dtype else kv_dtype
+    if fp8 != "none":
+        check_fp8(arch, head_dim, row.head_dim_v, fp8)
+    elif k_descale or v_descale:
+        raise ValueError("k_descale or v_descale is True, they need kv_dtype of fp8")
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = _scheduler(scheduler)
@@ -138,11 +151,15 @@ def plan_attention(
                 split=way == "splits",
                 few=few_rows,
                 pieces=way == "pieces",
+                batch_invariant=batch_invariant,
                 lse=return_lse,
+                fp8=fp8,
+                k_descale=k_descale,
+                v_descale=v_descale,
             ),
         )
         for packing, few_rows, has_pieces in tiles
-        for way in _ways(num_splits, has_pieces, pieces)
+        for way in _ways(num_splits, has_pieces, False if batch_invariant else pieces)
     ]
     requests = list(dict.fromkeys(requests))
     if any(getattr(spec, "split", False) for _, spec in requests):
@@ -210,6 +227,7 @@ def plan_attention_backward(
     split: bool | None = None,
     keeps_ds: bool | None = None,
     rows_without_keys: bool | None = None,
+    negative_left: bool = False,
     deterministic: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
@@ -240,6 +258,7 @@ def plan_attention_backward(
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.
+        negative_left: whether window_size has a negative number to the left, other than -1.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
@@ -278,6 +297,7 @@ def plan_attention_backward(
             ds=ds and table.has("backward_ds_dq", arch, head_dim, head_dim_v),
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
+            negative_left=negative_left,
             deterministic=deterministic,
         )
         if request is not None
@@ -321,6 +341,7 @@ def backward_requests(
     ds: bool,
     ds_of_keys: bool,
     rows_without_keys: bool,
+    negative_left: bool,
     deterministic: bool,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
@@ -359,7 +380,7 @@ def backward_requests(
             return None
         return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
-    rows_without_keys = rows_without_keys and dkdv and window_right
+    rows_without_keys = rows_without_keys and dkdv and (window_right or negative_left)
     preprocess_kernel, row = table.find("backward_preprocess", arch, *dims)
     preprocess = PreprocessSpec(
         dtype=dtype,
@@ -372,6 +393,7 @@ def backward_requests(
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
         seqused_k=rows_without_keys and seqused_k,
+        negative_left=rows_without_keys and negative_left,
     )
     partial = dkdv and split
     keys = main("backward_dkdv", partial=partial) if dkdv else None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import configs, table
-from ...kernels.attention.configs import SM90, SM100
+from ...kernels.attention.configs import SM90, SM100, has_fp8
 from ...kernels.attention.spec import DTYPES
 from ..checks import DTYPE_NAMES
 
@@ -25,10 +25,12 @@ def has_kernels(q: Tensor, v: Tensor) -> bool:
     return table.has("forward", arch, *dims) and table.has("backward_dq", arch, *dims)
 
 
-def forward_head_dims(device: torch.device) -> tuple[tuple[int, int], ...]:
-    """The pairs (head_dim, head_dim_v) of which the device has a forward."""
+def forward_head_dims(device: torch.device, *, fp8: bool = False) -> tuple[tuple[int, int], ...]:
+    """The pairs (head_dim, head_dim_v) of which the device has a forward, or with `fp8` a forward
+    over fp8 k and v."""
     arch = launch.arch_for(device)
-    return tuple(dims for dims in table.shapes("forward") if table.has("forward", arch, *dims))
+    found = tuple(dims for dims in table.shapes("forward") if table.has("forward", arch, *dims))
+    return tuple(dims for dims in found if has_fp8(arch, *dims)) if fp8 else found
 
 
 def page_step(device: torch.device) -> int:

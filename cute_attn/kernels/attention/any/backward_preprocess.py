@@ -63,7 +63,10 @@ class Arguments(NamedTuple):
         seen_do: the copy of do. The kernel uses this field and the next fields with
             `rows_without_keys`.
         seqlen_k: rows of k.
-        window_right: how many keys right of the diagonal a query sees.
+        window_right: how many keys right of the diagonal a query sees; a number that no
+            sequence reaches is no bound.
+        window_left: with `negative_left`, a negative number: a query sees keys from `-window_left`
+            right of the diagonal on.
     """
 
     o: cute.Tensor
@@ -81,6 +84,7 @@ class Arguments(NamedTuple):
     seqused_k: cute.Tensor | None
     seqlen_k: Int32
     window_right: Int32
+    window_left: Int32 | None
 
 
 class BackwardPreprocess:
@@ -107,6 +111,7 @@ class BackwardPreprocess:
                 zeroed=fake.zeroed() if spec.sums else None,
                 dsink_partial=dsink_partial,
                 seen_do=fake.o() if spec.rows_without_keys else None,
+                window_left=Int32(1) if spec.negative_left else None,
             )
         )
 
@@ -147,17 +152,23 @@ class BackwardPreprocess:
                     row = padded_start(tiles.queries, sequence) + first
                     tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
                     x.zeroed[1 + tile] = 0
-            copy, copy_stride, first_seen = None, Int64(0), Int32(0)
+            copy, copy_stride, first_seen, end_seen = None, Int64(0), Int32(0), None
             if cutlass.const_expr(self.spec.rows_without_keys):
                 keys = Sequences(x.seqlen_k, x.cu_seqlens_k, x.seqused_k).length(sequence)
                 # Query i sees keys up to i + keys - length + window_right.
                 first_seen = length - cutlass.max(keys, 0) - x.window_right
+                if cutlass.const_expr(x.window_left is not None):
+                    # Query i sees keys from i + keys - length - window_left on.
+                    end_seen = length + x.window_left
+                    if keys <= 0:
+                        end_seen = Int32(0)
                 copy = self.sequence_of(x.seen_do, tiles.queries, sequence, head)
                 copy_stride = x.seen_do.stride[-3]
             self.sum_rows(
                 self.sequence_of(x.o, tiles.queries, sequence, head),
                 self.sequence_of(x.do, tiles.queries, sequence, head),
                 x.o.stride[-3], x.do.stride[-3], first, length, sums, copy, copy_stride, first_seen,
+                end_seen,
             )  # fmt: skip
             cute.arch.sync_threads()
             if thread < STATS_ROWS:
@@ -198,6 +209,7 @@ class BackwardPreprocess:
         copy: cute.Pointer | None,
         copy_stride: Int64,
         first_seen: Int32,
+        end_seen: Int32 | None,
     ) -> None:
         """Store the tile's sums of o * do over head_dim_v, and a `copy` of do. Past the end of the
         sequence, the last row is read again."""
@@ -218,7 +230,10 @@ class BackwardPreprocess:
             if cutlass.const_expr(copy is not None):
                 if first + row < length:
                     to = copy + (token * copy_stride + column)
-                    self.copy_row(loaded[1], to, first + row >= first_seen)
+                    seen = first + row >= first_seen
+                    if cutlass.const_expr(end_seen is not None):
+                        seen = seen & (first + row < end_seen)
+                    self.copy_row(loaded[1], to, seen)
             # Each vector has its own sum, so that several chains of additions run at once.
             parts = []
             for x, y in zip(*loaded, strict=True):

@@ -128,6 +128,12 @@ class FakeArguments:
         parts = fake_contiguous(Float32, (cute.sym_int(), rows, columns), VECTOR_BYTES)
         return {"counter": fake_contiguous(Int32, (cute.sym_int(),)), "parts": parts}
 
+    def descale(self, given: bool) -> Any:
+        """The factor of k or v, `[batch, heads_k]`, or None."""
+        if not given:
+            return None
+        return fake_strided(Float32, (cute.sym_int(), self.kv_heads))
+
     def page_table(self) -> Any:
         """The page table, `[batch, max_pages]`, or None."""
         if not self.spec.page_rows:
@@ -143,8 +149,9 @@ class FakeArguments:
     def _keys(self, columns: int) -> Any:
         if getattr(self.spec, "page_rows", 0):
             shape = (self.num_pages, self.seqlen_k, self.kv_heads, columns)
-            return fake_rows(DTYPE[self.spec.dtype], shape)
-        return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)
+        else:
+            shape = self._shape(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)
+        return fake_rows(DTYPE[getattr(self.spec, "keys_dtype", self.spec.dtype)], shape)
 
     def _partial(self, columns: int) -> Any:
         shape = self._shape(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)

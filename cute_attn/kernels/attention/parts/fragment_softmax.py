@@ -9,6 +9,7 @@ maximum.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import cutlass
@@ -44,17 +45,28 @@ class FragmentSoftmax(Carried):
             no reference.
         sums: whether `total` is computed. With columns of ones in V, `total` is not computed.
         on_fma: the lane's columns of a row whose exponentials run on the FMA units.
+        alone: whether a row's bits depend on the row's own scores only. Otherwise a row's reference
+            is also rounded by whether another row of the warp needs `exact`.
     """
 
-    def __init__(self, scaling: Scaling, sums: bool = True, on_fma: range = range(0)):
+    def __init__(
+        self, scaling: Scaling, sums: bool = True, on_fma: range = range(0), alone: bool = False
+    ):
         self.sums = sums
         self.on_fma = on_fma
+        self.alone = alone
         self.scaling = scaling
         self.maximum = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.offset = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.total = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.factor = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.exact = cute.make_rmem_tensor((1,), Int32)
+
+    def scaled(self, scaling: Scaling) -> FragmentSoftmax:
+        """This softmax, with its registers, and another scaling."""
+        found = copy.copy(self)
+        found.scaling = scaling
+        return found
 
     def start(self) -> None:
         self.maximum.fill(-INF)
@@ -135,8 +147,23 @@ class FragmentSoftmax(Carried):
             # A large reference is subtracted before the multiplication.
             shift = cutlass.select_(large, -used, Float32(0.0))
             rest = cutlass.select_(large, Float32(0.0), offset)
+            change = None
+            if cutlass.const_expr(self.alone):
+                # A row that does not need `exact` gets the bits of `move_exponents`.
+                needs = (scaling.log2 > LARGEST_FACTOR) | (abs(previous[r]) >= scaling.large)
+                x = cute.math.fma(highest[r], scaling.log2, self.offset[r])
+                moved = self.moved(r, x)
+                shift = cutlass.select_(needs, shift, Float32(0.0))
+                rest = cutlass.select_(needs, rest, self.offset[r])
+                change = cutlass.select_(needs, Float32(0.0), moved[1] - self.offset[r])
+                maximum = cutlass.select_(needs, maximum, moved[0])
+                offset = cutlass.select_(needs, offset, moved[1])
+                factor = cutlass.select_(needs, factor, exp2(change))
+                large = (abs(maximum) >= scaling.large) & (maximum != -INF)
             for j in cutlass.range_constexpr(cute.size(rows[r])):
                 rows[r][j] = cute.math.fma(rows[r][j] + shift, scaling.log2, rest)
+                if cutlass.const_expr(self.alone):
+                    rows[r][j] = rows[r][j] + change
             self.use(r, maximum, offset, factor)
             exact = exact | large | (maximum == -INF)
         self.exact[0] = Int32(cute.arch.vote_any_sync(exact))
@@ -148,16 +175,20 @@ class FragmentSoftmax(Carried):
         highest = highest_of(rows)
         large = Boolean(False)
         for r in cutlass.range_constexpr(len(rows)):
-            stays = highest[r] <= 0.0
-            found = self.above((highest[r] - self.offset[r]) / scaling.log2)
-            maximum = cutlass.select_(stays, self.maximum[r], found)
-            offset = cutlass.select_(stays, self.offset[r], -maximum * scaling.log2)
+            maximum, offset = self.moved(r, highest[r])
             change = offset - self.offset[r]
             for j in cutlass.range_constexpr(cute.size(rows[r])):
                 rows[r][j] = rows[r][j] + change
             self.use(r, maximum, offset, exp2(change))
             large = large | (abs(maximum) >= scaling.large)
         self.exact[0] = Int32(cute.arch.vote_any_sync(large))
+
+    def moved(self, r: int, highest: Any) -> tuple[Any, Any]:
+        """A row's reference and offset after a tile whose exponents are at most `highest`."""
+        stays = highest <= 0.0
+        found = self.above((highest - self.offset[r]) / self.scaling.log2)
+        maximum = cutlass.select_(stays, self.maximum[r], found)
+        return maximum, cutlass.select_(stays, self.offset[r], -maximum * self.scaling.log2)
 
     def above(self, highest: Any) -> Any:
         """The reference for a maximum. A large maximum is the reference itself, so that its P is

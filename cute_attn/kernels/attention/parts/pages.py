@@ -95,12 +95,14 @@ class Pages(Carried):
         used = cutlass.min(seqlen_k - number * self.size, self.size)
         return self.table[sequence, number], *boxed.place(row // self.rows, 0, used)
 
-    def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
+    def view(
+        self, buffer: cute.Pointer, head_dim: int, stages: int, swizzle: bool = True
+    ) -> cute.Tensor:
         """A ring of K/V tiles in shared memory, with the modes (rows, columns, boxes of rows, boxes
         of columns, stages)."""
         return boxes(
             buffer, self.rows, (self.boxes, self.rows * BOX), (head_dim // BOX, self.tile_n * BOX),
-            (stages, self.tile_n * head_dim),
+            (stages, self.tile_n * head_dim), swizzle=swizzle,
         )  # fmt: skip
 
     @cute.jit
@@ -116,10 +118,13 @@ class Pages(Carried):
         edge: cutlass.Constexpr[str],
         n: Int32,
         column: Int32 | None = None,
+        stage: Int32 | None = None,
     ) -> None:
         """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
-        is the first column to load; `smem` has as many columns as are loaded."""
-        stage = barriers.stage(edge, n)
+        is the first column to load; `smem` has as many columns as are loaded. `stage` is the stage
+        of `smem`, by default the stage of use n."""
+        if cutlass.const_expr(stage is None):
+            stage = barriers.stage(edge, n)
         for i in cutlass.range(self.boxes, unroll=1):  # not unrolled, because registers are few
             if cutlass.const_expr(self.boxes > 1):
                 page, *place = (cute.arch.shuffle_sync(value, i) for value in found)

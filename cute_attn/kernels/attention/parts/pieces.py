@@ -31,6 +31,7 @@ from .work import TileMap, Work, first_lane, sums_up_to
 ORDERS = 4  # classes of length, at most
 # With more segments than this times the CTAs, whole segments are short beside a CTA's share.
 FEW_SEGMENTS = 8
+TRIALS = 3  # lengths that `PieceMap.fitting` tries
 READS = 4  # lengths of a lane in flight
 
 
@@ -128,7 +129,9 @@ class PieceMap(Carried):
         length: K/V tiles of a piece, on average.
         first, orders: the classes of length are `first` to `orders - 1`. Class `orders` has the
             sums, if class 0 has pieces.
-        rows_at_once: rows that a CTA adds up at once.
+        fixed: into how many pieces every segment is cut; 0: into pieces of about `length` K/V
+            tiles, as with None.
+        rows_at_once: rows that a CTA adds up at once; 0: sums are not numbered.
     """
 
     tiles: TileMap
@@ -136,26 +139,43 @@ class PieceMap(Carried):
     length: Int32
     first: Int32
     orders: Int32
-    rows_at_once: int
+    fixed: Int32 | None = None
+    rows_at_once: int = 0
 
     @classmethod
     def of(
-        cls, tiles: TileMap, visible: Visibility, ctas: Int32, least: int, rows_at_once: int
+        cls,
+        tiles: TileMap,
+        visible: Visibility,
+        ctas: Int32,
+        least: int,
+        fixed: Int32 | None = None,
+        fits: bool = False,
+        rows_at_once: int = 0,
     ) -> PieceMap:
         """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
-        calls this."""
-        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0), rows_at_once)
+        calls this. With `fits`, pieces are shorter where each CTA still takes at most one."""
+        unknown = cls(tiles, visible, Int32(1), Int32(0), Int32(0))
         segments, key_tiles, longest = unknown.totals()
         # Pieces have 3/4 to 3/2 of this length, so there are fewer than 2 * ctas.
         share = (key_tiles + key_tiles // 8 + (ctas - 1)) // ctas
+        if fits:
+            even = (key_tiles + (ctas - 1)) // ctas
+            # More segments than CTAs never fit.
+            even = cutlass.select_(segments <= ctas, even, share)
+            share = unknown.fitting(share, even, ctas)
         length = cutlass.max(share, least)
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
-        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders), rows_at_once)
+        if fixed is not None:
+            orders = cutlass.select_(fixed > 0, Int32(1), orders)
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders), fixed, rows_at_once)
         return replace(found, first=Int32(found.order(longest) != 0))
 
     @property
     def end(self) -> Int32:
         """The class after the last one."""
+        if not self.rows_at_once:
+            return self.orders
         return self.orders + cutlass.select_(self.first == 0, Int32(1), Int32(0))
 
     def sizes(self, sequence: Int32) -> tuple[Int32, Int32, Int32]:
@@ -178,14 +198,17 @@ class PieceMap(Carried):
 
     def pieces(self, key_tiles: Int32) -> Int32:
         """Into how many pieces a segment is cut."""
-        return cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
+        pieces = cutlass.max((2 * key_tiles + self.length) // (2 * self.length), 1)
+        if self.fixed is None:
+            return pieces
+        return cutlass.select_(self.fixed > 0, self.fixed, pieces)
 
     def order(self, key_tiles: Int32) -> Int32:
         """The class of a segment's length, from 0 for segments with pieces."""
         order = Int32(cutlass.select_(2 * key_tiles < 3 * self.length, Int32(1), Int32(0)))
         for i in range(1, ORDERS - 1):
             order += cutlass.select_((key_tiles << i) <= self.length, Int32(1), Int32(0))
-        return cutlass.min(order, self.orders - 1)
+        return cutlass.min(order, self.orders - 1)  # 0 where all segments have `fixed` pieces
 
     @cute.jit
     def totals(self) -> Sizes:
@@ -202,6 +225,27 @@ class PieceMap(Carried):
             cute.arch.warp_redux_sync(longest, "max"),
         )
 
+    @cute.jit
+    def fitting(self, share: Int32, least: Int32, ctas: Int32) -> Int32:
+        """The shortest of some lengths from `least` on with which all segments together have at
+        most `ctas` pieces; `share` if each length gives more."""
+        found, tried = Int32(share), Int32(least)
+        step = cutlass.max((share - least) // TRIALS, 1)
+        while tried < found:
+            if replace(self, length=tried).count() <= ctas:
+                found = Int32(tried)
+            tried += step
+        return found
+
+    @cute.jit
+    def count(self) -> Int32:
+        """The number of pieces of all sequences together."""
+        count = Int32(0)
+        for first in cutlass.range(0, self.tiles.batch, WARP_SIZE, unroll=READS):
+            segments, key_tiles, _ = self.sizes(first + cute.arch.lane_idx())
+            count += segments * self.pieces(key_tiles)
+        return cute.arch.warp_redux_sync(count, "add")
+
     def start(self) -> Window:
         """The empty window before all sequences."""
         zero = Int32(0)
@@ -211,14 +255,17 @@ class PieceMap(Carried):
         """The window whose first sequence is `first`; `before` and `slots_before` as in
         `Window`."""
         segments, key_tiles, seqlen_q = self.sizes(first + cute.arch.lane_idx())
-        of_sums = order == self.orders
-        counts = self.order(key_tiles) == cutlass.select_(of_sums, Int32(0), order)
+        counted = order
+        if self.rows_at_once:
+            counted = cutlass.select_(order == self.orders, Int32(0), order)
+        counts = self.order(key_tiles) == counted
         segments = Int32(cutlass.select_(counts, segments, 0))  # a loop carries only such numbers
-        pieces = Int32(self.pieces(key_tiles))
-        rows = seqlen_q * self.tiles.packed_heads
-        parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
-        parts = cutlass.select_(parts > 1, parts, 0)
-        items = Int32(cutlass.select_(of_sums, parts, pieces))
+        items = pieces = Int32(self.pieces(key_tiles))
+        if self.rows_at_once:
+            rows = seqlen_q * self.tiles.packed_heads
+            parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
+            parts = cutlass.select_(parts > 1, parts, 0)
+            items = Int32(cutlass.select_(order == self.orders, parts, pieces))
         return Window(
             order, first, before, slots_before, segments, pieces, items,
             sums_up_to(segments * items), sums_up_to(segments * pieces),

@@ -26,8 +26,8 @@ class Visibility(Carried):
         tile_m: rows of a query tile.
         tile_n: keys of a K/V tile.
         rows_per_token: heads packed into the rows of a tile; a power of two.
-        left, right: how far left and right of the diagonal a query sees, at least 0; None is no
-            bound. Causal is right = 0.
+        left, right: how far left and right of the diagonal a query sees; None is no bound. Causal
+            is right = 0. With a negative number a query does not see the diagonal.
     """
 
     tile_m: int
@@ -116,6 +116,20 @@ class Visibility(Carried):
         low, _ = self.tokens(first_key + keys - 1, seqlen_q, seqlen_k)
         _, high = self.tokens(first_key, seqlen_q, seqlen_k)
         return _whole_tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
+
+
+@dataclass(frozen=True)
+class HeadsVisibility(Visibility):
+    """A Visibility in which a token has a row for each of any number of heads.
+
+    Attributes:
+        by_heads: the divisor for divisions by the number of heads.
+    """
+
+    by_heads: Any = None
+
+    def token(self, row: Any) -> Any:
+        return divmod(Int32(row), self.by_heads)[0]
 
 
 def _log2(power: int) -> int:

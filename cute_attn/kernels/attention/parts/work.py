@@ -82,9 +82,15 @@ class SplitWork(Work):
     def o_at(self, head: Int32, token: Int32, packed: bool) -> tuple[Any, ...]:
         return (self.split, *super().o_at(head, token, packed))
 
-    def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
+    def part(self, first: Int32, end: Int32, key_tiles: int = 0) -> tuple[Int32, Int32]:
         """The part's K/V tiles among first to end - 1. All parts but the last few have equally many
-        tiles."""
+        tiles. With `key_tiles`, the parts are the same for every tile: each part has so many of the
+        sequence's K/V tiles, and the last part has the rest."""
+        if key_tiles:
+            low = self.split * key_tiles
+            high = cutlass.select_(self.split == self.splits - 1, end, low + key_tiles)
+            first = cutlass.min(cutlass.max(first, low), end)
+            return first, cutlass.max(first, cutlass.min(high, end))
         length = (end - first + (self.splits - 1)) // self.splits
         first = cutlass.min(first + self.split * length, end)
         return first, cutlass.min(first + length, end)

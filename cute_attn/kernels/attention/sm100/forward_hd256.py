@@ -307,7 +307,9 @@ class Sm100Hd256Forward:
     def key_tiles(self, visible: Visibility, work: Work | SplitWork) -> tuple[Int32, Int32]:
         """Return [first, end), the K/V tiles of a tile, or of a split of the tile."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if isinstance(work, SplitWork) else (first, end)
+        if isinstance(work, SplitWork):
+            return work.part(first, end, self.spec.split_key_tiles)
+        return first, end
 
     # -- device: set-up -----------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ buffer is free after the last product of Q, so the next tile's Q is loaded besid
 tile. O is staged in shared memory where there is room (not at head_dim 256), and otherwise stored
 from registers.
 
+With fp8 K and V, the three other warps of the load warp's warpgroup convert each K/V tile from
+the fp8 that TMA brings to the products' operand type, see `dequantise`. P and V are then float16.
+
 With splits, a tile's K/V tiles are shared out among CTAs. Each CTA stores its O, from registers,
 and its log-sum-exp in float32. `combine` adds up the results.
 
@@ -38,7 +41,7 @@ there are many rows, CTAs add up a part of the rows each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -85,6 +88,7 @@ from ..parts.softmax import Scaling, cap_row, finish_row
 from ..parts.visibility import Visibility
 from ..parts.work import SplitTileMap, SplitWork, TileMap, Work
 from ..spec import GATHERED, Sm90ForwardSpec
+from .dequantise import Dequantiser
 from .mma import (
     ONES_BYTES,
     ROWS,
@@ -105,6 +109,7 @@ WARP_ROWS = ROWS // WARPGROUP_WARPS
 # Registers of a thread in the (load warp's, consumers') warpgroups, by the number of consumer
 # warpgroups.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+REGISTERS_WITH_FP8 = {1: (56, 248), 2: (56, 224)}
 GATHER_REGISTERS = {**REGISTERS, 2: (40, 232)}  # where the load warp's warpgroup gathers rows
 # The load warp of a kernel with pieces computes where pieces begin.
 PIECES_REGISTERS = {1: (56, 240), 2: (56, 224)}
@@ -136,6 +141,7 @@ class Arguments(NamedTuple):
             before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
+        k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
     """
 
     q: cute.Tensor
@@ -156,6 +162,23 @@ class Arguments(NamedTuple):
     num_ctas: Int32
     counter: cute.Tensor | None
     parts: cute.Tensor | None
+    k_descale: cute.Tensor | None
+    v_descale: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Descales(Carried):
+    """The factors of fp8 K and V, and what the factors of K change.
+
+    Attributes:
+        k, v: `[batch, heads_k]`, or None for 1.
+        softmax_scale, softcap: arguments of Scaling; None without `k`, or without a softcap.
+    """
+
+    k: cute.Tensor | None
+    v: cute.Tensor | None
+    softmax_scale: Float32 | None
+    softcap: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -169,6 +192,7 @@ class Operands(Carried):
         o: coordinates for TMA where o is staged, otherwise the tensor.
         num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
         parts: results of pieces, see `Arguments`.
+        descales: with fp8, the factors of K and V.
     """
 
     q_tma: cute.CopyAtom
@@ -185,6 +209,7 @@ class Operands(Carried):
     num_tiles: Int32
     counter: cute.Tensor | None
     parts: cute.Tensor | None
+    descales: Descales | None
 
 
 @dataclass(frozen=True)
@@ -227,6 +252,12 @@ class Sm90Forward:
     def __init__(self, spec: Sm90ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.fp8 = DTYPE[spec.fp8] if spec.fp8 != "none" else None
+        # The type of P and V. Every fp8 number is a float16.
+        self.p_dtype_name = "float16" if self.fp8 else spec.dtype
+        self.p_dtype = DTYPE[self.p_dtype_name]
+        # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
+        self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
         self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
@@ -236,13 +267,16 @@ class Sm90Forward:
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
         self.held = 0 if self.few_rows or self.pieces else row.held
+        if row.fp8 is not None and self.fp8:
+            self.held = row.fp8.held
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # Rows that a warpgroup adds up at once.
         self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // spec.head_dim_v)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
-        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
+        by_product = row.sums_by_product and not (spec.lse or spec.batch_invariant)
+        self.sums = SUMS if by_product else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
@@ -250,12 +284,23 @@ class Sm90Forward:
         self.loaders, self.takers = self.load, self.consumers
         self.gathers = spec.page_rows == GATHERED
         registers = GATHER_REGISTERS if self.gathers else REGISTERS
-        self.registers = (PIECES_REGISTERS if self.pieces else registers)[self.warpgroups]
+        registers = PIECES_REGISTERS if self.pieces else registers
+        self.registers = (REGISTERS_WITH_FP8 if self.fp8 else registers)[self.warpgroups]
         if self.gathers:
             warps = range(consumer_warps, consumer_warps + WARPGROUP_WARPS)
             self.load = Role("load", warps[-1:])
             self.loaders = Role("gather", warps)
             self.takers = Role("consumers and gather", range(warps[-1]))
+        if self.fp8:
+            # bfloat16 K takes four times as many instructions as float16 V.
+            first_v = consumer_warps + spec.k_warps
+            end = first_v + spec.k_warps // 2
+            self.k_warps = Role("K's conversion", range(consumer_warps, first_v))
+            self.v_warps = Role("V's conversion", range(first_v, end))
+            self.takers = Role("consumers and conversion", range(end))
+            self.load = self.loaders = Role("load", range(end, end + 1))
+        # Rounded up to whole warpgroups; the other warps idle.
+        self.num_threads = -(-(self.load.warps.stop) // WARPGROUP_WARPS) * WARPGROUP
         self.work = SplitWork if spec.split else PieceWork if self.pieces else Work
         self.stored = Float32 if spec.split else self.dtype
         # The first layout that fits. Partial results are not staged.
@@ -273,15 +318,24 @@ class Sm90Forward:
             for rows, columns in ((spec.tile_m, spec.head_dim), (ROWS, spec.head_dim_v))
         )
         self.k_rows, self.v_rows = (
-            BoxedRows(spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k)
+            BoxedRows(
+                spec.page_rows or spec.tile_n,
+                columns,
+                spec.ragged_k,
+                not spec.varlen_k,
+                swizzle=not self.fp8,
+            )
             for columns in (spec.head_dim, spec.head_dim_v)
         )
 
     def edges(self, q_stages: int) -> tuple[Edge, ...]:
         load, consumers, stages = self.load, self.consumers, self.spec.stages
         loaders, by = self.loaders, Kind.THREADS if self.gathers else Kind.BYTES
+        queue = TileQueue.edges(load, self.takers)
+        if self.fp8:
+            return (*queue, *self.edges_with_fp8(q_stages))
         return (
-            *TileQueue.edges(load, self.takers),
+            *queue,
             Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", loaders, consumers, stages, by, payload="K"),
@@ -289,6 +343,22 @@ class Sm90Forward:
             Edge("v_full", loaders, consumers, stages, by, payload="V"),
             Edge("v_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
         )
+
+    def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
+        load, consumers, spec = self.load, self.consumers, self.spec
+        edges = [
+            Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
+        ]
+        for x, warps in (("k", self.k_warps), ("v", self.v_warps)):
+            name, loaded, stages = x.upper(), spec.loaded, spec.stages
+            edges += [
+                Edge(f"{x}_fp8_full", load, warps, loaded, Kind.BYTES, payload=f"fp8 {name}"),
+                Edge(f"{x}_fp8_empty", warps, load, loaded, Kind.WARPS, payload="its stage"),
+                Edge(f"{x}_full", warps, consumers, stages, Kind.WARPS, payload=name),
+                Edge(f"{x}_empty", consumers, warps, stages, Kind.WARPS, payload="its stage"),
+            ]
+        return tuple(edges)
 
     def buffers(
         self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
@@ -300,10 +370,16 @@ class Sm90Forward:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
             o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
+        if self.fp8:
+            o = (
+                Buffer("k_fp8", self.fp8, spec.tile_n * spec.head_dim, spec.loaded, at, "fp8 K"),
+                Buffer("v_fp8", self.fp8, v_elements, spec.loaded, at, "fp8 V"),
+                *o,
+            )
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
-            Buffer("v", self.dtype, v_elements, spec.stages, at, "V"),
+            Buffer("v", self.p_dtype, v_elements, spec.stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
             Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
@@ -311,7 +387,9 @@ class Sm90Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = (self.consumers, self.loaders)
+        roles: tuple[Role, ...] = (self.consumers, self.loaders)
+        if self.fp8:
+            roles = (*roles, self.k_warps, self.v_warps)
         return report_names(self.smem, self.pipeline, roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -320,6 +398,8 @@ class Sm90Forward:
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
         given["parts"] = None
+        given |= {"k_descale": fake.descale(spec.k_descale)}
+        given |= {"v_descale": fake.descale(spec.v_descale)}
         if self.pieces:
             given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
@@ -343,9 +423,14 @@ class Sm90Forward:
         tiles = self.tile_map(a, queries, keys, batch)
         if cutlass.const_expr(not (spec.split or self.few_rows or self.pieces)):
             tiles = tiles.balanced(spec, a.num_ctas)
-        scaling = Scaling.of(
-            a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
-        )
+        softcap = a.softcap if spec.softcap else None
+        scaling = Scaling.of(a.softmax_scale, softcap, HEADROOM[self.p_dtype_name])
+        descales = None
+        if cutlass.const_expr(self.fp8 is not None):
+            scale = a.softmax_scale if spec.k_descale else None
+            descales = Descales(
+                a.k_descale, a.v_descale, scale, softcap if spec.k_descale else None
+            )
         visible = Visibility.of(
             spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
         )
@@ -355,7 +440,8 @@ class Sm90Forward:
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
+            others = (*lengths, a.page_table, a.k_descale, a.v_descale)
+            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *others)):
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
@@ -368,11 +454,11 @@ class Sm90Forward:
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
-            a.parts,
+            a.parts, descales,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
-            block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
+            block=[self.num_threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -407,20 +493,25 @@ class Sm90Forward:
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
             at = shared_address(storage.ones)
-            for i in cutlass.range(
-                cute.arch.thread_idx()[0], ONES_BYTES // 4, (self.warpgroups + 1) * WARPGROUP
-            ):
-                store_shared(Int32, at + 4 * i, [pack(self.dtype, one, one)])
+            for i in cutlass.range(cute.arch.thread_idx()[0], ONES_BYTES // 4, self.num_threads):
+                store_shared(Int32, at + 4 * i, [pack(self.p_dtype, one, one)])
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
         load_registers, consumer_registers = self.registers
-        if warp >= self.loaders.warps[0]:
+        if warp >= self.consumers.warps.stop:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
                 self.load_warp(x, storage, barriers, tiles, visible)
             elif cutlass.const_expr(self.gathers):
                 self.gather_warps(x, storage, barriers, visible)
+            elif cutlass.const_expr(self.fp8 is not None):
+                if warp < self.k_warps.warps.stop:
+                    of_k = self.dequantiser("k", storage, barriers, warp)
+                    self.conversion_warps(of_k, storage, visible)
+                elif warp < self.v_warps.warps.stop:
+                    of_v = self.dequantiser("v", storage, barriers, warp)
+                    self.conversion_warps(of_v, storage, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
@@ -459,7 +550,7 @@ class Sm90Forward:
             s=fragments.accumulators(spec.tile_n),
             p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
             acc=fragments.accumulators(spec.head_dim_v + self.sums),
-            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
+            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
         )
 
@@ -476,8 +567,11 @@ class Sm90Forward:
     ) -> None:
         """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         spec, pages = self.spec, x.pages
-        k_smem = self.ring(storage.k, spec.head_dim, pages)
-        v_smem = self.ring(storage.v, spec.head_dim_v, pages)
+        k_ring, v_ring = storage.k, storage.v
+        if cutlass.const_expr(self.fp8 is not None):
+            k_ring, v_ring = storage.k_fp8, storage.v_fp8
+        k_smem = self.ring(k_ring, spec.head_dim, pages)
+        v_smem = self.ring(v_ring, spec.head_dim_v, pages)
         q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
         q_smem = boxes(
             storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
@@ -523,8 +617,9 @@ class Sm90Forward:
         """Publish and load pieces and whole segments, one after the other."""
         number, barriers = self.take_number(x), queue.barriers
         pieces = PieceMap.of(
-            tiles, visible, x.num_tiles, self.spec.least_key_tiles, self.warpgroups * self.rows_once
-        )
+            tiles, visible, x.num_tiles, self.spec.least_key_tiles,
+            rows_at_once=self.warpgroups * self.rows_once,
+        )  # fmt: skip
         window = pieces.start()
         taken, n = Int32(0), Int32(0)
         # The code is cold, and comes from memory: each part of it stands once.
@@ -559,13 +654,13 @@ class Sm90Forward:
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
         the shared address of the stages, where rows are gathered."""
-        spec = self.spec
+        spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
         if self.gathers:
             return shared_address(buffer)
         if pages is not None:
-            return pages.view(buffer, columns, spec.stages)
+            return pages.view(buffer, columns, stages, swizzle)
         across = (columns // BOX, spec.tile_n * BOX)
-        return boxes(buffer, spec.tile_n, across, (spec.stages, spec.tile_n * columns))
+        return boxes(buffer, spec.tile_n, across, (stages, spec.tile_n * columns), swizzle=swizzle)
 
     @cute.jit
     def load_tile(
@@ -648,8 +743,10 @@ class Sm90Forward:
         """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes or
         rows."""
         rows = self.k_rows if name == "k" else self.v_rows
+        ring, element_bytes = name + self.loaded, self.loaded_bytes
         if cutlass.const_expr(pages is None):
-            load_use(name, tma, rows.box(x, key_tile, *work.keys), smem, barriers, n)
+            box = rows.box(x, key_tile, *work.keys)
+            load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
         elif cutlass.const_expr(self.gathers):
             barriers.wait_previous(f"{name}_empty", n)
             stage = barriers.stage(f"{name}_full", n)
@@ -657,11 +754,47 @@ class Sm90Forward:
             full = barriers.address(f"{name}_full", stage)
             pages.load(x, found, work.kv_head, rows.columns, tile, full)
         else:
-            full = f"{name}_full"
-            barriers.wait_previous(f"{name}_empty", n)
+            full = f"{ring}_full"
+            barriers.wait_previous(f"{ring}_empty", n)
             with cute.arch.elect_one():
-                barriers.expect(full, n, 2 * self.spec.tile_n * rows.columns)
+                barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
             pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
+
+    # -- device: conversion of fp8 ------------------------------------------------------------
+
+    def dequantiser(
+        self, name: str, storage: Pointers, barriers: Barriers, warp: Int32
+    ) -> Dequantiser:
+        """What a warp that converts k or v, `name`, keeps."""
+        role, dtype, columns, source, to = {
+            "k": lambda: (
+                self.k_warps, self.dtype, self.spec.head_dim, storage.k_fp8, storage.k,
+            ),
+            "v": lambda: (
+                self.v_warps, self.p_dtype, self.spec.head_dim_v, storage.v_fp8, storage.v,
+            ),
+        }[name]()  # fmt: skip
+        assert self.fp8 is not None
+        return Dequantiser(
+            name, self.fp8, dtype, self.spec.tile_n * columns, len(role), warp - role.warps[0],
+            shared_address(source), shared_address(to), barriers,
+        )  # fmt: skip
+
+    @cute.jit
+    def conversion_warps(
+        self, dequantiser: Dequantiser, storage: Pointers, visible: Visibility
+    ) -> None:
+        """Convert the K/V tiles of the CTA's tiles."""
+        queue = TileQueue(self.work, storage.work, dequantiser.barriers)
+        taken, n = Int32(0), Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            first, end = self.key_tiles(visible, work)
+            for _ in cutlass.range(end - first, unroll=1):
+                dequantiser.convert(n)
+                n += 1
+            taken += 1
+            work = queue.take(taken)
 
     # -- device: products and softmax ---------------------------------------------------------
 
@@ -673,21 +806,22 @@ class Sm90Forward:
         n = Int32(0)  # K/V tiles
         work = queue.take(taken)
         while work.exists:
+            of_tile = self.descaled(x, own, work)
             own.softmax.start()
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
             first, end = self.key_tiles(own.visible, work)
             if first < end:
-                n = self.compute_tile(own, work, first, end, taken, n)
+                n = self.compute_tile(of_tile, work, first, end, taken, n)
             if cutlass.const_expr(self.pieces):
                 self.release_empty(own, work, first >= end, taken)
-                self.finish_piece(x, own, work)
+                self.finish_piece(x, of_tile, work)
                 if self.is_sum(work):
                     own.barriers.warp_arrives("q_empty", taken)
             else:
                 if first >= end or self.q_stages > 1:
                     own.barriers.warp_arrives("q_empty", taken)
-                self.finish_rows(x, own, work)
+                self.finish_rows(x, of_tile, work)
                 if cutlass.const_expr(self.o_staged):
                     self.store_tile(x, own, storage, work)
                 else:
@@ -697,6 +831,15 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
+
+    def descaled(self, x: Operands, own: Consumer, work: Any) -> Consumer:
+        """`own` with K's factor in a tile."""
+        given = x.descales
+        if given is None or given.k is None:
+            return own
+        scale = given.softmax_scale * given.k[work.sequence, work.kv_head]
+        scaling = Scaling.of(scale, given.softcap, HEADROOM[self.p_dtype_name])
+        return replace(own, softmax=own.softmax.scaled(scaling))
 
     def is_sum(self, work: Any) -> Any:
         """Whether the work of a kernel with pieces is a sum of pieces."""
@@ -712,7 +855,9 @@ class Sm90Forward:
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split or self.pieces else (first, end)
+        if self.spec.split:
+            return work.part(first, end, self.spec.split_key_tiles)
+        return work.part(first, end) if self.pieces else (first, end)
 
     @cute.jit
     def compute_tile(
@@ -749,7 +894,7 @@ class Sm90Forward:
         if key_tile >= whole_end or key_tile < whole_first:
             self.mask(own, work, key_tile)
         self.exponentiate(own, work, True)
-        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        fragments.assign(own.p, fragments.operand(own.s, self.p_dtype))
         n += 1
         # The K/V tiles on the right bound, those in between, and those on the left bound.
         if cutlass.const_expr(spec.window_right):
@@ -816,7 +961,7 @@ class Sm90Forward:
         moved = self.exponentiate(own, work, False)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
-        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        fragments.assign(own.p, fragments.operand(own.s, self.p_dtype))
         if moved:
             fragments.scale_rows(
                 own.acc, [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
@@ -849,11 +994,11 @@ class Sm90Forward:
         o, p = fragments.values(own.acc), fragments.values(own.p)
         if self.sums:
             return start_output_with_sums(
-                self.dtype, o, p, own.v + stage, own.ones,
+                self.p_dtype, o, p, own.v + stage, own.ones,
                 tile_n=spec.tile_n, head_dim=spec.head_dim_v,
             )  # fmt: skip
         return start_output(
-            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
+            self.p_dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
         )
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
@@ -901,6 +1046,9 @@ class Sm90Forward:
             totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
         else:
             totals = own.softmax.totals()
+        v_descale = None
+        if cutlass.const_expr(x.descales is not None and spec.v_descale):
+            v_descale = x.descales.v[work.sequence, work.kv_head]
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
@@ -913,6 +1061,8 @@ class Sm90Forward:
             inverse, log_sum = finish_row(
                 totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
             )
+            if cutlass.const_expr(v_descale is not None):
+                inverse = inverse * v_descale
             values = own.acc[None, lane_row, None]
             for j in cutlass.range_constexpr(spec.head_dim_v // 4):
                 # A row without a visible key is 0, whatever P V holds.

@@ -29,13 +29,29 @@ STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
 
 def start_scores(
-    dtype: type[Numeric], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+    dtype: type[Numeric],
+    q: Any,
+    k: Any,
+    *,
+    tile_m: int,
+    tile_n: int,
+    head_dim: int,
+    columns: range | None = None,
+    acc: list[Any] | None = None,
+    held: list[Any] | None = None,
 ) -> list[Any]:
     """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
-    boxes of `tile_m` rows, and `k` the K tile's shared address."""
-    steps = range(head_dim // STEP)
+    boxes of `tile_m` rows, and `k` the K tile's shared address. `columns` are the columns of Q and
+    K to multiply, by default all. With `acc`, the product is added to these accumulators; an
+    unfinished product may be adding to the same accumulators. `held` has these columns of Q in
+    registers, loaded by `held_rows`."""
+    columns = range(head_dim) if columns is None else columns
+    steps = range(columns.start // STEP, columns.stop // STEP)
+    if held is not None:
+        keys = _along_rows(k, tile_n, steps)
+        return wgmma.product(dtype, acc, held, keys, tile_n, columns=False)
     return wgmma.shared_product(
-        dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
+        dtype, acc, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
         columns=False,
     )  # fmt: skip
 
@@ -91,6 +107,21 @@ def start_output(
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
     p = p[4 * steps.start : 4 * steps.stop]
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True, adds=adds)
+
+
+def start_output_of_stored(
+    dtype: type[Numeric], o: list[Any], p: Any, v: Any, *, tile_n: int, columns: int
+) -> list[Any]:
+    """Start O + P V, 64 by `columns`, in parts of at most 128 columns. P is at shared address `p`,
+    in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V."""
+    box, steps, parts = tile_n * LINE_BYTES, range(tile_n // STEP), []
+    for column in range(0, columns, 128):
+        first = wgmma.columns_descriptor(v + column // BOX * box, box)
+        descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
+        parts.append((min(128, columns - column), descriptors))
+    return wgmma.shared_product_of_parts(
+        dtype, o, _along_rows(p, ROWS, steps), parts, columns=True
+    )  # fmt: skip
 
 
 def start_output_with_sums(

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the operand types of MMAs."""
+"""Conversions between float32, fp8 and the operand types of MMAs."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ def pack_all(dtype: type[Numeric], values: Sequence[Float32]) -> list[Int32]:
 def unpack_all(dtype: type[Numeric], registers: Sequence[Int32]) -> list[Float32]:
     """Return all elements of packed registers, as float32."""
     return [element for x in registers for element in unpack(dtype, x)]
+
+
+def halves_of_fp8(dtype: type[Numeric], x: Int32) -> tuple[Int32, Int32]:
+    """Return the four fp8 numbers of a register as float16 in two registers; exact, NaN too."""
+    if dtype is cutlass.Float8E5M2:  # the upper byte of a float16
+        low, high = (asm(f"prmt.b32 $0, $1, 0, {s};", [Int32], [x]) for s in (0x1404, 0x3424))
+        return low, high
+    text = (
+        "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 $0, low;\ncvt.rn.f16x2.e4m3x2 $1, high;\n}"
+    )
+    low, high = asm(text, [Int32, Int32], [x])
+    return low, high
+
+
+def from_fp8(fp8: type[Numeric], dtype: type[Numeric], x: Int32) -> tuple[Int32, Int32]:
+    """Return the four fp8 numbers of a register in `dtype`, bfloat16 or float16; exact, NaN
+    too."""
+    low, high = halves_of_fp8(fp8, x)
+    if dtype is cutlass.Float16:
+        return low, high
+    return tuple(pack(dtype, *unpack(cutlass.Float16, half)) for half in (low, high))
 
 
 def to_tf32(x: Float32) -> Int32:

@@ -90,6 +90,20 @@ def shared_product(
     return _start(dtype, c, [[Int64(x)] for x in a], [(n, descriptors)], columns, transposed)
 
 
+def shared_product_of_parts(
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    a: Sequence[Int64],
+    parts: Sequence[tuple[int, Sequence[Int64]]],
+    *,
+    columns: bool,
+) -> list[Float32]:
+    """Start a `shared_product` whose b and accumulators have several parts: (n, descriptors) of
+    each part. ptxas refuses one instruction with more accumulators than a thread has registers at
+    the launch."""
+    return _start(dtype, c, [[Int64(x)] for x in a], parts, columns)
+
+
 def mixed_product(
     dtype: type[Numeric],
     c: Sequence[Float32] | None,

@@ -1,4 +1,5 @@
-"""KDA layers on our kernels, in SGLang's real backend for KDA with its real pool of states.
+"""KDA and Gated Delta Net layers on our kernels, in SGLang's real backends with its real pools of
+states.
 
 The model runner is that of SGLang's own unit tests (`sglang.test.kits`), on the CPU, with an H100
 that our emulator stands for. SGLang's convolution is a Triton kernel, which gives NaN in Triton's
@@ -8,8 +9,11 @@ float64 reference of the layer, over all steps.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,22 +22,94 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_attn.reference.gated_delta_rule import gated_delta_rule_reference
 from cute_attn.reference.kda import kda_reference
 
 from . import sglang_emulated
 
 HEADS, HEAD_DIM, WIDTH = 2, 64, 2
 DTYPE = torch.bfloat16
+PARTS = "sglang.srt.layers.attention.linear"
 
 
-@pytest.fixture(scope="session")
-def kit() -> Any:
-    """The module of SGLang's test kit for KDA."""
-    if "sglang" not in sys.modules:
-        sglang_emulated.install()
-    from sglang.test.kits.attention_unittest.attention_methods import kda_attention
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer.
 
-    return kda_attention
+    Attributes:
+        short: in the names of SGLang's modules and classes.
+        ours: the module of our kernels.
+        heads_v: number of value heads.
+        channels: numbers that a gate has, for each value head.
+    """
+
+    short: str
+    ours: str
+    switch: str
+    heads_v: int
+    channels: int
+    reference: Callable[..., Any]
+
+    @property
+    def kit(self) -> Any:
+        """The module of SGLang's test kit."""
+        if "sglang" not in sys.modules:
+            sglang_emulated.install()
+        sglang_emulated.import_gated_delta_net()
+        methods = "sglang.test.kits.attention_unittest.attention_methods"
+        return importlib.import_module(f"{methods}.{self.short.lower()}_attention")
+
+    def of_kit(self, name: str) -> Any:
+        """A class of the kit, by its name for KDA."""
+        return getattr(self.kit, name.replace("KDA", self.short))
+
+    @property
+    def backend(self) -> Any:
+        return importlib.import_module(f"{PARTS}.{self.short.lower()}_backend")
+
+    @property
+    def triton(self) -> Any:
+        """SGLang's class of Triton kernels."""
+        module = importlib.import_module(f"{PARTS}.kernels.{self.short.lower()}_triton")
+        return getattr(module, self.kernel)
+
+    @property
+    def kernel(self) -> str:
+        return f"Triton{self.short}Kernel"
+
+    @property
+    def integration(self) -> Any:
+        return importlib.import_module(f"cute_attn.integrations.{self.ours}")
+
+    @property
+    def our_kernel(self) -> Any:
+        return getattr(self.integration, f"Cute{self.short}Kernel")
+
+
+KINDS = {
+    "Kimi Linear": Kind(
+        "KDA", "sglang_kda", "CUTE_ATTN_SERVER_KDA", HEADS, HEAD_DIM, kda_reference
+    ),
+    "Qwen3-Next": Kind(
+        "GDN",
+        "sglang_gated_delta_rule",
+        "CUTE_ATTN_SERVER_GDN",
+        2 * HEADS,
+        1,
+        gated_delta_rule_reference,
+    ),
+}
+
+
+def kinds(feature: str) -> Any:
+    """The test's argument `kind`, of each name."""
+    return pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(kind, id=name, marks=pytest.mark.clients(f"{name}: {feature}"))
+            for name, kind in KINDS.items()
+        ],
+    )
 
 
 def convolve(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,8 +147,8 @@ def causal_conv1d_update(
     conv_state: Tensor,
     weight: Tensor,
     bias: None,
-    *,
     activation: str,
+    *,
     conv_state_indices: Tensor,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
@@ -110,15 +186,15 @@ def scatter_mamba_states_after_mtp_verify(
         pool[:, slots.long()] = drafts[:, rows, last_steps]
 
 
-@pytest.fixture(autouse=True)
-def replaced(kit: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """SGLang's KDA runs on our kernels; the names of those of SGLang's that are called."""
+@pytest.fixture
+def replaced(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """SGLang runs on our kernels; the names of those of SGLang's that are called."""
+    assert kind.kit
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.layers.attention.linear import kda_backend
-    from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+    from sglang.srt.layers.attention.linear import gdn_backend
 
-    from cute_attn.integrations import sglang_kda
-
+    default = gdn_backend.flashinfer_gdn_prefill_default
+    monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", default)  # undone at the end
     theirs: list[str] = []
     for name in ("decode", "packed_decode", "extend", "target_verify"):
 
@@ -126,53 +202,58 @@ def replaced(kit: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             theirs.append(name)
             raise NotImplementedError(name)
 
-        monkeypatch.setattr(TritonKDAKernel, name, refuse)
-    monkeypatch.setattr(kda_backend, "TritonKDAKernel", kda_backend.TritonKDAKernel)
-    monkeypatch.setattr(kda_backend, "causal_conv1d_fn", causal_conv1d_fn)
-    monkeypatch.setattr(kda_backend, "causal_conv1d_update", causal_conv1d_update)
+        monkeypatch.setattr(kind.triton, name, refuse)
+    monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
+    monkeypatch.setattr(kind.backend, "causal_conv1d_fn", causal_conv1d_fn)
+    monkeypatch.setattr(kind.backend, "causal_conv1d_update", causal_conv1d_update)
     name = scatter_mamba_states_after_mtp_verify.__name__
     monkeypatch.setattr(hybrid_linear_attn_backend, name, scatter_mamba_states_after_mtp_verify)
-    sglang_kda.register()
+    kind.integration.register()
     return theirs
 
 
 class Layers:
-    """A KDA layer of SGLang's, its backend with the pool, and the inputs of each request."""
+    """A layer of SGLang's, its backend with the pool, and the inputs of each request."""
 
-    def __init__(self, kit: Any, requests: int, drafts: int = 0, lower_bound: float | None = None):
+    def __init__(
+        self, kind: Kind, requests: int, drafts: int = 0, lower_bound: float | None = None
+    ):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-        from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
         from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        self.kit, self.modes, self.requests, self.drafts = kit, ForwardMode, requests, drafts
+        self.kind, self.modes, self.requests, self.drafts = kind, ForwardMode, requests, drafts
         mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.EXTEND
         case = self.case(mode, (0,) * requests, (drafts or 1,) * requests)
-        config = kit.TinyKDAModelConfig(num_heads=HEADS, head_dim=HEAD_DIM, context_len=512)
-        self.runner = kit.MockKDAModelRunner(
+        config = kind.of_kit("TinyKDAModelConfig")(
+            num_heads=HEADS, head_dim=HEAD_DIM, context_len=512
+        )
+        self.runner = kind.of_kit("MockKDAModelRunner")(
             case=case, model_config=config, dtype=DTYPE, device="cpu", max_context_len=512,
             head_dim=HEAD_DIM, head_k_dim=HEAD_DIM, head_v_dim=HEAD_DIM,
         )  # fmt: skip
         self.runner.linear_attn_backends = resolve_linear_attn_backends()
         full = ATTENTION_BACKENDS["torch_native"](self.runner)  # of layers that there are none of
-        self.backend = HybridLinearAttnBackend(full, KDAAttnBackend(self.runner), [])
+        backend = getattr(kind.backend, f"{kind.short}AttnBackend")(self.runner)
+        self.backend = HybridLinearAttnBackend(full, backend, [])
         torch.manual_seed(0)
-        self.layer = kit.ProjectedKDAAttention(
-            num_k_heads=HEADS, num_v_heads=HEADS, head_k_dim=HEAD_DIM, head_v_dim=HEAD_DIM,
+        self.layer = kind.of_kit("ProjectedKDAAttention")(
+            num_k_heads=HEADS, num_v_heads=kind.heads_v, head_k_dim=HEAD_DIM, head_v_dim=HEAD_DIM,
             dtype=DTYPE, device="cpu",
         )  # fmt: skip
         attention = self.layer.attn
-        attention.conv_weights = torch.randn(3 * HEADS * HEAD_DIM, WIDTH).to(DTYPE)
+        self.widths = [HEADS * HEAD_DIM, HEADS * HEAD_DIM, kind.heads_v * HEAD_DIM]
+        attention.conv_weights = torch.randn(sum(self.widths), WIDTH).to(DTYPE)
         attention.lower_bound = lower_bound
         self.pool = self.runner.req_to_token_pool.mamba2_layer_cache(0)
         self.inputs: list[list[tuple[Tensor, ...]]] = [[] for _ in range(requests)]
         self.outputs: list[list[Tensor]] = [[] for _ in range(requests)]
 
     def case(self, mode: Any, prefixes: tuple[int, ...], lengths: tuple[int, ...]) -> Any:
-        return self.kit.KDAAttentionCase(
-            name="step", backend="triton", forward_mode=mode, num_k_heads=HEADS, num_v_heads=HEADS,
-            page_size=16, prefix_lens=prefixes, extend_lens=lengths,
+        return self.kind.of_kit("KDAAttentionCase")(
+            name="step", backend="triton", forward_mode=mode, num_k_heads=HEADS,
+            num_v_heads=self.kind.heads_v, page_size=16, prefix_lens=prefixes, extend_lens=lengths,
         )  # fmt: skip
 
     @property
@@ -185,7 +266,9 @@ class Layers:
 
         case = self.case(mode, tuple(self.lengths), lengths)
         lengths = case.input_lens
-        batch = self.kit._make_forward_batch(case, self.runner, max_context_len=512, device="cpu")
+        batch = self.kind.kit._make_forward_batch(
+            case, self.runner, max_context_len=512, device="cpu"
+        )
         if mode.is_target_verify():
             offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
             ragged = None if len(set(lengths)) == 1 else SimpleNamespace(qo_indptr_device=offsets)
@@ -193,14 +276,18 @@ class Layers:
                 draft_token_num=self.drafts, ragged_verify_layout=ragged
             )
         tokens = sum(lengths)
-        mixed = torch.randn(tokens, 3 * HEADS * HEAD_DIM).to(DTYPE)
-        a = torch.randn(tokens, HEADS * HEAD_DIM).to(DTYPE)
-        b = torch.randn(tokens, HEADS).to(DTYPE)
-        shaped = a if mode.is_decode() else a.view(1, tokens, HEADS, HEAD_DIM)
+        heads, channels = self.kind.heads_v, self.kind.channels
+        mixed = torch.randn(tokens, sum(self.widths)).to(DTYPE)
+        a = torch.randn(tokens, heads * channels).to(DTYPE)
+        b = torch.randn(tokens, heads).to(DTYPE)
+        gates = a, b
+        if self.kind.short == "KDA":
+            shaped = a if mode.is_decode() else a.view(1, tokens, heads, channels)
+            gates = shaped, b.unsqueeze(0)
         with torch.inference_mode(), forward_context(ForwardContext(attn_backend=self.backend)):
             self.backend.init_forward_metadata(batch)
-            o = self.layer(batch, mixed, shaped, b.unsqueeze(0))
-        assert o.shape == (1, tokens, HEADS, HEAD_DIM) and o.dtype == DTYPE
+            o = self.layer(batch, mixed, *gates)
+        assert o.shape == (1, tokens, heads, HEAD_DIM) and o.dtype == DTYPE
         start = 0
         for i, length in enumerate(lengths):
             rows = slice(start, start + length)
@@ -241,43 +328,53 @@ class Layers:
         wide = torch.float64 if exact else torch.float32
         y = F.conv1d(x[None].to(wide), weight[:, None].to(wide), groups=len(weight))[0]
         y = F.silu(y).T
-        q, k, v = (y if exact else y.to(DTYPE)).view(1, -1, 3, HEADS, HEAD_DIM).unbind(2)
-        found = kda_reference(
+        qkv = (y if exact else y.to(DTYPE)).split(self.widths, dim=-1)
+        q, k, v = (x.view(1, len(mixed), -1, HEAD_DIM) for x in qkv)
+        of_kda = {"lower_bound": self.layer.attn.lower_bound} if self.kind.short == "KDA" else {}
+        shape = (1, len(mixed), self.kind.heads_v, self.kind.channels)
+        found = self.kind.reference(
             q,
             k,
             v,
-            a.view(1, -1, HEADS, HEAD_DIM),
+            a.view(shape) if of_kda else a.view(shape[:3]),
             b.unsqueeze(0),
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             A_log=self.layer.A_log.detach(),
             dt_bias=self.layer.dt_bias.detach(),
-            lower_bound=self.layer.attn.lower_bound,
             state_v_first=True,
             dtype=dtype,
+            **of_kda,
         )
         return (found.o if exact else found.o.to(DTYPE))[0], found.final_state[0]
 
 
-@pytest.mark.clients("Kimi Linear: KDA layers, prefill and decode")
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_prefill_and_decode(kit: Any, replaced: list[str], lower_bound: float | None):
+def served(layers: Layers) -> None:
     """Prompts in two parts, of which the second starts from the state of the first; then decode."""
-    layers = Layers(kit, 3, lower_bound=lower_bound)
     layers.step(layers.modes.EXTEND, 70, 1, 20)
     layers.step(layers.modes.EXTEND, 3, 64, 1)
     for _ in range(2):
         layers.step(layers.modes.DECODE)
     layers.check()
+
+
+@kinds("linear layers, prefill and decode")
+def test_prefill_and_decode(kind: Kind, replaced: list[str]):
+    served(Layers(kind, 3))
     assert not replaced
 
 
-@pytest.mark.clients("Kimi Linear: speculative decoding")
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 1, 2)], ids=["chains", "ragged chains"])
-def test_speculative_decoding(kit: Any, replaced: list[str], lengths: tuple[int, ...]):
+@pytest.mark.clients("Kimi Linear: linear layers, prefill and decode")
+@pytest.mark.parametrize("kind", [KINDS["Kimi Linear"]])
+def test_a_lower_bound_of_the_gate(kind: Kind, replaced: list[str]):
+    served(Layers(kind, 3, lower_bound=-5.0))
+    assert not replaced
+
+
+def verified(kind: Kind, *lengths: int) -> None:
     """Verification leaves the pool alone, and what is accepted is committed by SGLang."""
-    layers = Layers(kit, 3, drafts=3)
+    layers = Layers(kind, 3, drafts=3)
     layers.step(layers.modes.EXTEND, 20, 1, 5)
     for accepted in ((2, 1, 1), (1, 1, 2)):
         before = layers.pool.temporal.clone()
@@ -287,54 +384,68 @@ def test_speculative_decoding(kit: Any, replaced: list[str], lengths: tuple[int,
         layers.accept(*accepted)
     layers.step(layers.modes.DECODE)
     layers.check()
+
+
+@kinds("speculative decoding")
+def test_chains_of_drafts(kind: Kind, replaced: list[str]):
+    verified(kind, 3, 3, 3)
     assert not replaced
 
 
-@pytest.mark.clients("Kimi Linear: the plugin replaces its layers on request")
-def test_the_plugin_replaces_kda_on_request(kit: Any, monkeypatch: pytest.MonkeyPatch):
-    from sglang.srt.layers.attention.linear import kda_backend
-    from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+@pytest.mark.clients("Kimi Linear: speculative decoding")
+@pytest.mark.parametrize("kind", [KINDS["Kimi Linear"]])
+def test_ragged_chains_of_drafts(kind: Kind, replaced: list[str]):
+    verified(kind, 3, 1, 2)
+    assert not replaced
+
+
+@kinds("the plugin replaces its layers on request")
+def test_the_plugin_replaces_kernels_on_request(kind: Kind, monkeypatch: pytest.MonkeyPatch):
+    assert kind.kit
+    from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 
     import cute_attn
     from cute_attn.integrations import sglang as plugin
-    from cute_attn.integrations import sglang_kda
 
     triton = LinearAttnKernelBackend.TRITON
-    monkeypatch.setattr(kda_backend, "TritonKDAKernel", TritonKDAKernel)
+    monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
+    theirs = gdn_backend.flashinfer_gdn_prefill_default
+    monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", theirs)
     for value in ("0", "1", "1"):
-        monkeypatch.setenv("CUTE_ATTN_SERVER_KDA", value)
+        monkeypatch.setenv(kind.switch, value)
         cute_attn.reload_settings()
         plugin.register()
-        dispatcher = kda_backend.KDAKernelDispatcher(triton, triton, triton)
-        for kernel in (
-            dispatcher.decode_kernel,
-            dispatcher.verify_kernel,
-            dispatcher.effective_extend_kernel(-5.0, 3),
-        ):
-            assert isinstance(kernel, sglang_kda.CuteKDAKernel) == (value == "1")
-    monkeypatch.delenv("CUTE_ATTN_SERVER_KDA")
+        found = getattr(kind.backend, f"{kind.short}KernelDispatcher")(triton, triton, triton)
+        extend = (
+            found.effective_extend_kernel(-5.0, 3) if kind.short == "KDA" else found.extend_kernel
+        )
+        for kernel in (found.decode_kernel, found.verify_kernel, extend):
+            assert isinstance(kernel, kind.our_kernel) == (value == "1")
+    # SGLang would have FlashInfer's kernels for prefill in place of Triton's, where it can.
+    default = gdn_backend.flashinfer_gdn_prefill_default
+    assert (default is theirs) == (kind.short == "KDA")
+    assert kind.short == "KDA" or default(None) is None
+    monkeypatch.delenv(kind.switch)
     cute_attn.reload_settings()
 
 
-@pytest.mark.clients("Kimi Linear: other sizes stay on SGLang's kernels")
-def test_calls_without_a_kernel_stay_with_sglang(kit: Any, replaced: list[str]):
-    from cute_attn.integrations.sglang_kda import CuteKDAKernel
+@kinds("other sizes stay on SGLang's kernels")
+def test_calls_without_a_kernel_stay_with_sglang(kind: Kind, replaced: list[str]):
+    kernel, heads = kind.our_kernel(), kind.heads_v
 
-    kernel = CuteKDAKernel()
-
-    def rows(dim: int, dtype: torch.dtype = DTYPE) -> Tensor:
-        return torch.zeros(1, 2, HEADS, dim, dtype=dtype)
+    def rows(heads: int, dim: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.zeros(1, 2, heads, dim, dtype=dtype)
 
     def call(name: str, dim: int = HEAD_DIM, states: torch.dtype = torch.float32, **more: Any):
-        tokens = (rows(dim),) * 3
-        gates = (rows(dim), torch.zeros(1, 2, HEADS))
+        tokens = rows(HEADS, dim), rows(HEADS, dim), rows(heads, dim)
+        gates = (rows(heads, dim), torch.zeros(1, 2, heads))
         given = {
-            "ssm_states": torch.zeros(3, HEADS, dim, dim, dtype=states),
+            "ssm_states": torch.zeros(3, heads, dim, dim, dtype=states),
             "cache_indices": torch.zeros(1, dtype=torch.int32),
             "query_start_loc": torch.tensor([0, 2]),
         }
-        parameters = {"A_log": torch.zeros(HEADS), "dt_bias": torch.zeros(HEADS * dim)}
+        parameters = {"A_log": torch.zeros(heads), "dt_bias": torch.zeros(heads * dim)}
         replaced.clear()
         with pytest.raises(NotImplementedError, match=name):
             getattr(kernel, name)(
@@ -347,9 +458,12 @@ def test_calls_without_a_kernel_stay_with_sglang(kit: Any, replaced: list[str]):
     for name in ("decode", "extend"):
         call(name, dim=32)
         call(name, states=torch.float16)
-    call("extend", return_intermediate_states=True)  # a snapshot for the radix cache
-    call("extend", track_state=torch.zeros(1))
-    drafts = torch.zeros(1, 2, HEADS, HEAD_DIM, HEAD_DIM)
+    call("extend", track_state=torch.zeros(1))  # a snapshot for the radix cache
+    if kind.short == "KDA":
+        call("extend", return_intermediate_states=True)
+    else:
+        call("extend", inplace_update=False)  # scores of several items
+    drafts = torch.zeros(1, 2, heads, HEAD_DIM, HEAD_DIM)
     verify = {
         "intermediate_states_buffer": drafts,
         "intermediate_state_indices": torch.zeros(1, dtype=torch.int32),
@@ -359,3 +473,23 @@ def test_calls_without_a_kernel_stay_with_sglang(kit: Any, replaced: list[str]):
     call("target_verify", **verify | {"retrieve_parent_token": torch.zeros(1, 2)})  # a tree
     call("target_verify", **verify | {"intermediate_states_buffer": drafts.bfloat16()})
     call("target_verify", **verify, cache_ring=True)
+
+
+@pytest.mark.clients("Qwen3-Next: snapshots for the radix cache")
+@pytest.mark.parametrize("kind", [KINDS["Qwen3-Next"]])
+def test_snapshots_come_from_sglangs_states(kind: Kind, monkeypatch: pytest.MonkeyPatch):
+    """SGLang's kernels give the states at the start of all chunks, request after request."""
+    assert kind.kit
+    h = torch.arange(6.0).view(1, 6, 1, 1, 1).expand(1, 6, 2, 3, 3)
+    monkeypatch.setattr(kind.triton, "extend", lambda *_, **__: ("o", None, h))
+    out = torch.full((4, 2, 3, 3), torch.nan)
+    found = kind.our_kernel().extend(
+        *(torch.zeros(1, 1, 1, 1),) * 5,
+        ssm_states=torch.zeros(1),
+        cache_indices=torch.zeros(4),
+        query_start_loc=torch.tensor([0, 65, 66, 66 + 128, 66 + 129]),
+        track_state=out,
+        track_chunk_idx=torch.tensor([1, 0, 1, -1], dtype=torch.int32),
+    )
+    assert found[0] == "o" and found[2] is h
+    assert out[:3, 0, 0, 0].tolist() == [1, 2, 4]

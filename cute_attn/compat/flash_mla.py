@@ -1,0 +1,93 @@
+"""FlashMLA's decode functions, with its arguments in its order, on this package's kernels.
+
+    from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+`get_mla_metadata` plans nothing, because the kernel shares out its work on the device. FP8 caches
+and sparse attention raise NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.mla import mla_decode
+from .arguments import given_tensors, refuse_given, with_contiguous_rows
+
+__all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+def get_mla_metadata(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """The plan of a decode step, which is empty: the kernel shares out its work on the device.
+
+    Args:
+        arguments: of any version of FlashMLA, no effect: `cache_seqlens`, the number of queries
+            times heads, and the number of heads of the cache.
+        named: as `arguments`.
+
+    Returns:
+        Two tensors without elements, which `flash_mla_with_kvcache` takes and ignores.
+    """
+    found = (x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
+    device = next((x.device for x in found), None)
+    scheduler, splits = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
+    return scheduler, splits
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode over a latent cache in pages.
+
+    Args:
+        q: `[batch, queries, heads, head_dim]`, bfloat16 or float16: the absorbed queries, and their
+            rotated part in the last columns.
+        k_cache: `[num_pages, page_size, 1, head_dim]`, dtype of q.
+        block_table: `[batch, max_pages]` int32.
+        cache_seqlens: `[batch]` int32: the tokens of each sequence.
+        head_dim_v: the first columns of a token, which are its value.
+        tile_scheduler_metadata: no effect.
+        num_splits: no effect.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: whether the last query is the last token, and no query sees a later token.
+        is_fp8_kvcache: only False.
+        indices: only None: there is no sparse attention.
+
+    Returns:
+        The pair (o, lse): o is `[batch, queries, heads, head_dim_v]`, lse float32 `[batch, heads,
+        queries]`, natural logarithm, -inf for a query that sees no token.
+    """
+    del tile_scheduler_metadata, num_splits
+    refuse_given(indices=indices)
+    if is_fp8_kvcache:
+        raise NotImplementedError("is_fp8_kvcache is True: there is no kernel for FP8")
+    given_tensors({"q": q}, k_cache=k_cache)
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {list(q.shape)}, must be [batch, queries, heads, head_dim]")
+    q = with_contiguous_rows(q)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    o, lse = mla_decode(
+        q[..., :head_dim_v],
+        q[..., head_dim_v:] if q.shape[-1] > head_dim_v else None,
+        k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        softmax_scale=scale,
+        causal=causal,
+        return_lse=True,
+        head_dim_v=head_dim_v,
+    )
+    assert lse is not None
+    return o, lse

@@ -1,0 +1,32 @@
+"""Tuning of the kernels of multi-head latent attention.
+
+A CTA has as many tiles of the cache in shared memory as fit beside Q and P. A piece has at least
+LEAST_KEY_TILES tiles of the cache, because each piece stores its result and is added up.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .spec import TILE_N, LatentDecodeSpec
+
+LEAST_KEY_TILES = 2
+STAGES = {576: 2, 512: 2, 320: 4}
+CHUNKS = 4
+
+
+def latent_decode_spec(
+    *, dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_size: int, lse: bool
+) -> LatentDecodeSpec:
+    """The specialisation of the decode kernel."""
+    return LatentDecodeSpec(
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        page_rows=math.gcd(page_size, TILE_N),
+        lse=lse,
+        stages=STAGES.get(head_dim, 2),
+        chunks=CHUNKS,
+        least_key_tiles=LEAST_KEY_TILES,
+    )

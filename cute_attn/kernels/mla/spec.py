@@ -1,0 +1,89 @@
+"""Specs of the kernels of multi-head latent attention. Importing this loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..common.spec import Spec
+
+DTYPES = ("bfloat16", "float16")
+# (head_dim, head_dim_v): columns of a cached token, and how many of them are its value.
+SHAPES = ((576, 512), (512, 512), (320, 256))
+ARCHS = ("sm_90a",)
+TILE_M, TILE_N = 64, 64
+BOX = 64  # columns that TMA loads at a time
+PAGE_STEP = 16  # tokens of a page are a multiple
+PAGE_ROWS = (16, 32, 64)
+MOST_QUERIES, MOST_HEADS = 16, 128
+PART_COLUMNS = 4  # of a row of a piece's result, beside o: the log-sum-exp, and padding
+
+
+@dataclass(frozen=True)
+class LatentDecodeSpec(Spec):
+    """The compile-time parameters of the decode kernel over a latent cache.
+
+    Attributes:
+        dtype: dtype of q, the cache and o.
+        head_dim: columns of a token in the cache.
+        head_dim_v: the first columns of a token, which are its value too.
+        causal: queries see no later keys; needed only with several queries of a sequence.
+        page_rows: pages are loaded `page_rows` rows at a time.
+        lse: the kernel writes the log-sum-exp.
+        stages: tiles of the cache in shared memory at once.
+        chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
+            the group is there.
+        least_key_tiles: tiles of the cache that a piece has at least, about.
+
+    Raises:
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
+        NotImplementedError: there is no kernel for head_dim and head_dim_v.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": DTYPES,
+        "page_rows": PAGE_ROWS,
+        "stages": (2, 3, 4, 5),
+        "chunks": (1, 2, 4),
+    }
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    page_rows: int
+    lse: bool
+    stages: int
+    chunks: int
+    least_key_tiles: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shape(self.head_dim, self.head_dim_v)
+        if self.least_key_tiles < 1:
+            raise ValueError(f"least_key_tiles is {self.least_key_tiles}, must be positive")
+
+    @property
+    def chunk_columns(self) -> tuple[range, ...]:
+        """The columns of each chunk, in boxes of 64; the last chunks are the widest."""
+        boxes = self.head_dim // BOX
+        ends = [BOX * (boxes * i // self.chunks) for i in range(self.chunks + 1)]
+        return tuple(range(*pair) for pair in itertools.pairwise(ends))
+
+    @property
+    def rope(self) -> int:
+        """The last columns of a token, which are no value."""
+        return self.head_dim - self.head_dim_v
+
+
+def check_shape(head_dim: int, head_dim_v: int) -> None:
+    """Raise NotImplementedError unless there is a kernel for the shape of a cached token."""
+    if (head_dim, head_dim_v) not in SHAPES:
+        there_is = ", ".join(f"{d} with head_dim_v {v}" for d, v in SHAPES)
+        raise NotImplementedError(
+            f"kv_cache has {head_dim} columns and head_dim_v is {head_dim_v}, there are kernels "
+            f"for: {there_is}"
+        )

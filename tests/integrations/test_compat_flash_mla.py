@@ -1,0 +1,37 @@
+"""FlashMLA's functions give the operator's results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from tests.ops.mla_cases import ARCH, Case, assert_agrees
+
+
+def test_the_calls_of_its_readme() -> None:
+    args = Case((70, 3), queries=2, heads=4, page_size=16, head_axis=True, scale=576**-0.5)
+    given = args.arguments()
+    q = torch.cat([given["q_nope"], given["q_rope"]], -1)
+    with cute_attn.emulated(ARCH):
+        plan, num_splits = get_mla_metadata(given["cache_seqlens"], 2 * 4, 1)
+        o, lse = flash_mla_with_kvcache(
+            q, given["kv_cache"], given["block_table"], given["cache_seqlens"], 512, plan,
+            num_splits, causal=True,
+        )  # fmt: skip
+    assert o.shape == (2, 2, 4, 512) and lse.shape == (2, 4, 2)
+    assert_agrees(given, o, lse)
+
+
+def test_what_has_no_kernel_is_refused() -> None:
+    given = Case((70,), head_axis=True).arguments()
+    q = torch.cat([given["q_nope"], given["q_rope"]], -1)
+    shared = q, given["kv_cache"], given["block_table"], given["cache_seqlens"], 512
+    with cute_attn.emulated(ARCH):
+        with pytest.raises(NotImplementedError, match="is_fp8_kvcache is True"):
+            flash_mla_with_kvcache(*shared, is_fp8_kvcache=True)
+        with pytest.raises(NotImplementedError, match="indices is given"):
+            flash_mla_with_kvcache(*shared, indices=given["block_table"])
+        with pytest.raises(ValueError, match="q has shape"):
+            flash_mla_with_kvcache(q[0], *shared[1:])
