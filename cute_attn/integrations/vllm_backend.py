@@ -39,7 +39,7 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
 
 # Head sizes that have a kernel, by the compute capability's major number.
 HEAD_SIZES = equal_head_dims()
-# vLLM makes the blocks of a hybrid model a multiple of this number. TMA loads 16 rows at once.
+# vLLM makes the blocks of a hybrid model a multiple of this number.
 BLOCK_STEP = 16
 # The fp8 of a cache by vLLM's names; vLLM allocates such a cache as bytes.
 FP8 = {

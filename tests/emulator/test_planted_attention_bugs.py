@@ -640,7 +640,7 @@ for edge in ("k", "v"):
 
 for nth, name in enumerate(("the first K", "K", "V", "the last V"), 1):
 
-    @gather(f"proxy fence of {name} dropped", "proxy-fence")
+    @gather(f"proxy fence of {name} dropped", "proxy-fence", "note")
     def _(p: Edged, nth: int = nth) -> Planted:
         return p.drop(p.all(PROXY_FENCE)[nth]), lines_of(p, COPY, WGMMA)
 

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "dtype": "float16", "sink_dtype": "float32"
     },
     "prefill in pages": {
-        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 16,
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 32,
     },
     "prefill in pages of one row": {
         "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 1,
@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "packed_heads": 8,
     },
     "decode": {
-        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 16, "few": True,
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 32, "few": True,
         "packed_heads": 8,
     },
     "decode, split": {

@@ -278,8 +278,8 @@ def test_the_plan_depends_on_what_divides_pages_and_tiles():
         planned = plan_attention(arch, head_dim=head_dim, seqused_k=True, page_size=page_size)
         return {spec.page_rows for _, spec in planned}
 
-    assert [rows(n, ARCH, 64) for n in (16, 48, 64, 256)] == [{16}, {16}, {64}, {128}]
-    assert {r for n in (1, 2, 8, 17, 100) for r in rows(n, ARCH, 128)} == {GATHERED}
-    assert [rows(n, ARCH, 128) for n in (16, 48, 256)] == [{16}, {16}, {64}]
-    assert [rows(n, ARCH, 256) for n in (16, 64, 160)] == [{16}, {64}, {32}]
+    assert [rows(n, ARCH, 64) for n in (32, 96, 64, 256)] == [{32}, {32}, {64}, {128}]
+    assert {r for n in (1, 2, 8, 16, 17, 48, 100) for r in rows(n, ARCH, 128)} == {GATHERED}
+    assert [rows(n, ARCH, 128) for n in (32, 256)] == [{32}, {64}]
+    assert [rows(n, ARCH, 256) for n in (64, 160)] == [{64}, {32}]
     assert [rows(n, "sm_100a", 256) for n in (16, 96, 256)] == [{16}, {32}, {64}]

@@ -34,7 +34,7 @@ RAGGED: Mapping[str, tuple[int, ...]] = {
 RAGGED_HEADS = {64: (64, 8), 128: (64, 8), 256: (32, 2)}
 PAGE_SIZE = 64
 PAGE_SIZES = (16, 64, 128, 256)
-SMALL_PAGES = (1, 16, 48)  # of decode steps: gathered, or in boxes of 16 rows
+SMALL_PAGES = (1, 16, 48)  # of decode steps, whose rows are gathered
 SHORT_QUERIES = 128  # heads share tiles up to this many queries
 
 ELEMENT = 2  # bytes
