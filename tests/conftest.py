@@ -191,6 +191,8 @@ def is_repetition(item: pytest.Function, position: int) -> bool:
     one_arch = everywhere and not everywhere.kwargs.get("each")
     if one_arch and emulated_arch(item) not in (None, QUICK_ARCH):
         return True
+    if everywhere and not everywhere.kwargs.get("quick", True) and emulated_arch(item):
+        return True
     if in_turn is None:
         return False
     turn, index, count = zlib.crc32(item.originalname.encode()), None, 1

@@ -483,6 +483,7 @@ def test_training(name: str, padded: bool) -> None:
     assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
+@pytest.mark.slow
 def test_training_with_checkpoints() -> None:
     """The gradients of a model that recomputes its activations are the same."""
     with torch.inference_mode(False), torch.enable_grad():

@@ -74,6 +74,7 @@ def test_a_sequence_without_a_used_key():
         assert_gradients_agree(args, gradients(args, do), do)
 
 
+@pytest.mark.slow
 def test_of_one_kernel():
     """One kernel adds up dq too; `test_attention_gradients_sm90_fused` has more cases."""
     with on_target(Target("sm_90a", 128)), fused_where_possible():
@@ -83,6 +84,7 @@ def test_of_one_kernel():
         assert_gradients_agree(args, gradients(args, do, dlse, on=on), do, dlse)
 
 
+@pytest.mark.slow
 def test_of_keys_at_head_dim_256():
     """The kernel of its own, with more tiles of queries than stages."""
     with on_target(Target("sm_90a", 256)):

@@ -178,7 +178,11 @@ def test_the_fast_path(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
-        ({"lengths": [70, 0, 64], "packed": True, "gate": "raw", "heads": (1, 2)}, "sm_100a"),
+        pytest.param(
+            {"lengths": [70, 0, 64], "packed": True, "gate": "raw", "heads": (1, 2)},
+            "sm_100a",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"lengths": [130], "gate": "mixed"}, "sm_80", marks=pytest.mark.slow),
         pytest.param(
             {"lengths": [100], "gate": "raw", "dims": (128, 128), "g_dtype": torch.bfloat16},

@@ -245,7 +245,7 @@ def split_setting() -> Iterator[Callable[[str], None]]:
     cute_attn.reload_settings()
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str], None]):
     """So that a sequence's bits are the same whatever else is in the call."""
     length = 260
@@ -422,7 +422,7 @@ def test_packed_sequences_are_sequences_alone(device: str, data: st.DataObject):
         assert same(one, alone, run(one))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_later_tokens_do_not_matter(device: str, data: st.DataObject):

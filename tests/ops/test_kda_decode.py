@@ -133,7 +133,7 @@ def of_tokens(args: dict[str, Any], tokens: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @few
 @given(data=st.data())
 def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObject):
@@ -142,7 +142,7 @@ def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObje
     check_in_turn(replace(case, kernel=replace(case.kernel, state_dtype=torch.float32)), device)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -202,7 +202,7 @@ def test_agrees_with_the_reference(device: str, keep: bool, data: st.DataObject)
     assert_agrees(args, of, differentiated(args, of, disable_recompute=keep))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     "case",
     [

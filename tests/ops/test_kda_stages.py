@@ -160,7 +160,7 @@ def assert_scores_agree(
             assert_no_worse(ours, valid(args, largest), exact, kda.KdaIntra._fields[which])
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(3)
 @given(data=st.data())
 def test_intra(device: str, data: st.DataObject):
@@ -402,7 +402,7 @@ def test_a_chunk_count_that_is_too_small_writes_nothing_past_the_states(device: 
 # -- the operators
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_the_registered_operators_are_well_behaved(device: str):
     args = Case(DECAYS, (5, 60)).arguments(device)
     given_ = inputs(args)

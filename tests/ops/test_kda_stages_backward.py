@@ -79,7 +79,7 @@ def check(case: Case, device: str) -> None:
     assert_agrees(args, of, blanked(args, put_together(args, of)))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_together_they_make_the_gradient(device: str) -> None:
     check(Case(FEW, (70,)), device)
 
