@@ -168,6 +168,7 @@ FAMILIES = (
                 plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule",
                 sizes=K_V,
                 states=("float32",),
+                measured=("sm_90a",),
                 summary="Gated Delta Net, prefill",
             ),
             Support(
@@ -175,6 +176,7 @@ FAMILIES = (
                 direction="backward",
                 plan=f"{_HERE}.ops.gated_delta_rule:plan_chunk_gated_delta_rule_backward",
                 sizes=K_V,
+                measured=("sm_90a",),
                 summary="Gated Delta Net, backward",
             ),
             Support(
@@ -183,7 +185,7 @@ FAMILIES = (
                 plan=f"{_HERE}.ops.gated_delta_rule:plan_fused_recurrent_gated_delta_rule",
                 sizes=K_V,
                 states=("float32",),
-                summary="Gated Delta Net, decode",
+                summary="Gated Delta Net, recurrent",
             ),
             Support(
                 functions=("gated_delta_rule_decode",),
@@ -191,6 +193,7 @@ FAMILIES = (
                 plan=f"{_HERE}.ops.gated_delta_rule:plan_gated_delta_rule_decode",
                 sizes=K_V,
                 states=("float32", "bfloat16"),
+                measured=("sm_90a",),
                 summary="Gated Delta Net, decode",
             ),
         ),
