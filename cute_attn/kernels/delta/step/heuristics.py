@@ -3,7 +3,8 @@
 One rule holds for every batch size, so that the kernel does not change as a batch grows. The rule
 sets how many values of the state a thread holds:
 
-    one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
+    one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM. 32 with a
+                          convolution, whose windows fewer warps then read
     several tokens        32: rows share the reads of k, q and decay
     V contiguous          64 at most: a warp has 64 bytes of each of the K rows. 128 if a warp would
                           otherwise have less than a sector of 32 bytes, except with records, where
@@ -46,7 +47,7 @@ def step_config(
     vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
     if state_v_first:
         tile_v = min(head_dim_v, TILE // head_dim_k)
-        values = 32 if multi_token else 16
+        values = 32 if multi_token or convolution else 16
         num_warps = tile_v * head_dim_k // (values * WARP_SIZE)
         lanes_per_row = min(WARP_SIZE, head_dim_k // vector)
     else:
