@@ -16,7 +16,7 @@ from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
 from ..harness.roofline import beside_copy, measure_roofline
 from ..kda.cases import DecodeCase, Slots, add_arguments, at_least, chosen
-from ..kda.decode import MODES, time_case
+from ..kda.decode_case import MODES, time_case
 
 HEADS = ((16, 32), (16, 64))  # heads of q and k, of v: Qwen3-Next, Qwen3.5
 BATCHES = (1, 8, 32, 128, 256)

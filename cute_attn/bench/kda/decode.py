@@ -13,29 +13,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 
 from ..harness.environment import describe
 from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Plot, Report, Row, Verdict
-from ..harness.roofline import (
-    Roofline,
-    beside_copy,
-    copies,
-    copy_columns,
-    measure_roofline,
-)
-from ..harness.timing import Mode
-from .cases import SLOTS, DecodeCase, add_arguments, at_least, chosen, timing_columns
+from ..harness.roofline import beside_copy, measure_roofline
+from .cases import SLOTS, DecodeCase, add_arguments, at_least, chosen
+from .decode_case import MODES, time_case
 
 HEADS = ((64, 64), (32, 64), (8, 64), (64, 128), (32, 128), (8, 128))  # heads of q and k, of v
 SHORT_HEADS = ((64, 64), (32, 128))
 PLOTTED_HEADS = ((64, 64), (64, 128))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_BATCHES = (1, 8, 64, 256)
-MODES: tuple[Mode, ...] = ("do_bench", "graph")
-
 SMALL_BATCH, SMALL_SPEEDUP = 8, 4.0  # speedup of a call
 LARGE_BATCH = 64  # from this batch on, a call is compared with a copy
 SPEEDUP = 1.13
@@ -86,44 +77,6 @@ def run(args: argparse.Namespace) -> Report:
         notes=[worst_errors(errors), *notes],
         plots=plots(rows),
     )
-
-
-def time_case(
-    case: DecodeCase, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
-) -> tuple[dict[str, float], list[Row], list[str]]:
-    """Return (errors, a row for each mode, notes)."""
-    from .problem import (
-        DEVICE,
-        agreed,
-        check_decode,
-        decode_arguments,
-        decode_calls,
-        freed,
-        time_calls,
-    )
-
-    rows: list[Row] = []
-    with freed():
-        arguments = decode_arguments(case)
-        calls = decode_calls(arguments, with_peer=with_peer)
-        errors, calls, notes = agreed(partial(check_decode, case, arguments), calls)
-        calls |= copies(case.min_bytes, DEVICE)
-        for mode in modes:
-            timings, more = time_calls(calls, mode, rep_ms)
-            notes += more
-            rows.append(
-                {
-                    "batch": case.batch,
-                    "heads": case.heads,
-                    "heads_v": case.heads_v,
-                    "slots": case.slots,
-                    "mode": mode,
-                    **timing_columns(timings, case.min_bytes, roofline),
-                    **copy_columns(timings, mode),
-                }
-            )
-        del arguments, calls
-    return errors, rows, notes
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
