@@ -23,11 +23,9 @@ from ..kda.arguments import (
     Sizes,
     by_former_name,
     check_gate,
-    contiguous,
     count_chunks,
     launch_scalars,
-    readable,
-    readable_parameters,
+    readable_sequences,
     readable_state,
     sequence_plan,
     slots_plan,
@@ -35,7 +33,13 @@ from ..kda.arguments import (
 )
 from ..kda.chunk_arguments import ChunkArguments, check_sequences, refuse_chunks_and_contexts
 from ..kda.chunk_backward import SAVED, Backward, BackwardArguments, Ready
-from ..kda.chunk_passes import empty_records, empty_states, empty_v_new, num_slots
+from ..kda.chunk_passes import (
+    empty_final_state,
+    empty_records,
+    empty_states,
+    empty_v_new,
+    num_slots,
+)
 from ..kda.chunk_plan import BackwardRequests
 from ..kda.chunk_pool import Pool, PoolArguments, carried_states, check_has_pool
 from ..operator import (
@@ -349,14 +353,8 @@ class _Chunk(Operator[GatedDeltaArguments]):
         return o, _final_state(a), empty_states(*given), empty_v_new(*given)
 
     def readable(self, a: GatedDeltaArguments) -> GatedDeltaArguments:
-        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkv"}
-        if a.use_gate_in_kernel:
-            changed |= readable_parameters(a)
-        return a._replace(
-            **changed,
-            initial_state=readable_state(a.initial_state),
-            cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
-        )
+        read: GatedDeltaArguments = readable_sequences(a, "qkv")
+        return read._replace(initial_state=readable_state(a.initial_state))
 
     def nothing(self, a: GatedDeltaArguments) -> _Results | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
@@ -376,11 +374,7 @@ class _Chunk(Operator[GatedDeltaArguments]):
 def _final_state(a: GatedDeltaArguments) -> Tensor | None:
     if not a.output_final_state:
         return None
-    batch, _, heads, dim_v = a.v.shape
-    dim_k = a.q.shape[-1]
-    matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
-    sequences = batch if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-    return _empty((sequences, heads, *matrix), dtype=torch.float32, device=a.v.device)
+    return empty_final_state(a.q, a.v, a.cu_seqlens, a.state_v_first)
 
 
 class _Backward(Backward):
@@ -424,17 +418,10 @@ class _Backward(Backward):
 class _Pool(Pool):
     name = "chunk_gated_delta_rule_in_pool"
     public_name = "chunk_gated_delta_rule with state_indices"
+    rows = "qkv"
 
     def check_sequences(self, a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
         return check_gated_delta_rule(a, given)
-
-    def readable(self, a: PoolArguments) -> PoolArguments:
-        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkv"}
-        if a.use_gate_in_kernel:
-            changed |= readable_parameters(a)
-        if a.cu_seqlens is not None:
-            changed["cu_seqlens"] = contiguous(a.cu_seqlens)
-        return a._replace(**changed)
 
     def prepare(self, a: PoolArguments) -> _Ready:  # type: ignore[override]
         device = a.q.device

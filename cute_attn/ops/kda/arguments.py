@@ -382,6 +382,17 @@ def readable_parameters(a: Any) -> dict[str, Tensor | None]:
     return {"A_log": A_log, "dt_bias": dt_bias}
 
 
+def readable_sequences(a: Any, rows: str) -> Any:
+    """The arguments with the tensors named by the letters `rows`, and with A_log, dt_bias and
+    cu_seqlens, copied where the kernels cannot read them in place."""
+    changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in rows}
+    if a.use_gate_in_kernel:
+        changed |= readable_parameters(a)
+    if a.cu_seqlens is not None:
+        changed["cu_seqlens"] = contiguous(a.cu_seqlens)
+    return a._replace(**changed)
+
+
 def unchanged(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
     """Fill final_state, for sequences without tokens, with the initial state, or with 0."""
     if final_state is None:

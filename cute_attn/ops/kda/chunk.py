@@ -44,11 +44,9 @@ from ..operator import (
 from . import stages
 from .arguments import (
     by_former_name,
-    contiguous,
     count_chunks,
     launch_scalars,
-    readable,
-    readable_parameters,
+    readable_sequences,
     readable_state,
     sequence_plan,
     unchanged,
@@ -60,7 +58,14 @@ from .chunk_arguments import (
     refuse_chunks_and_contexts,
 )
 from .chunk_backward import BACKWARD, RECORDS, SAVED
-from .chunk_passes import empty_records, empty_states, empty_v_new, run_in_segments
+from .chunk_passes import (
+    empty_final_state,
+    empty_records,
+    empty_states,
+    empty_v_new,
+    matrix_of_state,
+    run_in_segments,
+)
 from .chunk_plan import plan_chunk_kda
 from .chunk_pool import chunk_kda_in_pool
 
@@ -480,21 +485,18 @@ class _Chunk(Operator[ChunkArguments]):
             )  # fmt: skip
 
     def outputs(self, a: ChunkArguments) -> _Results:
-        batch, tokens, heads, dim_v = a.v.shape
-        dim_k, sequences = a.q.shape[-1], batch
-        matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
+        batch, tokens, heads, _ = a.v.shape
         chunks = (tokens + CHUNK - 1) // CHUNK
         if a.cu_seqlens is not None:
-            sequences = a.cu_seqlens.shape[0] - 1
-            chunks = tokens // CHUNK + sequences
+            chunks = tokens // CHUNK + a.cu_seqlens.shape[0] - 1
         if a.num_chunks is not None:
             chunks = a.num_chunks
         final_state = h = None
         o = _empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)
         if a.output_final_state:
-            shape = (sequences, heads, *matrix)
-            final_state = _empty(shape, dtype=torch.float32, device=a.v.device)
+            final_state = empty_final_state(a.q, a.v, a.cu_seqlens, a.state_v_first)
         if a.return_intermediate_states:
+            matrix = matrix_of_state(a.q, a.v, a.state_v_first)
             h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
         if not a.keep_states:
             return o, final_state, h, None, None, None, None, None
@@ -505,14 +507,8 @@ class _Chunk(Operator[ChunkArguments]):
         return o, final_state, h, states, v_new, *empty_records(*given, a.use_qk_l2norm_in_kernel)
 
     def readable(self, a: ChunkArguments) -> ChunkArguments:
-        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
-        if a.use_gate_in_kernel:
-            changed |= readable_parameters(a)
-        return a._replace(
-            **changed,
-            initial_state=readable_state(a.initial_state),
-            cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
-        )
+        read: ChunkArguments = readable_sequences(a, "qkvg")
+        return read._replace(initial_state=readable_state(a.initial_state))
 
     def nothing(self, a: ChunkArguments) -> _Results | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):

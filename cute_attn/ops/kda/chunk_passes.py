@@ -44,6 +44,21 @@ def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return _new_empty(q, (num_slots(v, cu_seqlens), v.shape[2], v.shape[3] * q.shape[-1]))
 
 
+def matrix_of_state(q: Tensor, v: Tensor, state_v_first: bool) -> tuple[int, int]:
+    """The dimensions of a head's state."""
+    dim_k, dim_v = q.shape[-1], v.shape[-1]
+    return (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
+
+
+def empty_final_state(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool
+) -> Tensor:
+    """Memory for the states after the sequences, float32."""
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (sequences, v.shape[2], *matrix_of_state(q, v, state_v_first))
+    return _empty(shape, dtype=torch.float32, device=v.device)
+
+
 def empty_v_new(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Memory for the corrections of each chunk, `[slots, HV, 64 * V]`."""
     return _new_empty(q, (num_slots(v, cu_seqlens), v.shape[2], CHUNK * v.shape[3]))

@@ -43,11 +43,9 @@ from .arguments import (
     STATE_DTYPES,
     Sizes,
     check_slots,
-    contiguous,
     count_chunks,
     launch_scalars,
-    readable,
-    readable_parameters,
+    readable_sequences,
     sequence_plan,
     slots_plan,
 )
@@ -207,6 +205,7 @@ class Pool(Operator[PoolArguments]):
 
     name = "chunk_kda_in_pool"
     public_name = "chunk_kda with state_indices"
+    rows = "qkvg"  # arguments that kernels read in place where rows are aligned
     arguments = PoolArguments
     written = _WRITTEN
 
@@ -273,12 +272,8 @@ class Pool(Operator[PoolArguments]):
         return a.out
 
     def readable(self, a: PoolArguments) -> PoolArguments:
-        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
-        if a.use_gate_in_kernel:
-            changed |= readable_parameters(a)
-        if a.cu_seqlens is not None:
-            changed["cu_seqlens"] = contiguous(a.cu_seqlens)
-        return a._replace(**changed)
+        read: PoolArguments = readable_sequences(a, self.rows)
+        return read
 
     def prepare(self, a: PoolArguments) -> _Ready:
         device = a.q.device

@@ -39,6 +39,12 @@ class Parts(Carried):
     lse_step: Int64
     count: Int32
 
+    @classmethod
+    def of_row(cls, row: Int64, vector: Int32, lse_column: int, step: Int64, count: Int32) -> Parts:
+        """VECTOR columns of a row of part 0 at address `row`, which holds o and, in column
+        `lse_column`, the log-sum-exp. `step` is the number of bytes to the next part."""
+        return cls(row + vector * (VECTOR * 4), row + lse_column * 4, step, step, count)
+
     def at(self, number: Int64) -> tuple[Int64, Int64]:
         """Addresses of the columns and of the log-sum-exp of a part."""
         return self.o + number * self.o_step, self.lse + number * self.lse_step
@@ -135,3 +141,10 @@ def weight_of(x: Float32, maximum: Float32) -> Float32:
     ratio = cute.math.exp2((x - maximum) * LOG2_E, fastmath=True)
     ratio = cutlass.select_(x == maximum, Float32(1.0), ratio)
     return cutlass.select_(x == -INF, Float32(0.0), ratio)
+
+
+def store_rounded(columns: cute.Tensor, vector: Int32, values: cute.Tensor) -> None:
+    """Round VECTOR values to the dtype of a row of o, and store the values there."""
+    rounded = cute.make_rmem_tensor((VECTOR,), columns.element_type)
+    rounded.store(values.load().to(columns.element_type))
+    cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))

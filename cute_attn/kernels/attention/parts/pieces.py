@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from ...common.carried import Carried
 from ...common.spec import WARP_SIZE
@@ -54,6 +54,11 @@ class PieceWork(Work):
     slot: Int32
     first_slot: Int32
     apart: Int32
+
+    @property
+    def is_sum(self) -> Boolean:
+        """Whether the work is a sum of pieces."""
+        return self.slot < 0
 
     def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The piece's K/V tiles among first to end - 1, the K/V tiles that the query tile sees."""
@@ -266,10 +271,10 @@ class PieceMap(Carried):
             parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
             parts = cutlass.select_(parts > 1, parts, 0)
             items = Int32(cutlass.select_(order == self.orders, parts, pieces))
-        return Window(
-            order, first, before, slots_before, segments, pieces, items,
-            sums_up_to(segments * items), sums_up_to(segments * pieces),
-        )  # fmt: skip
+        up_to = slots = sums_up_to(segments * items)
+        if self.rows_at_once:
+            slots = sums_up_to(segments * pieces)
+        return Window(order, first, before, slots_before, segments, pieces, items, up_to, slots)
 
     @cute.jit
     def window_of(self, number: Int32, window: Window) -> Window:

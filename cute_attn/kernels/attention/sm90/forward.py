@@ -81,7 +81,7 @@ from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.fragment_softmax import HEADROOM, FragmentSoftmax
 from ..parts.gather import Gather
-from ..parts.merge import VECTOR, Parts, add_up, finish
+from ..parts.merge import VECTOR, Parts, add_up, finish, store_rounded
 from ..parts.pages import Pages
 from ..parts.pieces import PieceMap, PieceWork, parts_of_sum
 from ..parts.softmax import Scaling, cap_row, finish_row
@@ -631,7 +631,7 @@ class Sm90Forward:
             if exists:
                 work = pieces.work(number, window)
                 taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
-                if self.is_sum(work):
+                if work.is_sum:
                     # A CTA that took sums ahead would keep them from idle CTAs.
                     barriers.wait_previous("q_empty", taken - 1 + self.q_stages)
                 number = self.take_number(x)
@@ -804,7 +804,7 @@ class Sm90Forward:
         own.turns.begin()
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
-        work = queue.take(taken)
+        work: Any = queue.take(taken)
         while work.exists:
             of_tile = self.descaled(x, own, work)
             own.softmax.start()
@@ -816,7 +816,7 @@ class Sm90Forward:
             if cutlass.const_expr(self.pieces):
                 self.release_empty(own, work, first >= end, taken)
                 self.finish_piece(x, of_tile, work)
-                if self.is_sum(work):
+                if work.is_sum:
                     own.barriers.warp_arrives("q_empty", taken)
             else:
                 if first >= end or self.q_stages > 1:
@@ -841,14 +841,10 @@ class Sm90Forward:
         scaling = Scaling.of(scale, given.softcap, HEADROOM[self.p_dtype_name])
         return replace(own, softmax=own.softmax.scaled(scaling))
 
-    def is_sum(self, work: Any) -> Any:
-        """Whether the work of a kernel with pieces is a sum of pieces."""
-        return work.slot < 0
-
     @cute.jit
     def release_empty(self, own: Consumer, work: Any, empty: Any, taken: Int32) -> None:
         """Release Q of a piece, if `compute_tile` has not: Q of a sum is released after the sum."""
-        if work.slot >= 0:
+        if not work.is_sum:
             if empty or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
 
@@ -1081,12 +1077,12 @@ class Sm90Forward:
         """Store the result of a whole query tile or of a piece, and add up pieces: all rows after
         the last piece, or a part of the rows as work of its own."""
         parts = self.parts(work)
-        adds, first, parts_once = Boolean(False), Int32(0), Int32(1)
-        if work.slot < 0:
+        adds, begin, stride = Boolean(False), Int32(0), Int32(self.rows_once)
+        if work.is_sum:
             self.wait_for_pieces(x, own, work)
             adds = Boolean(True)
-            first = (-1 - work.slot) * self.warpgroups + own.group
-            parts_once = parts * self.warpgroups
+            begin = ((-1 - work.slot) * self.warpgroups + own.group) * self.rows_once
+            stride = parts * (self.warpgroups * self.rows_once)
         elif work.pieces == 1:
             self.finish_rows(x, own, work)
             self.store_rows(x, own, work)
@@ -1096,8 +1092,8 @@ class Sm90Forward:
             last = cutlass.select_(parts == 1, work.pieces * self.warpgroups - 1, NEVER)
             adds = Boolean(self.arrive(x, own, work, parts) == last)
         if adds:
-            self.add_pieces(x, own, work, first * self.rows_once, parts_once * self.rows_once)
-        if work.slot < 0:
+            self.add_pieces(x, own, work, begin, stride)
+        if work.is_sum:
             self.arrive(x, own, work, parts)
 
     @cute.jit
@@ -1151,16 +1147,7 @@ class Sm90Forward:
                 x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
                 for row in of_thread
             ]
-            parts = [
-                Parts(
-                    o=at + vector * (VECTOR * 4),
-                    lse=at + spec.head_dim_v * 4,
-                    o_step=step,
-                    lse_step=step,
-                    count=work.pieces,
-                )
-                for at in starts
-            ]
+            parts = [Parts.of_row(at, vector, spec.head_dim_v, step, work.pieces) for at in starts]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
@@ -1186,10 +1173,7 @@ class Sm90Forward:
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
                 x.lse[work.lse_at(head, token, self.spec.varlen_q)] = log_sum
-        rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
-        rounded.store(whole.load().to(self.dtype))
-        columns = x.o[work.o_at(head, token, self.spec.varlen_q)]
-        cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
+        store_rounded(x.o[work.o_at(head, token, self.spec.varlen_q)], vector, whole)
 
     def part_row(self, x: Operands, work: PieceWork, row: Any) -> cute.Tensor:
         """A row of a piece's result."""

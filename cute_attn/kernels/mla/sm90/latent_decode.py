@@ -36,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import HEADROOM, FragmentSoftmax
-from ...attention.parts.merge import VECTOR, Parts, add_up, finish
+from ...attention.parts.merge import VECTOR, Parts, add_up, finish, store_rounded
 from ...attention.parts.pages import Pages
 from ...attention.parts.pieces import PieceMap, PieceWork
 from ...attention.parts.softmax import Scaling, finish_row
@@ -757,14 +757,7 @@ class Sm90LatentDecode:
             found = [cutlass.select_(row < rows, row, first) for row in of_thread]
             starts = [x.parts[pieces.first, row, None].iterator.toint() for row in found]
             parts = [
-                Parts(
-                    o=at + vector * (VECTOR * 4),
-                    lse=at + pieces.lse_column * 4,
-                    o_step=step,
-                    lse_step=step,
-                    count=pieces.count,
-                )
-                for at in starts
+                Parts.of_row(at, vector, pieces.lse_column, step, pieces.count) for at in starts
             ]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
@@ -790,10 +783,7 @@ class Sm90LatentDecode:
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
                 x.lse[work.sequence, head, token] = log_sum
-        rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
-        rounded.store(whole.load().to(self.dtype))
-        row = x.o[work.sequence, token, head, None]
-        cute.autovec_copy(rounded, cute.local_tile(row, (VECTOR,), (vector,)))
+        store_rounded(x.o[work.sequence, token, head, None], vector, whole)
 
 
 def outputs_barrier() -> None:
