@@ -411,9 +411,7 @@ class ChunkCall:
 
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
         # With states for a backward, no segment may start earlier: two CTAs would store a state.
-        short = (
-            self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
-        )
+        short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,

@@ -569,8 +569,9 @@ class ChunkPass:
         index: Any, later: Any,
     ) -> None:  # fmt: skip
         """Update the carried matrix by chunk `index`, whose tiles are at `stage`, and store the
-        chunk's results. `later` is false if the pass stores no results of the chunk before. A branch between the
-        start and the wait of a `wgmma` would make the compiler serialise the wgmmas."""
+        chunk's results. `later` is false if the pass stores no results of the chunk before. A
+        branch between the start and the wait of a `wgmma` would make the compiler serialise the
+        wgmmas."""
         raise NotImplementedError
 
     def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:
