@@ -881,12 +881,12 @@ def test_plans_without_a_kernel(options: dict[str, Any], message: str):
 
 def test_a_setting_leaves_out_the_kernels_that_split(monkeypatch: pytest.MonkeyPatch):
     try:
-        for value, count in (("", 5), ("0", 2), ("1", 5)):
+        for value, count in (("", 6), ("0", 2), ("1", 6)):
             monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", value)
-            assert cute_attn.reload_settings().kda_split == (count == 5)
+            assert cute_attn.reload_settings().kda_split == (count == 6)
             assert len(plan_chunk_kda("sm_90a")) == count
             assert len(plan_chunk_kda("sm_90a", split=False)) == 2
-            assert len(plan_chunk_kda("sm_90a", split=True)) == 5
+            assert len(plan_chunk_kda("sm_90a", split=True)) == 6
         monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", "no")
         with pytest.raises(ValueError, match="CUTE_ATTN_KDA_SPLIT is 'no', must be 0 or 1"):
             cute_attn.reload_settings()
