@@ -25,6 +25,7 @@ from .cases import (
     HEADS,
     LENGTHS,
     PATHS,
+    RAW_GATES,
     Case,
     Path,
     add_arguments,
@@ -40,6 +41,7 @@ from .cases import (
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GATE_TOKENS = 8192
+FEW_HEADS_TOKENS = (2048, 8192, 32768)
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
 # Targets of `chunk_kda`, from this many tokens on.
@@ -61,13 +63,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def all_cases() -> list[Case]:
     gates = [Case(64, 64, GATE_TOKENS, gate=gate) for gate in GATES[1:]]
-    return [*dense_cases(TOKENS), *packed_cases(LENGTHS), *gates]
+    return [*dense_cases(TOKENS), *packed_cases(LENGTHS), *gates, *few_heads()]
+
+
+def few_heads() -> list[Case]:
+    """Few heads, whose time depends on the gates: where gates are strong, segments of a sequence
+    start from a state of zero."""
+    return [Case(12, 12, tokens, gate=gate) for tokens in FEW_HEADS_TOKENS for gate in RAW_GATES]
 
 
 def short_cases() -> list[Case]:
     return [
         Case(64, 64, 512),
         Case(12, 12, 8192),
+        Case(12, 12, 8192, gate=RAW_GATES[0]),
         Case(64, 64, 8192),
         Case(32, 64, 4096),
         Case(64, 64, 8192, sequences=8, lengths="skewed"),
@@ -101,7 +110,9 @@ def run(args: argparse.Namespace) -> Report:
         parameters={
             "initial_state": "given",
             "final_state": "asked for",
-            "gates": "A_log of rates 0.5 to 2, dt_bias -6 to 0, normal g; strong: 1 to 16, normal",
+            "gates": "A_log of rates 0.5 to 2, dt_bias -6 to 0, normal g; strong: 1 to 16, normal; "
+            "raw: -5 sigmoid of a normal g; weak: about -0.034 a token; mixed: raw, one channel "
+            "of 16 weak",
             "state_v_first": False,
             "rep_ms": rep_ms,
         },

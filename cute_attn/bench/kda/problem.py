@@ -27,6 +27,9 @@ Call = Callable[[], Any]
 Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
+# The input of a weak gate, and the channels of which one is weak in mixed gates.
+WEAK_GATE, WEAK_CHANNELS = -5.0, 16
+
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
 # operator. Its error is reported, and is a failure only where rounding cannot explain the error.
 PEERS = ("fla",)
@@ -67,6 +70,18 @@ def gate_parameters(
     }
 
 
+def raw_gates(gate: str, g: torch.Tensor) -> torch.Tensor:
+    """The input of a gate without parameters, -5 sigmoid(g): g as it is (-2.5 a token on average),
+    weak (-0.034), or weak in one channel of 16."""
+    weak = WEAK_GATE + 0.1 * g
+    if gate.endswith("raw"):
+        return g
+    if gate.endswith("weak"):
+        return weak
+    g[..., ::WEAK_CHANNELS] = weak[..., ::WEAK_CHANNELS]
+    return g
+
+
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
     """Arguments of our and the peer's `chunk_kda`. The kernels apply gate, norms and sigmoid."""
     random = _Random(seed)
@@ -84,8 +99,11 @@ def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
-        **gate_parameters(random, case.heads_v, case.head_dim_k, strong=case.strong),
     }
+    if case.raw:
+        arguments["g"] = raw_gates(case.gate, arguments["g"])
+    else:
+        arguments |= gate_parameters(random, case.heads_v, case.head_dim_k, strong=case.strong)
     if case.bounded:
         arguments |= {"safe_gate": True, "lower_bound": LOWER_BOUND}
     if case.sequences:
@@ -196,11 +214,11 @@ def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
     from cute_attn import cache, warmup
     from cute_attn.ops.kda import plan_chunk_kda
 
-    kinds = {(case.bounded, bool(case.sequences)) for case in cases}
+    kinds = {(case.bounded, case.raw, bool(case.sequences)) for case in cases}
     warmup(
         request
         for path in paths
-        for lower_bound, packed in kinds
+        for lower_bound, raw, packed in kinds
         for request in plan_chunk_kda(
             cache.current_arch(),
             initial_state=True,
@@ -209,6 +227,8 @@ def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             lower_bound=lower_bound,
+            A_log=not raw,
+            dt_bias=not raw,
             return_intermediate_states=path == "modular",
             index_dtype="int64" if packed else "none",
         )
@@ -423,8 +443,16 @@ def outcome(who: str, call: Call) -> Any:
         raise Disagreement(who, f"{who}, which failed: {reason}") from error
 
 
-def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> dict[str, float]:
-    """Compare each contender with the float64 reference, on all tokens of a few heads."""
+def check_chunk(
+    case: Case,
+    arguments: Arguments,
+    calls: Mapping[str, Call],
+    *,
+    name: str = "chunk_kda",
+    run: Callable[..., Any] = reference.kda_chunk_reference,
+) -> dict[str, float]:
+    """Compare each contender with the float64 reference, on all tokens of a few heads. `run` is the
+    reference of the operator `name`."""
     few = some_heads(case.heads, case.heads_v)[1]
     actual: dict[str, Results] = {}
     for who, call in calls.items():
@@ -433,17 +461,17 @@ def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> 
         actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
         del o, final_state
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
-    for name in ("output_final_state", "disable_recompute", "cu_seqlens_cpu"):
-        cut.pop(name, None)
+    for unused in ("output_final_state", "disable_recompute", "cu_seqlens_cpu"):
+        cut.pop(unused, None)
     if "cu_seqlens" in cut:
         cut["cu_seqlens"] = arguments["cu_seqlens_cpu"]
 
     def results(**how: Any) -> Results:
-        stages = reference.kda_chunk_reference(**cut, **how)
+        stages = run(**cut, **how)
         return {"o": stages.o, "final_state": stages.states.final_state}
 
     plain = results(dtype=torch.float32, stage_dtype=DTYPE)
-    return hold(f"chunk_kda at {case}", actual, plain, results())
+    return hold(f"{name} at {case}", actual, plain, results())
 
 
 def check_stage(
