@@ -41,9 +41,28 @@ def longest_warm_up(chunks_per_start: Any) -> Any:
     return cutlass.min(cutlass.max(chunks_per_start // 4, 2), MOST_WARM_UP)
 
 
-def is_before_start(chunk: Any, chunks_per_start: Any) -> Any:
-    """Whether a chunk's bound is needed for the boundary after it."""
-    return chunk % chunks_per_start + longest_warm_up(chunks_per_start) >= chunks_per_start
+@cute.jit
+def is_before_start(chunk: Int32, num_chunks: Int32, chunks_per_start: Int32) -> Any:
+    """Whether the boundary after a chunk needs the chunk's bound. `num_chunks` may be more than the
+    sequence has."""
+    number = chunk // chunks_per_start
+    boundary = (number + 1) * chunks_per_start
+    return chunk + longest_warm_up(chunks_per_start) >= boundary and boundary < num_chunks
+
+
+def chunks_until_negligible(bounds: cute.Tensor, end: Int32, head: Int32, most: Int32) -> Any:
+    """Return after how many chunks, back from slot `end`, a state is negligible; 0 if not within
+    `most` chunks. All loads start before the first wait."""
+    halves = []
+    for i in range(MOST_WARM_UP):
+        at = end - cutlass.min(Int32(i + 1), most)
+        halves.append((bounds[at, head, 0], bounds[at, head, 1]))
+    total, count = Float32(0.0), Int32(0)
+    for i, pair in enumerate(halves):
+        total = total + (pair[0] + pair[1])
+        found = (count == 0) & (most > i) & (total <= NEGLIGIBLE)  # false for NaN
+        count = Int32(cutlass.select_(found, Int32(i + 1), count))
+    return count
 
 
 @cute.jit
@@ -64,19 +83,10 @@ def short_start(
     boundary = lane * chunks_per_start
     inner = lane > 0 and boundary < num_chunks
     most = longest_warm_up(chunks_per_start)
-    values = cute.make_rmem_tensor((MOST_WARM_UP,), Float32)
-    values.fill(0.0)
-    for i in cutlass.range_constexpr(MOST_WARM_UP):
-        if inner and i < most and i < boundary:
-            at = slot + boundary - (i + 1)
-            values[i] = bounds[at, head, 0] + bounds[at, head, 1]
-    total = Float32(0.0)
+    most = cutlass.min(most, boundary)
     warm_up = Int32(0)
-    for i in cutlass.range_constexpr(MOST_WARM_UP):
-        total = total + values[i]
-        # False for NaN
-        found = warm_up == 0 and total <= NEGLIGIBLE
-        warm_up = Int32(cutlass.select_(found, Int32(i + 1), warm_up))
+    if inner:
+        warm_up = chunks_until_negligible(bounds, slot + boundary, head, most)
     exact = cute.arch.vote_any_sync(inner and warm_up == 0)
     own = cute.arch.shuffle_sync(warm_up, segment & (WARP_SIZE - 1))
     return not exact, own

@@ -283,7 +283,8 @@ class KdaPrepare:
             self.inputs.blank(raw, place.length)
             bounded = False
             if cutlass.const_expr(self.spec.bounds):
-                bounded = is_before_start(place.index, x.chunks_per_start)
+                chunks = (x.g.shape[1] + (CHUNK - 1)) // CHUNK
+                bounded = is_before_start(place.index, chunks, x.chunks_per_start)
             self.sum_gates(raw, a, bias, smem, x.lower_bound, bounded)
             final_beta = self.store_beta(own_beta, smem, place.length, x.beta_scale)
             cute.arch.cp_async_wait_group(0)
