@@ -53,14 +53,30 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunk.GOALS, "backward", {(1, 2, 1, 70): 9.0})
 
 
+def cudnn(
+    *, q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, a_log: torch.Tensor,
+    initial_state: torch.Tensor, output_final_state: bool, safe_gate: bool, **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """cuDNN's function: packed tokens, and states with V first."""
+    assert output_final_state and safe_gate
+    rows = {name: x[None] for name, x in rest.items() if name in ("k", "g", "beta")}
+    found = gated_delta_rule_reference(
+        q=q[None], v=v[None], **rest | rows, A_log=a_log, use_gate_in_kernel=True,
+        initial_state=initial_state, state_v_first=True, cu_seqlens=cu_seqlens,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return found.o[0].to(v.dtype), found.final_state
+
+
 def run(tmp_path: Path, *argv: str) -> Any:
     assert main(["gdn", *argv, "--out", str(tmp_path), "--commit", "abc"]) == 0
     return json.loads(next(tmp_path.rglob("*.json")).read_text())
 
 
 def test_both_passes(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(problem, "peer", {gated.PEER: plain}.get)
+    monkeypatch.setattr(problem, "peer", {gated.PEER: plain, problem.CUDNN[True]: cudnn}.get)
     report = run(tmp_path)
+    assert [row["cudnn_us"] for row in report["rows"]] == [19.0] * 4 + [None]
     assert [(r["pass"], r["heads"], r["mode"], r["fla_us"]) for r in report["rows"]] == [
         ("forward", 1, "do_bench", 19.0),
         ("forward", 1, "graph", 19.0),
@@ -73,7 +89,7 @@ def test_both_passes(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "forward 2/2 1x66: at most 9 us on an H200": False,
         "backward 1/2 1x70: at most 9 us on an H200": False,
     }
-    for name in ("ours final_state", "ours dt_bias", "fla dt_bias"):
+    for name in ("ours final_state", "ours dt_bias", "fla dt_bias", "cudnn final_state"):
         assert name in report["notes"][0]
 
 

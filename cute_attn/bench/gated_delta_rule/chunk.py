@@ -1,4 +1,5 @@
-"""chunk_gated_delta_rule, forward and backward over whole sequences, against FLA's.
+"""chunk_gated_delta_rule, forward and backward over whole sequences, against FLA's; the forward
+also against cuDNN, where its frontend is installed.
 
 The kernels apply gate, normalisation and sigmoid. Each case's forward is checked against the
 float64 reference, then timed: the do_bench median is the cost of a call, the replay of a CUDA graph
@@ -111,7 +112,9 @@ def run(args: argparse.Namespace) -> Report:
     for which in cases:
         time = time_forward if which == "forward" else time_backward
         for case in track(cases[which], f"gdn {which}"):
-            found_errors, made, more = time(case, with_peer, args.mode, roofline, rep_ms)
+            found_errors, made, more = time(
+                case, with_peer, not args.no_peer, args.mode, roofline, rep_ms
+            )
             errors.append(found_errors)
             rows += [{"pass": which, **row} for row in made]
             notes += [note for note in more if note not in notes]
@@ -133,34 +136,47 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def time_forward(
-    case: Case, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
+    case: Case,
+    with_peer: bool,
+    with_cudnn: bool,
+    modes: Sequence[Mode],
+    roofline: Roofline,
+    rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """Return (errors, a row for each mode, notes)."""
     import torch
 
-    from ..kda.problem import agreed, freed, time_calls
+    from ..kda.problem import agreed, cudnn_calls, freed, time_calls
     from . import problem
 
     rows: list[Row] = []
     with freed(), torch.no_grad():
         given = problem.arguments(case)
         calls = problem.forward_calls(given, with_peer=with_peer)
+        if with_cudnn:
+            calls |= cudnn_calls(given)
         errors, calls, notes = agreed(partial(problem.check_forward, case, given), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
             notes += more
             columns = timing_columns(timings, case.fused_bytes, roofline)
-            rows.append({**case.rows, "mode": mode, **columns})
+            cudnn = {"cudnn_us": timings["cudnn"].median_us if "cudnn" in timings else None}
+            rows.append({**case.rows, "mode": mode, **columns, **cudnn})
         del given, calls
     return errors, rows, notes
 
 
 def time_backward(
-    case: Case, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
+    case: Case,
+    with_peer: bool,
+    with_cudnn: bool,
+    modes: Sequence[Mode],
+    roofline: Roofline,
+    rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """Return (errors, a row, notes). A graph cannot capture autograd's call, so `modes` has no
-    effect."""
-    del modes
+    effect, and cuDNN's backward is not timed."""
+    del modes, with_cudnn
     from ..kda import training
     from ..kda.problem import agreed, freed, time_calls
     from . import problem
@@ -180,7 +196,8 @@ def time_backward(
         timings, more = time_calls(calls, JUDGED["backward"], rep_ms)
         columns = timing_columns(timings, case.backward_bytes, roofline)  # type: ignore[attr-defined]
         del steps, calls
-    return errors, [{**case.rows, "mode": JUDGED["backward"], **columns}], [*notes, *more]
+    row = {**case.rows, "mode": JUDGED["backward"], **columns, "cudnn_us": None}
+    return errors, [row], [*notes, *more]
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -200,6 +217,8 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
         detail = f"{time_us:.1f} us"
         if row["fla_us"] is not None:
             detail += f", FLA {row['fla_us']:.1f} us"
+        if row["cudnn_us"] is not None:
+            detail += f", cuDNN {row['cudnn_us']:.1f} us"
         found.append(Verdict(name, time_us <= goal, detail))
     return found
 

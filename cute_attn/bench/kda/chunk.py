@@ -1,4 +1,5 @@
-"""chunk_kda, whole prompts from raw projections to outputs and final states, against FLA.
+"""chunk_kda, whole prompts from raw projections to outputs and final states, against FLA, and where
+its frontend is installed also against cuDNN.
 
 Dense and packed sequences; the kernels apply gate, normalisation and sigmoid. Each case is checked
 against the float64 reference, then timed. The do_bench median is the cost of a call; the replay of
@@ -99,7 +100,9 @@ def run(args: argparse.Namespace) -> Report:
     with torch.no_grad():
         with_peer, peer_notes = compiled_peer("chunk", tuning_cases(cases), args)
         for case in track(cases, "kda-chunk"):
-            found, made, more = time_case(case, with_peer, args.mode, args.path, roofline, rep_ms)
+            found, made, more = time_case(
+                case, with_peer, not args.no_peer, args.mode, args.path, roofline, rep_ms
+            )
             errors.append(found)
             rows += made
             notes += [note for note in more if note not in notes]
@@ -127,18 +130,29 @@ def run(args: argparse.Namespace) -> Report:
 def time_case(
     case: Case,
     with_peer: bool,
+    with_cudnn: bool,
     modes: Sequence[Mode],
     paths: Sequence[Path],
     roofline: Roofline,
     rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """Return (errors, a row for each mode and path, notes)."""
-    from .problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
+    from .problem import (
+        agreed,
+        check_chunk,
+        chunk_arguments,
+        chunk_calls,
+        cudnn_calls,
+        freed,
+        time_calls,
+    )
 
     rows: list[Row] = []
     with freed():
         arguments = chunk_arguments(case)
         calls = chunk_calls(arguments, with_peer=with_peer, paths=paths)
+        if with_cudnn:
+            calls |= cudnn_calls(arguments)
         errors, calls, notes = agreed(partial(check_chunk, case, arguments), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
@@ -155,6 +169,7 @@ def time_case(
                         "path": path,
                         "mode": mode,
                         **timing_columns(of_path, moved, roofline),
+                        "cudnn_us": timings["cudnn"].median_us if "cudnn" in timings else None,
                         "inputs_and_outputs_us": least_us,
                     }
                 )

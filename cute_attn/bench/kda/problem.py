@@ -32,7 +32,7 @@ WEAK_GATE, WEAK_CHANNELS = -5.0, 16
 
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
 # operator. Its error is reported, and is a failure only where rounding cannot explain the error.
-PEERS = ("fla",)
+PEERS = {"fla": "FLA", "cudnn": "cuDNN"}
 PEER_MAX_ERROR = 0.05
 
 
@@ -185,9 +185,51 @@ def peer(path: str) -> Callable[..., Any] | None:
     module, _, name = path.partition(":")
     try:
         found: Callable[..., Any] = getattr(__import__(module, fromlist=[name]), name)
-    except ImportError:
+    except (ImportError, AttributeError):  # missing, or too old
         return None
     return found
+
+
+# Whether the gate is a head's -> the function of cuDNN's frontend, from version 1.32 on.
+CUDNN = {
+    False: "cudnn.linear_attention.ops:kimi_delta_attention",
+    True: "cudnn.linear_attention.ops:gated_delta_net",
+}
+
+
+def cudnn_calls(arguments: Arguments) -> dict[str, Call]:
+    """The call of cuDNN's function with the arguments of `chunk_kda` or `chunk_gated_delta_rule`,
+    if cuDNN has this gate and its frontend is installed. The frontend takes packed tokens and
+    states with V first; the returned tensors are views in our layout."""
+    of_head = arguments["g"].dim() == arguments["beta"].dim()
+    theirs = peer(CUDNN[of_head])
+    if theirs is None or not (of_head or "lower_bound" in arguments):
+        return {}
+    v, heads_v = arguments["v"], arguments["v"].shape[2]
+    batch, tokens = v.shape[:2]
+    offsets = arguments.get("cu_seqlens")
+    if offsets is None:
+        offsets = torch.arange(batch + 1, device=v.device, dtype=torch.int32) * tokens
+    given = {name: arguments[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    given |= {"cu_seqlens": offsets.to(torch.int32), "safe_gate": True}
+    for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state"):
+        given[name] = arguments[name]
+    if "A_log" in arguments:
+        bias = arguments["dt_bias"]
+        given |= {
+            "a_log": arguments["A_log"],
+            "dt_bias": bias if of_head else bias.view(heads_v, -1),
+        }
+    if not of_head:
+        given["gate_lower_bound"] = arguments["lower_bound"]
+    if arguments.get("initial_state") is not None:
+        given["initial_state"] = arguments["initial_state"].transpose(-1, -2).contiguous()
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o, final_state = theirs(**given)[:2]
+        return o.view(v.shape), final_state.transpose(-1, -2)
+
+    return {"cudnn": call}
 
 
 def chunk_calls(
@@ -339,15 +381,24 @@ def time_calls(
     calls: Mapping[str, Call], mode: Mode, rep_ms: float
 ) -> tuple[dict[str, Timing], list[str]]:
     """Times of the contenders, and notes; a peer that cannot be timed in this mode is left out."""
+    peers = [who for who in calls if who in PEERS]
     try:
         return time_cuda_interleaved(calls, mode=mode, rep_ms=rep_ms), []
-    except (RuntimeError, ValueError) as error:
-        if "fla" not in calls or mode != "graph":
+    except (RuntimeError, ValueError):
+        if not peers or mode != "graph":
             raise
+    kept = {who: call for who, call in calls.items() if who not in peers}
+    notes = []
+    for who in peers:
         torch.cuda.synchronize()
-        ours = {name: call for name, call in calls.items() if name != "fla"}
-        timings = time_cuda_interleaved(ours, mode=mode, rep_ms=rep_ms)
-        return timings, [f"FLA's call cannot be captured in a graph: {str(error).splitlines()[0]}"]
+        try:
+            time_cuda_interleaved(kept | {who: calls[who]}, mode=mode, rep_ms=rep_ms)
+            kept[who] = calls[who]
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            notes.append(f"{PEERS[who]}'s call cannot be captured in a graph: {reason}")
+    torch.cuda.synchronize()
+    return time_cuda_interleaved(kept, mode=mode, rep_ms=rep_ms), notes
 
 
 # ---- agreement
