@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cute_attn.emulator import Emulator
-from tests.ops.test_segments_from_zero import CHUNK, check, inputs, starts_every
+from tests.ops.test_segments_from_zero import CHUNK, FLAGS, check, inputs, starts_every
 
 PASS, PREPARE = "HeadStatePass", "HeadPrepare"
 BOUND = "0fC2200000"  # -40
@@ -36,6 +36,7 @@ BUGS = {
 def arguments(bug: str) -> dict[str, Any]:
     x = inputs(False, [-200.0, BUGS[bug].log2_of_chunk], [3 * CHUNK])
     if bug == "any beta":
+        x["beta"] = x["beta"].sigmoid()
         x["beta"][:, :40, 1] = 20.0
         x["initial_state"] *= 2.0**20
     if bug == "a warm-up of one chunk for two":
@@ -57,6 +58,7 @@ def play(bug: str, plant: bool, from_zero: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch, starts_every(2, 2) as made:
         patch.setattr(Emulator, "load_object", changed)
+        patch.setitem(FLAGS, "use_beta_sigmoid_in_kernel", bug != "any beta")
         check(arguments(bug), made, [True, from_zero])
     assert bool(edits) == plant
 
