@@ -176,13 +176,17 @@ class Case:
         heads: Row = {"heads": self.heads, "heads_k": self.heads_k}
         if self.part == "decode":
             names = {lengths: name for name, lengths in CACHES.items()}
-            return common | {
-                "kind": self.kind,
-                "keys": names.get(self.lengths, str(self.lengths)),
-                "queries": self.seqlen_q,
-                "page_size": self.page_size,
-                "kv_dtype": self.kv_dtype or self.dtype,
-            } | heads
+            return (
+                common
+                | {
+                    "kind": self.kind,
+                    "keys": names.get(self.lengths, str(self.lengths)),
+                    "queries": self.seqlen_q,
+                    "page_size": self.page_size,
+                    "kv_dtype": self.kv_dtype or self.dtype,
+                }
+                | heads
+            )
         if self.part == "batches":
             return common | {"keys": self.seqlen_k, "page_size": self.page_size} | heads
         lengths: Row = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}

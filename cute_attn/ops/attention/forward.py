@@ -21,6 +21,7 @@ from ...kernels.attention import configs, table
 from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
+    MOST_PIECE_ROWS,
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
@@ -390,16 +391,21 @@ def batch_of(a: Any) -> int:
 
 def takes_pieces(a: Any) -> bool:
     """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
-    sequence is cut into splits."""
+    sequence is cut into splits. So are sequences with more rows than a tile of PIECE_ROWS, unless
+    any tile takes the rows twice."""
+    of_call = a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q
     if (
         a.num_splits
         or a.batch_invariant
         or batch_of(a) < 2
-        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
+        or not _is_few(*of_call, MOST_PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
-    return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    tile_m = on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    if not tile_m or _is_few(*of_call, PIECE_ROWS):
+        return tile_m > 0
+    return not _is_few(*of_call, tile_m) and _is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q)
 
 
 def splits_of(a: Any) -> int:
@@ -444,12 +450,12 @@ def splits_of(a: Any) -> int:
     )
 
 
-def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, bool]:
-    """The architecture, how many clusters of its forward run at once, and whether the forward has
-    a tile for few rows."""
+def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, int]:
+    """The architecture, how many clusters of its forward run at once, and the rows of a tile for
+    any number of rows if the forward has pieces, otherwise 0."""
     arch = launch.arch_for(device)
     row = configs.forward(arch, head_dim, head_dim_v)
-    return arch, launch.num_clusters(device, row.cluster), row.few is not None
+    return arch, launch.num_clusters(device, row.cluster), row.tile.m if row.pieces else 0
 
 
 _on_gpu = functools.cache(_on_device)

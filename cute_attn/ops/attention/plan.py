@@ -92,7 +92,7 @@ def plan_attention(
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
-        pieces: only for at most 128 query rows of a K/V head, with num_splits of 0. True for
+        pieces: only for at most 256 query rows of a K/V head, with num_splits of 0. True for
             several sequences, whose keys are cut into pieces where sequences are long; False for
             one sequence or more rows, None for both. Calls with batch_invariant have no pieces.
         kv_dtype: dtype of k and v, "float8_e4m3fn" or "float8_e5m2"; None for dtype.

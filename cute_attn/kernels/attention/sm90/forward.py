@@ -258,6 +258,8 @@ class Sm90Forward:
         self.p_dtype = DTYPE[self.p_dtype_name]
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
+        # A single fp8 tile is loaded in halves: one half comes while the other is converted.
+        self.halves = 2 if spec.loaded == 1 else 1
         self.pieces = spec.scheduler == "pieces"
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
@@ -351,7 +353,7 @@ class Sm90Forward:
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
         ]
         for x, warps in (("k", self.k_warps), ("v", self.v_warps)):
-            name, loaded, stages = x.upper(), spec.loaded, spec.stages
+            name, loaded, stages = x.upper(), spec.loaded * self.halves, spec.stages
             edges += [
                 Edge(f"{x}_fp8_full", load, warps, loaded, Kind.BYTES, payload=f"fp8 {name}"),
                 Edge(f"{x}_fp8_empty", warps, load, loaded, Kind.WARPS, payload="its stage"),
@@ -371,9 +373,10 @@ class Sm90Forward:
         if self.pieces:
             o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
         if self.fp8:
+            k_elements, loaded = spec.tile_n * spec.head_dim, spec.loaded * self.halves
             o = (
-                Buffer("k_fp8", self.fp8, spec.tile_n * spec.head_dim, spec.loaded, at, "fp8 K"),
-                Buffer("v_fp8", self.fp8, v_elements, spec.loaded, at, "fp8 V"),
+                Buffer("k_fp8", self.fp8, k_elements // self.halves, loaded, at, "fp8 K"),
+                Buffer("v_fp8", self.fp8, v_elements // self.halves, loaded, at, "fp8 V"),
                 *o,
             )
         return SharedMemory(
@@ -654,7 +657,8 @@ class Sm90Forward:
     def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
         the shared address of the stages, where rows are gathered."""
-        spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
+        spec, swizzle = self.spec, not self.fp8
+        columns, stages = columns // self.halves, (spec.loaded or spec.stages) * self.halves
         if self.gathers:
             return shared_address(buffer)
         if pages is not None:
@@ -744,7 +748,10 @@ class Sm90Forward:
         rows."""
         rows = self.k_rows if name == "k" else self.v_rows
         ring, element_bytes = name + self.loaded, self.loaded_bytes
-        if cutlass.const_expr(pages is None):
+        if cutlass.const_expr(self.halves > 1):
+            for half in cutlass.range_constexpr(self.halves):
+                self.load_half(name, half, tma, x, key_tile, work, smem, barriers, n, pages, found)
+        elif cutlass.const_expr(pages is None):
             box = rows.box(x, key_tile, *work.keys)
             load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
         elif cutlass.const_expr(self.gathers):
@@ -759,6 +766,36 @@ class Sm90Forward:
             with cute.arch.elect_one():
                 barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
             pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
+
+    @cute.jit
+    def load_half(
+        self,
+        name: cutlass.Constexpr[str],
+        half: cutlass.Constexpr[int],
+        tma: cute.CopyAtom | None,
+        x: cute.Tensor,
+        key_tile: Int32,
+        work: Any,
+        smem: Any,
+        barriers: Barriers,
+        n: Int32,
+        pages: Pages | None,
+        found: Any,
+    ) -> None:
+        """As `load_keys`, for half of the columns of an fp8 tile."""
+        rows = self.k_rows if name == "k" else self.v_rows
+        ring, columns, use = f"{name}_fp8", rows.columns // self.halves, n * self.halves + half
+        if cutlass.const_expr(pages is None):
+            box = rows.box(x, key_tile, *work.keys)
+            box = cute.local_tile(box, (rows.rows, columns), (0, half))
+            load_use(ring, tma, box, smem, barriers, use, element_bytes=1)
+        else:
+            full = f"{ring}_full"
+            barriers.wait_previous(f"{ring}_empty", use)
+            with cute.arch.elect_one():
+                barriers.expect(full, use, self.spec.tile_n * columns)
+            column = Int32(half * columns)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, use, column)
 
     # -- device: conversion of fp8 ------------------------------------------------------------
 
@@ -776,8 +813,8 @@ class Sm90Forward:
         }[name]()  # fmt: skip
         assert self.fp8 is not None
         return Dequantiser(
-            name, self.fp8, dtype, self.spec.tile_n * columns, len(role), warp - role.warps[0],
-            shared_address(source), shared_address(to), barriers,
+            name, self.fp8, dtype, self.spec.tile_n * columns // self.halves, self.halves,
+            len(role), warp - role.warps[0], shared_address(source), shared_address(to), barriers,
         )  # fmt: skip
 
     @cute.jit
