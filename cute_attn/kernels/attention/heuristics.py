@@ -236,13 +236,15 @@ def forward_spec(
     k_descale: bool = False,
     v_descale: bool = False,
     batch_invariant: bool = False,
+    tree_mask: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
     selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences; without
-    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. The
-    parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
+    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. On
+    SM100 no kernel takes a `tree_mask`. The parameters of fp8 K and V are as in `Sm90ForwardSpec`;
+    see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     rows = 0
@@ -271,6 +273,7 @@ def forward_spec(
         tile_n=tile_n,
         stages=stages,
         batch_invariant=batch_invariant,
+        tree_mask=tree_mask,
         **fields,
     )
 

@@ -123,9 +123,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
-        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
-        deterministic, batch_invariant,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, None,
+        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, num_splits,
+        return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -154,6 +154,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -197,6 +198,11 @@ def flash_attn_varlen_func(
         v_descale: as for `flash_attn_func`.
         batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
+        tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
+            sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
+            tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
+            no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
+            sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -224,8 +230,8 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
-        softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
+        page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, left, right,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 

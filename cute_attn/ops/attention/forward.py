@@ -41,8 +41,10 @@ from .arguments import (
     check,
     check_alignment,
     check_fp8,
+    check_tree_arch,
     descales_of,
     dims_of,
+    has_tree_lengths,
     is_fp8,
     no_sequences,
     with_strides_for_tma,
@@ -90,6 +92,8 @@ class Attention(Operator[_Called]):
         table.find("forward", arch, *dims_of(a))
         if is_fp8(a.k):
             check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
+        if a.tree_mask is not None:
+            check_tree_arch(arch)
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
@@ -122,6 +126,7 @@ class Attention(Operator[_Called]):
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
+            tree_mask=a.tree_mask is not None,
         )
         clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
         return (
@@ -158,6 +163,8 @@ class Attention(Operator[_Called]):
             a.k.dtype,
             None if a.k_descale is None else a.k_descale.dim(),
             None if a.v_descale is None else a.v_descale.dim(),
+            None if a.tree_mask is None else (a.tree_mask.shape == q_shape[:-2]),
+            a.tree_mask is None or has_tree_lengths(a),
             a.q.get_device(),
             None if a.learnable_sink is None else a.learnable_sink.dtype,
             a.causal,
@@ -193,7 +200,7 @@ class Attention(Operator[_Called]):
         counter: tuple[Any, ...] = ()
         if counts:
             descales = descales_of(a.k_descale, a.v_descale, batch_of(a), a.k.shape[-2])
-            counter = (*shared_memory(a.q, None, shared), *descales)
+            counter = (*shared_memory(a.q, None, shared), *descales, a.tree_mask)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -284,6 +291,11 @@ class Forward(Attention[Arguments]):
             raise NotImplementedError(
                 "k and v of fp8 have no backward: call under torch.no_grad() or "
                 "torch.inference_mode(), or detach"
+            )
+        if a.tree_mask is not None:
+            raise NotImplementedError(
+                "tree_mask has no backward: call under torch.no_grad() or torch.inference_mode(), "
+                "or detach"
             )
         if a.page_table is not None:
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")

@@ -142,6 +142,9 @@ class Arguments(NamedTuple):
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
         k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
+        tree_mask: for each query, the keys that the query sees among the last ones, int64
+            `[batch, seqlen_q]`, or `[tokens]` of packed sequences. Bit j is key seqlen_k - seqlen_q
+            + j.
     """
 
     q: cute.Tensor
@@ -164,6 +167,7 @@ class Arguments(NamedTuple):
     parts: cute.Tensor | None
     k_descale: cute.Tensor | None
     v_descale: cute.Tensor | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ class Operands(Carried):
         num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
         parts: results of pieces, see `Arguments`.
         descales: with fp8, the factors of K and V.
+        tree_mask: see `Arguments`.
     """
 
     q_tma: cute.CopyAtom
@@ -210,6 +215,7 @@ class Operands(Carried):
     counter: cute.Tensor | None
     parts: cute.Tensor | None
     descales: Descales | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,7 @@ class Consumer(Carried):
         arrived: the shared address of the number of earlier arrivals at a query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
+        tree_mask: see `Arguments`.
     """
 
     warp: Int32
@@ -244,6 +251,7 @@ class Consumer(Carried):
     acc: cute.Tensor
     softmax: FragmentSoftmax
     visible: Visibility
+    tree_mask: cute.Tensor | None
 
 
 class Sm90Forward:
@@ -403,6 +411,7 @@ class Sm90Forward:
         given["parts"] = None
         given |= {"k_descale": fake.descale(spec.k_descale)}
         given |= {"v_descale": fake.descale(spec.v_descale)}
+        given |= {"tree_mask": fake.tree_mask(spec.tree_mask)}
         if self.pieces:
             given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
@@ -443,7 +452,7 @@ class Sm90Forward:
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-            others = (*lengths, a.page_table, a.k_descale, a.v_descale)
+            others = (*lengths, a.page_table, a.k_descale, a.v_descale, a.tree_mask)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *others)):
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -457,7 +466,7 @@ class Sm90Forward:
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
-            a.parts, descales,
+            a.parts, descales, a.tree_mask,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
@@ -517,7 +526,7 @@ class Sm90Forward:
                     self.conversion_warps(of_v, storage, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            own = self.consumer(storage, barriers, warp, visible, scaling)
+            own = self.consumer(storage, barriers, warp, visible, scaling, x.tree_mask)
             self.consumer_warps(x, own, storage)
 
     def prefetch(self, pages: Pages | None, tiles: TileMap) -> None:
@@ -531,7 +540,7 @@ class Sm90Forward:
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
-        scaling: Scaling,
+        scaling: Scaling, tree_mask: cute.Tensor | None,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
@@ -555,6 +564,7 @@ class Sm90Forward:
             acc=fragments.accumulators(spec.head_dim_v + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
+            tree_mask=tree_mask,
         )
 
     # -- device: load -------------------------------------------------------------------------
@@ -1065,6 +1075,22 @@ class Sm90Forward:
             lows.append(low - key_tile * self.spec.tile_n)
             highs.append(high - key_tile * self.spec.tile_n)
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
+        if self.spec.tree_mask:
+            first = work.seqlen_k - work.seqlen_q - key_tile * self.spec.tile_n
+            bits = [self.tree_bits(own, work, r) for r in range(fragments.LANE_ROWS)]
+            fragments.mask_rows_by_bits(own.s, first, bits)
+
+    @cute.jit
+    def tree_bits(self, own: Consumer, work: Work, lane_row: cutlass.Constexpr[int]) -> Int64:
+        """The bits of the query of a lane row; all bits if there is no such query."""
+        token = own.visible.token(self.row(own, work, lane_row))
+        bits = Int64(-1)
+        if token < work.seqlen_q:
+            if cutlass.const_expr(self.spec.varlen_q):
+                bits = Int64(own.tree_mask[work.q_start + token])
+            else:
+                bits = Int64(own.tree_mask[work.sequence, token])
+        return bits
 
     # -- device: epilogue ---------------------------------------------------------------------
 
