@@ -46,7 +46,7 @@ def register_attention() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
     prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
     sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
-    tokens (`--speculative-eagle-topk 1`). With `--enable-deterministic-inference`, the bits of a
+    tokens, and on Hopper trees, in models without sliding windows. With `--enable-deterministic-inference`, the bits of a
     request do not depend on the batch. For anything else, the server stops at its start with an
     error that names what is missing.
     """
