@@ -46,9 +46,9 @@ def register_attention() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
     prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
     sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
-    tokens, and on Hopper trees, in models without sliding windows. With `--enable-deterministic-inference`, the bits of a
-    request do not depend on the batch. For anything else, the server stops at its start with an
-    error that names what is missing.
+    tokens, and on Hopper trees, in models without sliding windows. With
+    `--enable-deterministic-inference`, the bits of a request do not depend on the batch. For
+    anything else, the server stops at its start with an error that names what is missing.
     """
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
