@@ -49,7 +49,9 @@ def launched(emulator: Emulator) -> list[str]:
     return [launch.kernel for launch in emulator.report.launches]
 
 
-@pytest.mark.parametrize("queries", [1, 50, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "queries", [pytest.param(n, marks=pytest.mark.slow if n != 50 else ()) for n in (1, 50, 100)]
+)
 def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
     rows, in two, and in two tiles. The bits depend on the lengths and the number of CTAs, not on
