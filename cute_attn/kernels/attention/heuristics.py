@@ -260,7 +260,7 @@ def forward_spec(
     if fp8 != "none" and row.fp8:
         fields |= {"fp8": fp8, "k_descale": k_descale, "v_descale": v_descale}
         fields["loaded"] = row.fp8.loaded_few if few else row.fp8.loaded
-        fields["k_warps"] = row.fp8.k_warps
+        fields["k_warps"] = row.fp8.k_warps_few if few else row.fp8.k_warps
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:
