@@ -404,11 +404,9 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
 
 def _decode_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The verdicts on a row of the decode table. Some compare the row with another row."""
-    found = [
-        _at_least("decode", row, f"speedup_vs_{who}", 1.0)
-        for who in PEERS_OF["decode"]
-        if row["kind"] != "fp8"
-    ]
+    # FlashAttention-3 takes no pages, so that pages of 1 are no case of it.
+    peers = {"fp8": (), "page 1": (FA4,)}.get(str(row["kind"]), PEERS_OF["decode"])
+    found = [_at_least("decode", row, f"speedup_vs_{who}", 1.0) for who in peers]
     keys = str(row["keys"])
     if row["kind"] == "ragged":
         nbytes = _number(row, "kv_mib") * 2**20
