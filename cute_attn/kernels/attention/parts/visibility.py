@@ -9,7 +9,7 @@ All methods work on Python integers and on device integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -36,7 +36,7 @@ class Visibility(Carried):
     rows_per_token: int
     left: Any = None
     right: Any = None
-    tree: bool = False
+    tree: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class Visibility(Carried):
             tile_m, tile_n, rows_per_token,
             left if spec.window_left else None,
             right if spec.window_right else None,
-            getattr(spec, "tree_mask", False),
+            tree=getattr(spec, "tree_mask", False),
         )  # fmt: skip
 
     def token(self, row: Any) -> Any:
