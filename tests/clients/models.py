@@ -38,6 +38,18 @@ def heads(heads: int, heads_k: int, head_dim: int) -> dict[str, int]:
     }
 
 
+LATENT = {
+    "hidden_size": 96,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,  # no experts
+}
+
 # Name -> transformers' model_type and what differs from COMMON.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", heads(4, 2, 64)),
@@ -108,6 +120,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 2,
             "num_experts": 0,
             "mlp_only_layers": [0, 1],
+        },
+    ),
+    # As the large models, but for the number of heads and the ranks: (192, 128), tokens of 576.
+    "deepseek_v2": ("deepseek_v2", LATENT),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 32}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **LATENT,
+            "linear_attn_config": {
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+                "head_dim": 64,
+                "num_heads": 2,
+                "short_conv_kernel_size": 4,
+            },
         },
     ),
     "gpt-oss": (

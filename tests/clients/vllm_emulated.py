@@ -268,6 +268,21 @@ def install() -> None:
         get_valid_backends = classmethod(CudaPlatformBase.get_valid_backends.__func__)
 
         @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            """As the CPU's, which with MLA changes what its own kernel does not have."""
+            of = vllm_config.cache_config, vllm_config.scheduler_config
+            names = (
+                ("block_size", "enable_prefix_caching"),
+                ("enable_chunked_prefill", "max_num_batched_tokens"),
+            )
+            given = [[getattr(x, name) for name in of_x] for x, of_x in zip(of, names, strict=True)]
+            super().check_and_update_config(vllm_config)
+            if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+                for x, of_x, values in zip(of, names, given, strict=True):
+                    for name, value in zip(of_x, values, strict=True):
+                        setattr(x, name, value)
+
+        @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(9, 0)
 

@@ -1,0 +1,263 @@
+"""Latent attention (MLA) in vLLM's real engine, emulated for an H100: DeepSeek and Kimi Linear.
+
+Tests serve prompts and compare the replies with transformers' eager attention, which computes in
+the expanded form. The latent cache holds NaN wherever the engine has not written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import models, test_vllm, vllm_emulated
+from .models import prompt
+from .test_vllm import NEW_TOKENS, Server, Start, assert_takes, fresh_process
+
+vllm, start = test_vllm.vllm, test_vllm.start  # fixtures
+
+BACKEND = "CUTE_ATTN_MLA"
+
+
+@dataclass
+class Calls:
+    """What layers have called: the queries and the lengths of each call of decode, and the queries,
+    keys and causal flags of each call of prefill."""
+
+    decodes: list[tuple[int, list[int]]] = field(default_factory=list)
+    page_sizes: set[int] = field(default_factory=set)
+    prefills: list[tuple[list[int], list[int], bool]] = field(default_factory=list)
+
+
+@pytest.fixture
+def calls(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    from cute_attn.integrations import vllm_mla_backend as backend
+
+    found = Calls()
+    decode, prefill = backend.mla_decode, backend.flash_attn_varlen_func
+
+    def decoded(q_nope: Tensor, q_rope: Tensor, cache: Tensor, **options: Any) -> Any:
+        found.decodes.append((q_nope.shape[1], options["cache_seqlens"].tolist()))
+        found.page_sizes.add(cache.shape[1])
+        return decode(q_nope, q_rope, cache, **options)
+
+    def prefilled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        lengths = (options[f"cu_seqlens_{x}"].diff().tolist() for x in "qk")
+        found.prefills.append((*lengths, options["causal"]))
+        return prefill(q, k, v, **options)
+
+    monkeypatch.setattr(backend, "mla_decode", decoded)
+    monkeypatch.setattr(backend, "flash_attn_varlen_func", prefilled)
+    return found
+
+
+def assert_served_here(server: Server) -> None:
+    """Decode and prefill of every layer of latent attention are ours."""
+    from cute_attn.integrations import vllm_mla_backend as backend
+
+    layers = server.layers().values()
+    assert {type(layer.impl) for layer in layers} == {backend.CuteAttnMLAImpl}
+    assert {type(layer.prefill_backend) for layer in layers} == {backend.CuteAttnMLAPrefill}
+
+
+@pytest.mark.clients("The plugin registers `CUTE_ATTN_MLA`, and the MLA prefill `CUTE_ATTN`")
+def test_the_plugin_is_loaded(vllm: Any):
+    from vllm.config import AttentionConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
+
+    load_general_plugins()
+    config = AttentionConfig(backend=BACKEND, mla_prefill_backend="CUTE_ATTN")
+    backend = config.backend.get_class()
+    assert backend.get_name() == BACKEND and backend.is_mla()
+    prefill = config.mla_prefill_backend.get_class()
+    for nope, rope, of_v, capability, reasons in (
+        (128, 64, 128, (9, 0), 0),
+        (192, 64, 256, (9, 0), 0),
+        (96, 64, 128, (9, 0), 1),
+        (128, 64, 128, (10, 0), 1),
+    ):
+        dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=of_v)
+        found = prefill.validate_configuration(
+            DeviceCapability(*capability), MLAPrefillSelectorConfig(torch.bfloat16, dims)
+        )
+        assert len(found) == reasons, (dims, capability, found)
+
+
+@pytest.mark.clients("`CUTE_ATTN_MLA` and the MLA prefill `CUTE_ATTN` in a spawned process")
+def test_a_spawned_process_reads_the_configuration(vllm: Any, tmp_path: Path):
+    from vllm.config import AttentionConfig
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    config = AttentionConfig(backend=BACKEND, mla_prefill_backend="CUTE_ATTN")
+    assert config.compute_hash()
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    found = fresh_process(f"""
+import pickle
+from pathlib import Path
+config = pickle.loads(Path({str(tmp_path / "config")!r}).read_bytes())
+print(config.backend.get_class().__name__ + "," + config.mla_prefill_backend.get_class().__name__)
+""")
+    assert found == "CuteAttnMLABackend,CuteAttnMLAPrefill"
+
+
+@pytest.mark.clients("The methods of both MLA backends take the arguments that vLLM declares")
+def test_methods_take_what_vllm_gives(vllm: Any):
+    from vllm.v1.attention import backend as base
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+    from cute_attn.integrations import vllm_mla_backend as backend
+
+    bases = {
+        "backend": base.AttentionBackend,
+        "builder": base.AttentionMetadataBuilder,
+        "impl": base.MLAAttentionImpl,
+    }
+    assert assert_takes(backend.CuteAttnMLABackend, bases) > 20
+    for name in ("run_prefill_new_tokens", "run_prefill_context_chunk", "validate_configuration"):
+        ours, theirs = (
+            inspect.signature(getattr(x, name))
+            for x in (backend.CuteAttnMLAPrefill, MLAPrefillBackend)
+        )
+        assert list(ours.parameters) == list(theirs.parameters), name
+
+
+@pytest.mark.clients("MLA: prefill and decode, DeepSeek V2 and V3, bfloat16 and float16")
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("deepseek_v2", "bfloat16"), ("deepseek_v3", "float16")]
+)
+def test_deepseek(start: Start, calls: Calls, model: str, dtype: str):
+    server = start(model, attention_backend=BACKEND, dtype=dtype)
+    server.check(prompt(40), prompt(9, 1))
+    assert_served_here(server)
+    assert len(calls.decodes) == 2 * (NEW_TOKENS - 1)
+    assert [sorted(q) for q, _, _ in calls.prefills] == [[9, 40]] * 2
+
+
+@pytest.mark.clients("MLA: prefill and decode in one step, NaN in unused pages")
+def test_a_step_has_prefills_and_decodes(start: Start, calls: Calls):
+    server = start(
+        "deepseek_v3", attention_backend=BACKEND, max_num_batched_tokens=32, max_num_seqs=3
+    )
+    server.check(prompt(9), prompt(50, 1), prompt(3, 2))
+    assert any(causal and calls.decodes for _, _, causal in calls.prefills)
+    written = 9 + 50 + 3 + 3 * (NEW_TOKENS - 1)  # the last token is not cached yet
+    for cache in server.attention_caches():
+        rows = cache[1:].isnan().all(-1)
+        assert (~rows).sum() == written
+        assert any(used.any() and not used.all() for used in ~rows)
+
+
+@pytest.mark.clients("MLA: chunked prefill, whose parts are merged by lse")
+@pytest.mark.parametrize("workspace", [None, 32], ids=["one part", "several parts"])
+def test_a_prompt_is_read_in_chunks(
+    start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch, workspace: int | None
+):
+    """A small workspace holds less than the earlier tokens of a request."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    if workspace is not None:
+        monkeypatch.setattr(
+            MLACommonMetadataBuilder,
+            "determine_chunked_prefill_workspace_size",
+            staticmethod(lambda _: workspace),
+        )
+    server = start("deepseek_v3", attention_backend=BACKEND, max_num_batched_tokens=48)
+    server.check(prompt(150), prompt(9, 1))
+    parts = [k for _, k, causal in calls.prefills[::2] if not causal]
+    assert ([48] in parts and [96] in parts) if workspace is None else ([32] in parts)
+
+
+@pytest.mark.clients("MLA: prefix caching")
+def test_a_second_prompt_finds_the_firsts_tokens(start: Start, calls: Calls):
+    server = start("deepseek_v3", attention_backend=BACKEND, enable_prefix_caching=True)
+    server.check(prompt(40))
+    calls.prefills.clear()
+    (reply,) = server.check(prompt(40)[:36] + prompt(8, 1))
+    assert reply.cached == 32
+    assert calls.prefills[:2] == [([12], [12], True), ([12], [32], False)]
+
+
+@pytest.mark.clients("MLA: pages of 48, 64 and 784 tokens")
+@pytest.mark.parametrize("block_size", [48, 64, 784])
+def test_pages(start: Start, calls: Calls, block_size: int):
+    server = start(
+        "deepseek_v2", attention_backend=BACKEND, block_size=block_size, max_model_len=1024
+    )
+    server.check(prompt(60), prompt(7, 1))
+    assert calls.page_sizes == {block_size}
+
+
+@pytest.mark.clients("MLA: speculative decoding with a draft model")
+@pytest.mark.parametrize(("draft", "verified"), [("deepseek_v3", 2), ("deepseek_v2", 6)])
+def test_drafts_are_verified(start: Start, calls: Calls, tmp_path: Path, draft: str, verified: int):
+    """A draft that is the model itself is always right, and another model seldom. Both have latent
+    attention."""
+    server = start(
+        "deepseek_v3",
+        attention_backend=BACKEND,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(models.make(draft, tmp_path / "draft")),
+            "num_speculative_tokens": 3,
+        },
+    )
+    server.check(prompt(40), prompt(9, 1))
+    # Four queries of a request: the last token and its three drafts, in each of the two layers.
+    verifications = [lengths for queries, lengths in calls.decodes if queries == 4]
+    assert any(len(lengths) == 2 for lengths in verifications)
+    assert len(verifications) // 2 <= verified
+
+
+@pytest.mark.clients("Kimi Linear: a model of KDA and MLA layers, all on our kernels")
+def test_kimi_linear(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    from cute_attn.integrations import vllm_kda
+
+    vllm_emulated.replace_in_linear_layers(monkeypatch)
+    vllm_emulated.replace_linear_layer(monkeypatch, vllm_kda)
+    server = start("kimi_linear", attention_backend=BACKEND, max_num_batched_tokens=64)
+    assert_served_here(server)
+    layers = server.runner.compilation_config.static_forward_context.values()
+    (linear,) = (layer for layer in layers if not hasattr(layer, "impl"))
+    assert isinstance(linear, vllm_kda.CuteKimiDeltaAttention) and linear.why_not is None
+    server.check(prompt(70), prompt(3, 1), prompt(20, 2))
+    assert {causal for _, _, causal in calls.prefills} == {True, False}
+    assert calls.decodes
+
+
+@pytest.mark.clients("MLA: what has no kernel is refused by name")
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        ("deepseek_v3", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ("deepseek_v3", {"block_size": 24}, "block_size not supported"),
+        ("llama", {}, "non-MLA not supported"),
+        ("deepseek_v3", {"change": {"kv_lora_rank": 128}}, "head_size not supported"),
+        (
+            "deepseek_v3",
+            {"change": {"qk_nope_head_dim": 96}},
+            r"no prefill with head_dim 160 \(of v: 128\).*mla_prefill_backend",
+        ),
+        ("deepseek_v32", {}, "sparse not supported"),
+        (
+            "deepseek_v3",
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+            "DCP not supported",
+        ),
+    ],
+    ids=["fp8", "block size 24", "no MLA", "latent vector", "prefill", "sparse", "DCP"],
+)
+def test_what_has_no_kernel_is_refused(
+    start: Start, model: str, options: dict[str, Any], reason: str
+):
+    with pytest.raises(Exception, match=reason):
+        start(model, **{"attention_backend": BACKEND, **options})
