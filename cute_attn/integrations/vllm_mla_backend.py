@@ -32,7 +32,7 @@ from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import head_dims_by_major
 from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
 from .vllm import MLA_NAME, NAME
-from .vllm_backend import is_batch_invariant, write_to_slots
+from .vllm_backend import write_to_slots
 
 MAJOR = 9  # the compute capability's major number with kernels for latent caches
 DTYPES = (torch.bfloat16, torch.float16)
@@ -79,7 +79,9 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True
+        """False: the batch decides how the scheduler cuts a prompt in parts, and merging the parts
+        rounds."""
+        return False
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -138,7 +140,8 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
-        **of_mla: Any,
+        *of_mla: Any,
+        **named_of_mla: Any,
     ) -> None:
         super().__init__(
             num_heads,
@@ -151,7 +154,8 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
             logits_soft_cap,
             attn_type,
             kv_sharing_target_layer_name,
-            **of_mla,
+            *of_mla,
+            **named_of_mla,
         )
         config = get_current_vllm_config()
         shape = head_size, self.kv_lora_rank
@@ -175,7 +179,6 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         if missing:
             raise NotImplementedError("; ".join(missing))
         self.supports_quant_query_input = False
-        self.num_splits = 1 if is_batch_invariant() else 0
 
     def forward_mqa(
         self,
@@ -199,7 +202,6 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
             cache_seqlens=decode.seq_lens,
             softmax_scale=self.scale,
             causal=True,
-            num_splits=self.num_splits,
             head_dim_v=self.kv_lora_rank,
         )
         return o.flatten(0, 1), None
@@ -298,7 +300,6 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         out: Tensor | None,
     ) -> Any:
         """The pair (o, lse), `[tokens, heads, v_head_dim]` and `[heads, tokens]`."""
-        invariant = is_batch_invariant()
         return flash_attn_varlen_func(
             q,
             k,
@@ -309,8 +310,7 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
             max_seqlen_k=int(max_seqlen_k),
             softmax_scale=self.scale,
             causal=causal,
-            num_splits=1 if invariant else 0,
-            batch_invariant=invariant,
+            num_splits=0,
             return_lse=lse,
             out=out,
         )

@@ -48,6 +48,20 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "first_k_dense_replace": 2,  # no experts
+    "moe_layer_freq": 1,
+}
+DEEPSEEK = {
+    **LATENT,
+    "rope_parameters": {  # which change the softmax scale too
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 
 # Name -> transformers' model_type and what differs from COMMON.
@@ -123,12 +137,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # As the large models, but for the number of heads and the ranks: (192, 128), tokens of 576.
-    "deepseek_v2": ("deepseek_v2", LATENT),
-    "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 32}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": 32}),
     "kimi_linear": (
         "kimi_linear",
         {
             **LATENT,
+            "mla_use_nope": True,  # which vLLM reads
             "linear_attn_config": {
                 "kda_layers": [1],
                 "full_attn_layers": [2],

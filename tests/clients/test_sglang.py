@@ -70,7 +70,8 @@ Start = Callable[..., Served]
 
 @pytest.fixture(scope="session")
 def sglang() -> Any:
-    sglang_emulated.install()
+    if "sglang" not in sys.modules:
+        sglang_emulated.install()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

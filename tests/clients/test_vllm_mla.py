@@ -247,17 +247,44 @@ def test_kimi_linear(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch
             {"change": {"qk_nope_head_dim": 96}},
             r"no prefill with head_dim 160 \(of v: 128\).*mla_prefill_backend",
         ),
-        ("deepseek_v32", {}, "sparse not supported"),
-        (
-            "deepseek_v3",
-            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
-            "DCP not supported",
-        ),
     ],
-    ids=["fp8", "block size 24", "no MLA", "latent vector", "prefill", "sparse", "DCP"],
+    ids=["fp8", "block size 24", "no MLA", "latent vector", "prefill"],
 )
 def test_what_has_no_kernel_is_refused(
     start: Start, model: str, options: dict[str, Any], reason: str
 ):
     with pytest.raises(Exception, match=reason):
         start(model, **{"attention_backend": BACKEND, **options})
+
+
+@pytest.mark.clients("MLA: what has no kernel is refused by name")
+def test_options_that_are_refused(vllm: Any):
+    from vllm.platforms.interface import DeviceCapability
+
+    from cute_attn.integrations.vllm_mla_backend import CuteAttnMLABackend
+
+    given = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 64,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
+    for change, reason in (
+        ({}, None),
+        ({"use_sparse": True}, "sparse not supported"),  # DeepSeek V3.2
+        ({"use_dcp": True}, "DCP not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"device_capability": DeviceCapability(10, 0)}, "compute capability not supported"),
+        ({"kv_cache_dtype": "float16"}, "a latent cache of float16 beside a model of"),
+    ):
+        found = CuteAttnMLABackend.validate_configuration(**given | change)
+        assert (not found) if reason is None else (reason in found[0] and len(found) == 1), found
