@@ -180,7 +180,18 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **chan
         if key.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     model.save_pretrained(directory / name)
+    if name == "kimi_linear":
+        rename_layers_without_experts(directory / name)
     return directory / name
+
+
+def rename_layers_without_experts(path: Path) -> None:
+    """transformers saves every layer of Kimi Linear as if it had experts."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    weights = {key.replace("block_sparse_moe", "mlp"): x for key, x in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def logits(path: Path, tokens: Sequence[int], dtype: torch.dtype, **change: Any) -> Tensor:

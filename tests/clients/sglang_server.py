@@ -182,12 +182,17 @@ class Server:
 class Recorder(TorchDispatchMode):
     """Records what a step computes on tensors, as a CUDA graph does, and repeats it.
 
-    A repetition has the same tensors, and the same numbers of the host, as the recorded step.
+    A repetition has the same tensors, and the same numbers of the host, as the recorded step. Our
+    operators, and the writes to a pool of latent vectors by a Triton kernel, are recorded as calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Any) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
+        owners = [*OPERATORS]
+        if hasattr(pool, "set_mla_kv_buffer"):
+            owners.append((pool, "set_mla_kv_buffer"))
+        self.operators = [(owner, name, getattr(owner, name)) for owner, name in owners]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -205,14 +210,14 @@ class Recorder(TorchDispatchMode):
         return made
 
     def __enter__(self) -> Any:
-        for module, name in OPERATORS:
-            setattr(module, name, self.recorded(ATTENTION[name]))
+        for owner, name, operator in self.operators:
+            setattr(owner, name, self.recorded(operator))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for module, name in OPERATORS:
-            setattr(module, name, ATTENTION[name])
+        for owner, name, operator in self.operators:
+            setattr(owner, name, operator)
 
     def recorded(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         """The operator, of which only the call is recorded."""
@@ -231,12 +236,11 @@ class Recorder(TorchDispatchMode):
             call()
 
 
-OPERATORS = (
+OPERATORS: tuple[tuple[Any, str], ...] = (
     (sglang_backend, "flash_attn_varlen_func"),
     (sglang_mla_backend, "flash_attn_varlen_func"),
     (sglang_mla_backend, "mla_decode"),
 )
-ATTENTION = {name: getattr(module, name) for module, name in OPERATORS}
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -270,7 +274,7 @@ class Graph:
             setattr(self.batch, name, torch.full((size,), pad, dtype=torch.int64))
         backend.init_cuda_graph_state(requests, requests * self.each)
         backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.recorder = Recorder()
+        self.recorder = Recorder(server.runner.token_to_kv_pool)
         with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
             backend.init_forward_metadata_in_graph(self.batch)
             output = server.runner.model.forward(

@@ -6,6 +6,7 @@ eager attention. SGLang's pools hold NaN wherever the model runner has not writt
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def calls(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]
 @pytest.mark.clients("MLA: prefill and decode, DeepSeek V2 and V3, bfloat16 and float16")
 @pytest.mark.parametrize(
     ("model", "dtype", "page_size"),
-    [("deepseek_v2", torch.bfloat16, 64), ("deepseek_v3", torch.float16, 48)],
+    [("deepseek_v2", torch.bfloat16, 64), ("deepseek_v3", torch.float16, 32)],
 )
 def test_deepseek(start: Start, calls: list[Any], model: str, dtype: torch.dtype, page_size: int):
     served = start(model, dtype, page_size=page_size)
@@ -136,16 +137,6 @@ def test_cuda_graphs(sglang: Any, start: Start, options: dict[str, Any]):
     [
         ({"page_size": None}, ValueError, "a multiple of 16 tokens on this GPU, got pages of 1"),
         (
-            {"kv_cache_dtype": "fp8_e4m3"},
-            NotImplementedError,
-            r"an fp8 latent cache \(--kv-cache-dtype auto\)",
-        ),
-        (
-            {"enable_deterministic_inference": True},
-            NotImplementedError,
-            "MLA with --enable-deterministic-inference",
-        ),
-        (
             {"disable_chunked_prefix_cache": True},
             NotImplementedError,
             "MLA with --disable-chunked-prefix-cache",
@@ -156,7 +147,7 @@ def test_cuda_graphs(sglang: Any, start: Start, options: dict[str, Any]):
             "17 draft tokens of a request, at most 16",
         ),
     ],
-    ids=["pages", "fp8", "deterministic", "chunked prefix", "drafts"],
+    ids=["pages", "chunked prefix", "drafts"],
 )
 def test_refused_options(
     start: Start, options: dict[str, Any], error: type[Exception], message: str
@@ -184,6 +175,18 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
         (layer.attn_mqa, "v_head_dim", 448, "head_dim 576 (of v: 448)"),
         (layer.attn_mha, "v_head_dim", 96, "head_dim 192 (of v: 96)"),
         (runner, "is_draft_worker", True, "draft models"),
+        (
+            runner,
+            "kv_cache_dtype",
+            torch.float8_e4m3fn,
+            "an fp8 latent cache (--kv-cache-dtype auto)",
+        ),
+        (
+            runner,
+            "server_args",
+            types.SimpleNamespace(enable_deterministic_inference=True),
+            "MLA with --enable-deterministic-inference",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(changed, name, value)
