@@ -13,6 +13,7 @@ graph of a batch may be replayed for any batch of the same size.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -112,7 +113,7 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
         if vllm_config.attention_config.mla_prefill_backend is None:
             layers = vllm_config.compilation_config.static_forward_context
             for name in layer_names:
-                layers[name].prefill_backend = prefill_for(layers[name], vllm_config)
+                layers[name].prefill_backend = prefill_like(layers[name].prefill_backend)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
         if self.reorder_batch_threshold > MOST_QUERIES:
             raise NotImplementedError(
@@ -316,14 +317,7 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         )
 
 
-def prefill_for(layer: Any, vllm_config: Any) -> CuteAttnMLAPrefill:
-    """The prefill of a layer of vLLM."""
-    return CuteAttnMLAPrefill(
-        num_heads=layer.num_heads,
-        scale=layer.scale,
-        kv_lora_rank=layer.kv_lora_rank,
-        qk_nope_head_dim=layer.qk_nope_head_dim,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
-        v_head_dim=layer.v_head_dim,
-        vllm_config=vllm_config,
-    )
+def prefill_like(other: MLAPrefillBackend) -> CuteAttnMLAPrefill:
+    """Our prefill in place of another one."""
+    names = inspect.signature(MLAPrefillBackend).parameters
+    return CuteAttnMLAPrefill(**{name: getattr(other, name) for name in names})
