@@ -98,7 +98,8 @@ class Server:
     def fill(self, value: float, first_slot: int = 16) -> None:
         """Fill the pools' slots from first_slot on."""
         pool = self.runner.token_to_kv_pool
-        for part in (getattr(pool, "full_kv_pool", pool), getattr(pool, "swa_kv_pool", pool)):
+        full = getattr(pool, "full_kv_pool", pool)
+        for part in (full, getattr(pool, "swa_kv_pool", full)):
             for buffer in buffers_of(part):
                 buffer[first_slot:] = value
 

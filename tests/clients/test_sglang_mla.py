@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import test_sglang
+from . import test_sglang, test_sglang_delta_rule
 from .models import prompt
 from .test_sglang import CHAINS, Start
 
 sglang, start = test_sglang.sglang, test_sglang.start  # fixtures
+replaced = test_sglang_delta_rule.replaced
 
 
 @pytest.fixture
@@ -129,6 +130,19 @@ def test_cuda_graphs(sglang: Any, start: Start, options: dict[str, Any]):
     server.run()
     assert len(graph.rows) > 20
     served.check(graph.rows)
+
+
+@pytest.mark.clients("Kimi Linear: a model of KDA and MLA layers, all on our kernels")
+@pytest.mark.parametrize("kind", [test_sglang_delta_rule.KINDS["Kimi Linear"]], ids=["KDA"])
+def test_kimi_linear(kind: Any, replaced: list[str], start: Start, calls: list[Any]):
+    served = start("kimi_linear", page_size=64, disable_radix_cache=True, chunked_prefill_size=64)
+    server = served.server
+    server.send(prompt(100), 6)
+    server.send(prompt(5, 1), 9)
+    server.run()
+    assert type(server.backend.full_attn_backend).__name__ == "CuteAttnMLABackend"
+    assert replaced == [] and ("decode", 1) in calls
+    served.check()
 
 
 @pytest.mark.clients("MLA: an error at the start for what has no kernel")
