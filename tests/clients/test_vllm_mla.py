@@ -11,10 +11,17 @@ import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+
+import cute_attn
+from cute_attn.cache.specfile import plan_file
+from cute_attn.emulation import Emulation
+from cute_attn.reference.mla import mla_decode_reference
+from tests.ops.attention_cases import assert_no_worse
 
 from . import models, test_vllm, vllm_emulated
 from .models import prompt
@@ -216,6 +223,89 @@ def test_drafts_are_verified(start: Start, calls: Calls, tmp_path: Path, model: 
     verifications = [lengths for queries, lengths in calls.decodes if queries == 4]
     assert any(len(lengths) == 2 for lengths in verifications)
     assert len(verifications) // 2 <= verified
+
+
+@pytest.mark.clients("MLA: metadata of a captured step stay right for another batch")
+@pytest.mark.parametrize("queries", [1, 4])
+def test_metadata_of_a_graph(start: Start, queries: int):
+    """The metadata of a graph of four requests, two of which pad the second batch."""
+    from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+    server = start("deepseek_v2", attention_backend=BACKEND)
+    ((group,),) = server.runner.attn_groups
+    builder = group.get_metadata_builder()
+    builder.reorder_batch_threshold = queries  # as with speculative decoding
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+    starts = torch.arange(0, 5 * queries, queries, dtype=torch.int32)
+    lengths = torch.tensor([20, 33, 16, 7], dtype=torch.int32)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]], dtype=torch.int32)
+    metadata = builder.build_for_cudagraph_capture(
+        CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            num_reqs=4,
+            num_actual_tokens=4 * queries,
+            max_query_len=queries,
+            max_seq_len=48,
+            block_table_tensor=table,
+            slot_mapping=torch.full((4 * queries,), -1),
+        )
+    )
+    assert (metadata.num_decodes, metadata.num_prefills) == (4, 0)
+    layer = next(iter(server.layers().values()))
+    cache = torch.randn_like(layer.kv_cache[:13])
+    q_nope = torch.randn(4 * queries, 3, 512).bfloat16()
+    q_rope = torch.randn(4 * queries, 3, 192).bfloat16()[..., 128:]
+    for step in range(2):
+        if step:
+            lengths.copy_(torch.tensor([48, 5, 0, 0]))
+            table.copy_(table.flip(1))
+            table[2:] = 2**30  # not read
+        o, _ = layer.impl.forward_mqa((q_nope, q_rope), cache, metadata, layer)
+        given = [x.unflatten(0, (4, queries)) for x in (q_nope, q_rope)]
+        exact, plain = (
+            mla_decode_reference(
+                *given,
+                cache,
+                block_table=table,
+                cache_seqlens=lengths,
+                softmax_scale=layer.scale,
+                dtype=dtype,
+            )[0].flatten(0, 1)
+            for dtype in (torch.float64, None)
+        )
+        assert_no_worse(o, [plain], exact)
+
+
+@pytest.mark.clients("MLA: pages that hold all layers (`VLLM_KV_CACHE_LAYOUT`)")
+def test_pages_far_from_each_other(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLNHC")
+    server = start("deepseek_v2", attention_backend=BACKEND)
+    first, second = server.attention_caches()
+    assert first.stride(0) == 2 * 16 * 576 and second.data_ptr() - first.data_ptr() == 2 * 16 * 576
+    server.check(prompt(40), prompt(9, 1))
+
+
+@pytest.mark.clients("MLA: the kernels of the package's spec file are those that vLLM calls")
+def test_the_models_kernels_are_in_the_file(start: Start):
+    """Prompts with and without a cached prefix, long and short, and decode."""
+    models_kernels = Path(cute_attn.__file__).parent / "models" / "vllm.toml"
+    planned = {spec for _, spec in plan_file(models_kernels, "sm_90a")}
+    found: set[Any] = set()
+    function = Emulation.function
+
+    def noted(emulation: Emulation, kernel: Any, spec: Any) -> Any:
+        found.add(spec)
+        return function(emulation, kernel, spec)
+
+    server = start(
+        "deepseek_v3", attention_backend=BACKEND, block_size=64, max_num_batched_tokens=144
+    )
+    with mock.patch.object(Emulation, "function", noted), cute_attn.emulated("sm_90a"):
+        server.check(prompt(140), prompt(9, 1))
+        server.check(prompt(150))
+    assert len(found) >= 4 and found <= planned
 
 
 @pytest.mark.clients("Kimi Linear: a model of KDA and MLA layers, all on our kernels")
