@@ -225,7 +225,16 @@ def test_drafts_are_verified(start: Start, calls: Calls, tmp_path: Path, model: 
     assert len(verifications) // 2 <= verified
 
 
-@pytest.mark.clients("MLA: metadata of a captured step stay right for another batch")
+@pytest.mark.clients("MLA: the model runner of older releases (`VLLM_USE_V2_MODEL_RUNNER=0`)")
+def test_the_older_model_runner(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    server = start("deepseek_v3", attention_backend=BACKEND, max_num_batched_tokens=32)
+    assert type(server.runner).__module__ == "vllm.v1.worker.cpu_model_runner"
+    server.check(prompt(9), prompt(50, 1))
+    assert calls.decodes and {causal for _, _, causal in calls.prefills} == {True, False}
+
+
+@pytest.mark.clients("MLA: the metadata of a CUDA graph are right for other batches too")
 @pytest.mark.parametrize("queries", [1, 4])
 def test_metadata_of_a_graph(start: Start, queries: int):
     """The metadata of a graph of four requests, two of which pad the second batch."""
