@@ -84,6 +84,7 @@ class CuteAttnMLABackend(CuteAttnBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
         **others: Any,
@@ -94,7 +95,7 @@ class CuteAttnMLABackend(CuteAttnBackend):
         expanded form `q`, `k` and `v` are those of all heads, and the latent vectors are in the
         pool already; the result is then a pair with lse, `[tokens, heads]`, if SGLang asks for it.
         """
-        check_options(others)
+        check_options({"sinks": sinks, **others})
         if q_rope is None:
             return self.expanded(q, k, v, layer, forward_batch)
         if save_kv_cache and k is not None:

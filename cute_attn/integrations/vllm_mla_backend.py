@@ -273,7 +273,7 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The attention of the step's tokens to a part of the earlier ones."""
-        return self.attention(
+        o, lse = self.attention(
             q,
             k,
             v,
@@ -285,6 +285,7 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
             lse=True,
             out=out,
         )
+        return o, lse
 
     def attention(
         self,

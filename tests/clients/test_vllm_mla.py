@@ -357,6 +357,18 @@ def test_what_has_no_kernel_is_refused(
 
 
 @pytest.mark.clients("MLA: what has no kernel is refused by name")
+def test_more_drafts_than_queries_are_refused(start: Start, monkeypatch: pytest.MonkeyPatch):
+    from cute_attn.integrations.vllm_mla_backend import CuteAttnMLAMetadataBuilder
+
+    # As vLLM sets it for 16 draft tokens.
+    monkeypatch.setattr(CuteAttnMLAMetadataBuilder, "reorder_batch_threshold", 17)
+    with pytest.raises(
+        NotImplementedError, match=r"at most 15 draft tokens of a request, got .* 16"
+    ):
+        start("deepseek_v2", attention_backend=BACKEND)
+
+
+@pytest.mark.clients("MLA: what has no kernel is refused by name")
 def test_options_that_are_refused(vllm: Any):
     from vllm.platforms.interface import DeviceCapability
 
