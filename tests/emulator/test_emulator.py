@@ -103,6 +103,24 @@ def test_runs_what_the_compiler_returned():
         Emulator().load(without_ptx)
 
 
+def test_all_ctas_of_a_cooperative_launch_are_resident():
+    """Each of six CTAs waits for all others, on a machine of two SMs."""
+    from cutlass import Int32, cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    from . import grid_barrier
+
+    count = grid_barrier.CTAS
+    stand_ins = [make_fake_compact_tensor(Int32, (n,)) for n in (1, count)]
+    options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx"
+    compiled = cute.compile(grid_barrier.run, *stand_ins, options=options)
+    counter, seen = (torch.zeros(n, dtype=torch.int32) for n in (1, count))
+    emulator = Emulator(num_sms=2)
+    emulator.load(compiled)(counter, seen)
+    assert seen.tolist() == [count] * count
+    assert emulator.report.findings == []
+
+
 def test_report(entry: cache.Entry):
     emulator = Emulator(num_sms=2)
     function = emulator.load(entry)

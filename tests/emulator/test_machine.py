@@ -499,6 +499,12 @@ def test_errors_that_make_up_values_end_no_launch_that_gets_on() -> None:
     assert (out == 200000).all() and sum(run.by_opcode.values()) > 4_000_000
 
 
+def test_a_cooperative_launch_that_is_too_large_is_refused() -> None:
+    run = run_ptx(module("", parameters=""), grid=3000, block=1024, cooperative=True)
+    (error,) = run.errors
+    assert run.stopped and "a cooperative launch of 3000 clusters" in error.message
+
+
 # ---- the interface
 
 
