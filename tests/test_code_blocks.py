@@ -77,7 +77,6 @@ def error_of_parts(names: dict[str, Any]) -> float:
     return float((names["o"].cpu().double() - exact).norm() / exact.norm())
 
 
-
 @dataclass(frozen=True)
 class Block:
     page: Path
