@@ -679,6 +679,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[11], const void *para
   e->executed = calloc((size_t)p->ncode + 1, sizeof(uint64_t));
   e->stop = false;
   e->astray = 0;
+  e->noted_inits = false;
   e->tcgen05_fences[0] = e->tcgen05_fences[1] = -1;
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;
