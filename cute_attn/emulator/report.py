@@ -88,6 +88,12 @@ def _lines(findings: Iterable[Finding]) -> set[tuple[str, int]]:
     return {(kernel, line) for kernel, line in named if line is not None}
 
 
+_NO_SOURCE = (
+    "Compiled with CUTE_DSL_LINEINFO=1 in the environment, or --generate-line-info, a kernel has the "
+    "lines of its Python source, and findings name them."
+)
+
+
 def by_cause(findings: Sequence[Finding]) -> list[str]:
     """The texts of findings, each root in full and a line for each of the others."""
     lines = []
@@ -98,6 +104,8 @@ def by_cause(findings: Sequence[Finding]) -> list[str]:
         for f in others:
             place = "" if f.line is None else f", at {_place(f.line, f.source)}: {f.ptx}"
             lines.append(f"    {f.check} ({f.severity}): {f.message}{place}")
+    if any(f.line is not None for f in findings) and not any(f.source for f in findings):
+        lines.append(_NO_SOURCE)
     return lines
 
 
