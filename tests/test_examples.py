@@ -224,11 +224,13 @@ def generate_with_latent_cache(monkeypatch: pytest.MonkeyPatch) -> tuple[float, 
     return errors
 
 
+@pytest.mark.slow
 def test_generate_with_a_latent_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, plain = generate_with_latent_cache(monkeypatch)
     assert 0 < ours <= 2 * plain
 
 
+@pytest.mark.slow
 def test_generate_with_a_latent_cache_notices_a_token_that_is_not_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

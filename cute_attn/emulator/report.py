@@ -89,8 +89,8 @@ def _lines(findings: Iterable[Finding]) -> set[tuple[str, int]]:
 
 
 _NO_SOURCE = (
-    "Compiled with CUTE_DSL_LINEINFO=1 in the environment, or --generate-line-info, a kernel has the "
-    "lines of its Python source, and findings name them."
+    "Compiled with CUTE_DSL_LINEINFO=1 in the environment, or --generate-line-info, a kernel has "
+    "the lines of its Python source, and findings name them."
 )
 
 

@@ -37,8 +37,9 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from .autocast import in_autocast
 from .transformers_gated_delta_rule import use_gated_delta_rule
+from .transformers_kda import use_kimi_delta_attention
 
-__all__ = ["register", "use_gated_delta_rule"]
+__all__ = ["register", "use_gated_delta_rule", "use_kimi_delta_attention"]
 
 NAME = "cute_attn"
 # Without quotation marks, which torch does not escape in an assertion of a compiled CPU kernel.

@@ -19,7 +19,11 @@ import transformers
 import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.integrations import transformers as integration
-from cute_attn.integrations.transformers import register, use_gated_delta_rule
+from cute_attn.integrations.transformers import (
+    register,
+    use_gated_delta_rule,
+    use_kimi_delta_attention,
+)
 from tests.integrations.transformers_cases import (
     COMMON,
     PACKED,
@@ -118,16 +122,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "DeepSeek V2": of("DeepseekV2", **LATENT, q_lora_rank=32, first_k_dense_replace=2),
     "DeepSeek V3": of("DeepseekV3", **LATENT, q_lora_rank=None, first_k_dense_replace=2),
-    "Kimi Linear": of(
-        "KimiLinear",
-        **LATENT,
-        layer_types=["linear_attention", "full_attention"],
-        linear_head_dim=64,
-        linear_num_heads=1,
-        mlp_layer_types=["dense", "dense"],
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+    **{
+        name: of(
+            "KimiLinear",
+            **LATENT,
+            layer_types=["linear_attention", "full_attention"],
+            linear_head_dim=64,
+            linear_num_heads=1,
+            mlp_layer_types=["dense", "dense"],
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        for name in ("Kimi Linear", "Kimi Linear, linear layers")
+    },
     "LongCat-Flash": of(
         "LongcatFlash",
         **LATENT,
@@ -147,17 +154,21 @@ MODELS: dict[str, Callable[[], Any]] = {
 LATENT_ROWS = ("DeepSeek V2", "DeepSeek V3", "Kimi Linear", "LongCat-Flash", "MiMo-V2")
 
 
-LINEAR_ROWS = tuple(name for name in MODELS if name.endswith(", linear layers"))
+LINEAR_ROWS = {
+    name: use_kimi_delta_attention if name.startswith("Kimi") else use_gated_delta_rule
+    for name in MODELS
+    if name.endswith(", linear layers")
+}
 
 
-def use_linear(model: Any) -> None:
+def use_linear(model: Any, use: Callable[[], ExitStack]) -> None:
     """Make this model's linear layers run on our kernels, and no other model's."""
-    model.linear_layers_are_ours = True
+    model.use_ours = use
     entered: list[ExitStack] = []
     for module in model.modules():
-        if type(module).__name__.endswith("GatedDeltaNet"):
+        if type(module).__name__.endswith(("GatedDeltaNet", "DeltaAttention")):
             module.register_forward_pre_hook(
-                lambda *_: entered.append(use_gated_delta_rule()) if not tracing() else None
+                lambda *_: entered.append(use()) if not tracing() else None
             )
             module.register_forward_hook(
                 lambda *_: entered.pop().close() if not tracing() else None, always_call=True
@@ -171,8 +182,7 @@ def tracing() -> bool:
 
 def kernels_of(trio: Trio) -> Any:
     """A context in which the first model may be traced."""
-    linear = getattr(trio.models[0], "linear_layers_are_ours", False)
-    return use_gated_delta_rule() if linear else nullcontext()
+    return getattr(trio.models[0], "use_ours", nullcontext)()
 
 
 def assert_no_worse(found: list[torch.Tensor]) -> None:
@@ -404,7 +414,7 @@ def cells() -> list[Any]:
 def test_feature(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trio, cell = Trio(MODELS[name]), (name, feature)
     if name in LINEAR_ROWS:
-        use_linear(trio.models[0])
+        use_linear(trio.models[0], LINEAR_ROWS[name])
     if cell in EVERYWHERE:
         for implementation in ("cute_attn", "eager"):
             trio.models[0].set_attn_implementation(implementation)
