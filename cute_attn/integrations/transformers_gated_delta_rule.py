@@ -84,7 +84,7 @@ def needs_gradients(query: Tensor) -> bool:
 
 
 def run(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
+    function: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -97,7 +97,7 @@ def run(
     **_: Any,  # what else the model's forward was given: transformers hands all of it on
 ) -> tuple[Tensor, Tensor | None]:
     """One of our delta rules, with the arguments of transformers' layers."""
-    return function(
+    result: tuple[Tensor, Tensor | None] = function(
         *in_autocast(query, key, value),
         g,
         beta=beta,
@@ -106,3 +106,4 @@ def run(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
     )
+    return result
