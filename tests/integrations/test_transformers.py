@@ -186,6 +186,7 @@ def test_generate(padded: bool, cache: str) -> None:
     assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
+@pytest.mark.slow  # tests/clients has models with each
 def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
     """Gemma 3 and Qwen3-Next use only the scaling."""
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cute_attn"]
@@ -417,6 +418,7 @@ def test_a_paged_cache_as_releases_before_5_24_give_it() -> None:
         integration._attention(module, q, k, v, None, cache={})
 
 
+@pytest.mark.slow  # `test_generate_batch_compiled` pads batches
 def test_rows_that_pad_a_batch_write_no_page() -> None:
     """CUDA graphs pad a decoding step with rows of length 0, whose pages are -1."""
     generator = torch.Generator().manual_seed(0)
