@@ -418,7 +418,6 @@ def test_a_paged_cache_as_releases_before_5_24_give_it() -> None:
         integration._attention(module, q, k, v, None, cache={})
 
 
-@pytest.mark.slow  # `test_generate_batch_compiled` pads batches
 def test_rows_that_pad_a_batch_write_no_page() -> None:
     """CUDA graphs pad a decoding step with rows of length 0, whose pages are -1."""
     generator = torch.Generator().manual_seed(0)
