@@ -6,15 +6,17 @@ import json
 import platform
 from collections.abc import Generator
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FILE = Path(__file__).parent / "results.json"
 # Packages whose versions a row of the table depends on, beside the client's own.
-BESIDE = ("torch", "transformers", "nvidia-cutlass-dsl")
+BESIDE = ("torch", "transformers", "triton", "nvidia-cutlass-dsl")
+DISTRIBUTIONS = {"fla": "fla-core"}  # where the package on the registry has another name
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -45,12 +47,27 @@ class Recorder:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        known = read()
-        known[self.client] = {
-            "version": version(self.client),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "beside": {name: version(name) for name in BESIDE},
-            "python": platform.python_version(),
-            "features": self.features,
-        }
-        FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        write(self.client, self.features)
+
+
+def write(client: str, features: dict[str, dict[str, Any]]) -> None:
+    """Keep the outcomes of a client's features, with the versions that they are true of."""
+    known = read()
+    beside = {name: found for name in BESIDE if (found := installed(name))}
+    if torch.cuda.is_available():
+        beside["on"] = torch.cuda.get_device_name()
+    known[client] = {
+        "version": version(DISTRIBUTIONS.get(client, client)),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "beside": beside,
+        "python": platform.python_version(),
+        "features": features,
+    }
+    FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

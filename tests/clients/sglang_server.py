@@ -15,6 +15,7 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -90,13 +91,15 @@ class Server:
     def fill(self, value: float, first_slot: int = 16) -> None:
         """Fill the pools' slots from first_slot on."""
         pool = self.runner.token_to_kv_pool
-        for part in (getattr(pool, "full_kv_pool", pool), getattr(pool, "swa_kv_pool", pool)):
+        names = ("full_kv_pool", "swa_kv_pool")
+        for part in [getattr(pool, name) for name in names if hasattr(pool, name)] or [pool]:
             for buffer in (*part.k_buffer, *part.v_buffer):
                 buffer[first_slot:] = value
 
     def close(self) -> None:
         destroy_model_parallel()
         destroy_distributed_environment()
+        set_global_expert_location_metadata(None, allow_overwrite=True)
 
     def send(self, prompt: list[int], new_tokens: int) -> Any:
         """Queue a request, of which the model generates `new_tokens` tokens."""

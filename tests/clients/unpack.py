@@ -20,6 +20,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from . import results
+
 LISTS = Path(__file__).parent
 CLIENTS = sorted(path.stem for path in LISTS.glob("*.txt"))
 MADE = LISTS.parents[1] / "build/clients"
@@ -40,7 +42,8 @@ def listed(client: str) -> tuple[list[str], list[str]]:
 def version(client: str) -> str:
     """The client's own version in its list."""
     lines = (line for lines in listed(client) for line in lines)
-    (found,) = (x for x in map(Requirement, lines) if x.name == client)
+    name = results.DISTRIBUTIONS.get(client, client)
+    (found,) = (x for x in map(Requirement, lines) if x.name == name)
     (pin,) = found.specifier
     return pin.version
 
