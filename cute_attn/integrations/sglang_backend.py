@@ -77,11 +77,11 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         refuse(runner)
         self.page_size: int = runner.page_size
-        # These two names are what SGLang's backend for hybrid models reads.
-        self.token_to_kv_pool = runner.token_to_kv_pool
+        # Layers with latent attention, and SGLang's wrapper of hybrid models, read these two.
+        self.token_to_kv_pool = self.pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.fp8 = runner.kv_cache_dtype in FP8
-        self.slots: Tensor = self.req_to_token_pool.req_to_token
+        self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
         # A step may hold prefill and decode, so keys cannot be split.
         self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
@@ -129,7 +129,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Metadata of up to `requests` requests with up to `tokens` tokens, with no contents."""
         int32 = functools.partial(self.slots.new_empty, dtype=torch.int32)
         table = requests, self.max_pages
-        pool = isinstance(self.token_to_kv_pool, SWAKVPool)
+        pool = isinstance(self.pool, SWAKVPool)
         return CuteAttnMetadata(
             cu_seqlens_q=int32(requests + 1),
             seqused_k=int32(requests),
@@ -213,7 +213,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         scales = (layer.k_scale, layer.v_scale) if self.fp8 else ()
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_batch(forward_batch, swa_loc=x.window_slots)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
+            self.pool.set_kv_buffer(layer, where, k, v, *scales)
         heads, heads_k = layer.tp_q_head_num, layer.tp_k_head_num
         q = q.reshape(-1, heads, layer.qk_head_dim)
         shape = len(q), heads, layer.v_head_dim
@@ -221,7 +221,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         out = q.new_empty(shape) if given is None else given.view(shape)
         if x.unused_rows:  # the next layer's keys must be finite
             out.zero_()
-        k_pool, v_pool = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        k_pool, v_pool = self.pool.get_kv_buffer(layer.layer_id)
         left = layer.sliding_window_size  # without the query's own position; -1 is no window
         flash_attn_varlen_func(
             q,
@@ -247,9 +247,9 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
     forward_decode = forward_extend
 
     def in_window_pool(self, layer: Any) -> bool:
-        if not isinstance(self.token_to_kv_pool, SWAKVPool):
+        if not isinstance(self.pool, SWAKVPool):
             return False
-        _, in_window_pool = self.token_to_kv_pool.layers_mapping[layer.layer_id]
+        _, in_window_pool = self.pool.layers_mapping[layer.layer_id]
         return bool(in_window_pool)
 
 
@@ -266,12 +266,12 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
     if pages is None:
         token_slots.write_page_table(metadata.page_table, first, page_size)
     if metadata.window_page_table is not None:
-        first = backend.token_to_kv_pool.translate_loc_from_full_to_swa(first)
+        first = backend.pool.translate_loc_from_full_to_swa(first)
         token_slots.write_page_table(metadata.window_page_table, first, page_size)
         assert metadata.window_slots is not None
         if forward_batch.out_cache_loc is not None:
             metadata.window_slots.copy_(
-                backend.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+                backend.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
             )
 
 

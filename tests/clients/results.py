@@ -1,11 +1,16 @@
-"""The outcomes of tests with real servers, as results.json keeps them."""
+"""The outcomes of tests with real servers, as results.json keeps them.
+
+A run of some of a client's files keeps the outcomes of the others, as long as the client and the
+packages beside it have the same versions.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime, timezone
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,12 +30,32 @@ def read() -> dict[str, dict[str, Any]]:
     return known
 
 
+def features(client: str) -> Iterator[str]:
+    """The features that a client's tests name, in the order of the tests."""
+    for path in sorted(FILE.parent.glob(f"test_{client}*.py")):
+        for test in vars(import_module(f"tests.clients.{path.stem}")).values():
+            for mark in getattr(test, "pytestmark", ()):
+                if mark.name == "clients":
+                    yield mark.args[0]
+                elif mark.name == "parametrize":
+                    for case in mark.args[1]:
+                        yield from (
+                            m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
+                        )
+
+
 class Recorder:
-    """A plugin of pytest that writes a client's outcomes at the end of a run of all its tests."""
+    """A plugin of pytest that writes a client's outcomes at the end of a run. Features of which the
+    run left out tests are not recorded."""
 
     def __init__(self, client: str):
         self.client = client
         self.features: dict[str, dict[str, Any]] = {}
+        self.left_out: set[str] = set()
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        markers = (item.get_closest_marker("clients") for item in items)
+        self.left_out |= {marker.args[0] for marker in markers if marker}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -47,22 +72,27 @@ class Recorder:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        write(self.client, self.features)
+        found = {name: row for name, row in self.features.items() if name not in self.left_out}
+        write(self.client, found)
 
 
-def write(client: str, features: dict[str, dict[str, Any]]) -> None:
+def write(client: str, found: dict[str, dict[str, Any]]) -> None:
     """Keep the outcomes of a client's features, with the versions that they are true of."""
     known = read()
-    beside = {name: found for name in BESIDE if (found := installed(name))}
+    beside = {name: x for name in BESIDE if (x := installed(name))}
     if torch.cuda.is_available():
         beside["on"] = torch.cuda.get_device_name()
-    known[client] = {
+    versions = {
         "version": version(DISTRIBUTIONS.get(client, client)),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "beside": beside,
         "python": platform.python_version(),
-        "features": features,
     }
+    before = known.get(client, {})
+    kept = all(before.get(name) == x for name, x in versions.items() if name != "date")
+    rows = (before["features"] if kept else {}) | found
+    ordered = {name: rows[name] for name in features(client) if name in rows}
+    known[client] = {**versions, "features": ordered}
     FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 

@@ -91,15 +91,15 @@ class Server:
     def fill(self, value: float, first_slot: int = 16) -> None:
         """Fill the pools' slots from first_slot on."""
         pool = self.runner.token_to_kv_pool
-        names = ("full_kv_pool", "swa_kv_pool")
-        for part in [getattr(pool, name) for name in names if hasattr(pool, name)] or [pool]:
+        full = getattr(pool, "full_kv_pool", pool)
+        for part in (full, getattr(pool, "swa_kv_pool", full)):
             for buffer in (*part.k_buffer, *part.v_buffer):
                 buffer[first_slot:] = value
 
     def close(self) -> None:
+        set_global_expert_location_metadata(None, allow_overwrite=True)
         destroy_model_parallel()
         destroy_distributed_environment()
-        set_global_expert_location_metadata(None, allow_overwrite=True)
 
     def send(self, prompt: list[int], new_tokens: int) -> Any:
         """Queue a request, of which the model generates `new_tokens` tokens."""

@@ -262,7 +262,7 @@ def test_windows_and_softcap(start: Start, change: dict[str, Any]):
     served.server.send(prompt(100), 4)
     served.server.send(prompt(20, 1), 10)
     served.server.run()
-    assert type(served.server.backend.token_to_kv_pool).__name__ == "MHATokenToKVPool"
+    assert type(served.server.backend.pool).__name__ == "MHATokenToKVPool"
     served.check(**change)
 
 
@@ -272,7 +272,7 @@ def test_windows_in_their_own_pool(start: Start):
     server = served.server
     server.send(prompt(150), 40)
     server.send(prompt(20, 1), 60)
-    assert type(server.backend.token_to_kv_pool).__name__ == "SWAKVPool"
+    assert type(server.backend.pool).__name__ == "SWAKVPool"
     allocator = server.scheduler.token_to_kv_pool_allocator
     all_slots = allocator.full_available_size(), allocator.swa_available_size()
     freed = []  # more slots of the windows' pool than of the other pool
