@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,13 @@ from cute_attn.integrations import fla as integration
 from cute_attn.ops import gated_delta_rule as gdn_operators
 from cute_attn.ops import kda as kda_operators
 from cute_attn.ops.kda.limits import HEAD_DIMS, STEP_HEAD_DIMS
+from tests.integrations import test_fla_training as training
+from tests.integrations.test_fla_training import layers
 from tests.untuned import untuned
+
+from .test_torch import shows
+
+__all__ = ["layers"]  # a fixture
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -65,7 +71,7 @@ class Case:
     gate: bool = False
     sigmoid: bool = False
     dtype: torch.dtype = torch.float16
-    state_dtype: torch.dtype = field(default=torch.float32)
+    state_dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         shape = self.lengths or (self.batch, self.tokens)
@@ -320,9 +326,7 @@ def test_fused_recurrent_kda(case: Case, reached: Counter[str], monkeypatch: pyt
     Case(2, 1024, 4, 8, 128, scale=0.1, sigmoid=True),
     Case(4, 1024, 4, 4, 128, scale=0.1, norm=True, gate=True),
 )
-def test_chunk_gated_delta_rule(
-    case: Case, reached: Counter[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_chunk_gated_delta_rule(case: Case, reached: Counter[str], monkeypatch: pytest.MonkeyPatch):
     check(GDN, "chunk_gated_delta_rule", case, reached, monkeypatch, gradients=True)
 
 
@@ -353,6 +357,19 @@ def test_fused_recurrent_gated_delta_rule(case: Case):
     assert_agrees(results(getattr(cute_attn, name), given, gradients=False), exact)
     if GPU:
         assert_agrees(results(getattr(GDN.module, name), given, gradients=False), exact)
+
+
+# -- layers
+
+
+@pytest.fixture
+def fla() -> Any:
+    return KDA.module
+
+
+test_a_layer = pytest.mark.gpu(
+    shows("FLA's layer `KimiDeltaAttention`: output and gradients", training.test_a_layer)
+)
 
 
 # -- what stays with FLA

@@ -361,7 +361,7 @@ def test_idle_batch(start: Start):
 
 @pytest.fixture
 def our_gated_delta_net(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The plugin replaces SGLang's Gated Delta Net; the names of SGLang's kernels that are called."""
+    """The plugin replaces SGLang's Gated Delta Net. Names SGLang's own kernels that are called."""
     import cute_attn
     from cute_attn.integrations import sglang as plugin
 
