@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ import torch
 
 FILE = Path(__file__).parent / "results.json"
 # Packages whose versions a row of the table depends on, beside the client's own.
-BESIDE = ("torch", "transformers", "triton", "nvidia-cutlass-dsl")
+BESIDE = ("torch", "transformers", "nvidia-cutlass-dsl")
+OF_CLIENT = {"fla": ("triton",)}
 DISTRIBUTIONS = {"fla": "fla-core"}  # where the package on the registry has another name
 
 
@@ -34,6 +36,8 @@ def features(client: str) -> Iterator[str]:
     """The features that a client's tests name, in the order of the tests."""
     for path in sorted(FILE.parent.glob(f"test_{client}*.py")):
         for test in vars(import_module(f"tests.clients.{path.stem}")).values():
+            if not isinstance(test, FunctionType):
+                continue
             for mark in getattr(test, "pytestmark", ()):
                 if mark.name == "clients":
                     yield mark.args[0]
@@ -79,7 +83,8 @@ class Recorder:
 def write(client: str, found: dict[str, dict[str, Any]]) -> None:
     """Keep the outcomes of a client's features, with the versions that they are true of."""
     known = read()
-    beside = {name: x for name in BESIDE if (x := installed(name))}
+    names = (*BESIDE, *OF_CLIENT.get(client, ()))
+    beside = {name: x for name in names if (x := installed(name))}
     if torch.cuda.is_available():
         beside["on"] = torch.cuda.get_device_name()
     versions = {
