@@ -34,7 +34,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 def features(client: str) -> Iterator[str]:
     """The features that a client's tests name, in the order of the tests."""
-    for path in sorted(FILE.parent.glob(f"test_{client}*.py")):
+    for path in sorted(Path(__file__).parent.glob(f"test_{client}*.py")):
         for test in vars(import_module(f"tests.clients.{path.stem}")).values():
             if not isinstance(test, FunctionType):
                 continue
