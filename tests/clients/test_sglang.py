@@ -474,7 +474,7 @@ def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, fp8: torch.dt
         for key, x in (("k", k), ("v", v)):
             args[key] = x.view(torch.uint8)[pages].view(x.dtype).flatten(1, 2)
         out = args.pop("out")
-        for unused in ("num_splits", "max_seqlen_k", "max_seqlen_q"):
+        for unused in ("batch_invariant", "num_splits", "max_seqlen_k", "max_seqlen_q"):
             args.pop(unused)
         assert_agrees(args, out, None)
         seen.append(k.dtype)
