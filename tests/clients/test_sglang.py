@@ -169,7 +169,7 @@ def test_the_engine(sglang: Any, tmp_path: Path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
