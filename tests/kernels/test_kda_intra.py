@@ -129,7 +129,7 @@ def run_prepare(
         norms = torch.full((count, x["q"].shape[2], 2 * CHUNK), math.nan)
     function(PREPARE, spec, arch)(
         *(x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
-        *(cu_seqlens, tiles, decay, norms, dim_k**-0.5, lower_bound, beta_scale),
+        *(cu_seqlens, tiles, decay, norms, dim_k**-0.5, lower_bound, beta_scale, None, None),
     )
     return (tiles, decay) if norms is None else (tiles, decay, norms)
 
@@ -257,7 +257,8 @@ def test_prepare(
     check_prepare(x, gate=gate, arch=arch)
 
 
-@pytest.mark.parametrize("index_dtype", [slow(torch.int32), torch.int64])
+@pytest.mark.slow
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dtype) -> None:
     lengths = [70, 0, 64, 1, 33]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=index_dtype)
