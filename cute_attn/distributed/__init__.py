@@ -1,0 +1,5 @@
+"""Attention over several GPUs, on torch.distributed: sequences that no single GPU holds."""
+
+from .plan import ContextParallel, context_parallel
+
+__all__ = ["ContextParallel", "context_parallel"]
