@@ -1,0 +1,118 @@
+"""Attention over ranks agrees with float64, as attention on one GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..ops.attention_cases import assert_agrees
+from ..ops.attention_gradient_cases import assert_gradients_agree
+from .ranks import INPUTS, Ranks, ranks
+
+LISTED = [[(5, 40), (70, 71)], [(0, 5), (40, 70), (71, 90)]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as found:
+        yield found
+
+
+def inputs(
+    lengths: tuple[int, ...],
+    *,
+    heads: int = 2,
+    heads_k: int = 1,
+    dim: int = 64,
+    batch: int | None = 1,
+    sink: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """(arguments, do, dlse); packed sequences if batch is None."""
+    g = torch.Generator().manual_seed(seed)
+    rows = (sum(lengths),) if batch is None else (batch, *lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    args: dict[str, Any] = {
+        "q": draw(*rows, heads, dim).bfloat16(),
+        "k": draw(*rows, heads_k, dim).bfloat16(),
+        "v": draw(*rows, heads_k, dim).bfloat16(),
+        **options,
+    }
+    if sink:
+        args["learnable_sink"] = draw(heads)
+    do = draw(*rows, heads, dim).bfloat16()
+    return args, do, draw(*rows[:-1], heads, rows[-1])
+
+
+def check(
+    group: Ranks,
+    args: dict[str, Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    lengths: tuple[int, ...],
+    **plan: Any,
+) -> dict[str, Tensor]:
+    """Every rank's whole results agree with float64 by the error rule. Returns them."""
+    packed = args["q"].dim() == 3
+    bounds = [0, *accumulate(lengths)]
+    of_plan = {"cu_seqlens": bounds} if packed else {"seqlen": lengths[0]}
+    results = group.call("attention", args=args, do=do, dlse=dlse, **of_plan, **plan)
+    whole = dict(args)
+    if packed:
+        whole["cu_seqlens_q"] = whole["cu_seqlens_k"] = torch.tensor(bounds, dtype=torch.int32)
+    found: dict[str, Tensor] = results[0]
+    assert_agrees(whole, found["o"], found["lse"])
+    if do is not None:
+        gradients = {name: found[name] for name in INPUTS if name in found}
+        assert_gradients_agree(whole, gradients, do, dlse)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], x) for name, x in found.items())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_causal_sequence(two: Ranks, mode: str) -> None:
+    args, do, dlse = inputs((70,), causal=True, sink=True)
+    check(two, args, do, dlse, (70,), layout="zigzag", mode=mode)
+
+
+def test_tokens_for_heads(two: Ranks) -> None:
+    args, do, dlse = inputs((61,), heads_k=2, causal=True, sink=True)
+    check(two, args, do, dlse, (61,), layout="zigzag", mode="heads")
+
+
+CASES = {
+    "packed": dict(lengths=(33, 0, 1, 50), batch=None, causal=True),
+    "batch": dict(lengths=(70,), batch=2, causal=True),
+    "dense": dict(lengths=(70,), batch=2),
+    "window": dict(lengths=(90,), window_size=(20, 0)),
+    "both-sides": dict(lengths=(50, 40), batch=None, window_size=(9, 7)),
+    "right": dict(lengths=(90,), window_size=(None, 7)),
+    "capped": dict(lengths=(90,), causal=True, softcap=3.0),
+    "wide": dict(lengths=(90,), dim=128, heads=4, heads_k=2, causal=True, deterministic=True),
+    "widest": dict(lengths=(90,), dim=256, causal=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "listed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
+def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    options: dict[str, Any] = dict(CASES[case])
+    lengths = options.pop("lengths")
+    if layout is LISTED and sum(lengths) != 90:
+        pytest.skip("the listed ranges are of 90 tokens")
+    if mode == "heads":
+        options["heads_k"] = 2
+    args, do, dlse = inputs(lengths, **options)
+    check(two, args, do, dlse, lengths, layout=layout, mode=mode)
