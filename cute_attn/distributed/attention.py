@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, o, lse, sink = ctx.saved_tensors
         run: Run = ctx.run
@@ -205,7 +205,7 @@ def _shape(plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, options: Opti
     )
 
 
-def _window(causal: bool, window_size: tuple[int | None, int | None]) -> Window:
+def _window(causal: bool, window_size: Any) -> Window:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size is {window_size!r}, must be a pair (left, right)")
     left, right = (None if x == -1 else x for x in window_size)

@@ -90,15 +90,20 @@ def attend(
     }
     if len(of.rectangles) == 1:
         ((first, end, first_k, end_k),) = of.rectangles
-        keys = k[:, first_k:end_k], v[:, first_k:end_k]
-        _, found = flash_attn_func(q[:, first:end], *keys, out=out[:, first:end], **shared)
+        queries, keys = slice(first, end), slice(first_k, end_k)
+        _, found = flash_attn_func(
+            q[:, queries], k[:, keys], v[:, keys], out=out[:, queries], **shared
+        )
         if lse is not None and found is not None:
             lse[..., first:end].copy_(found)
         return
     batch, rows, heads, _ = q.shape
     sequences = packed(of, batch, rows, k.shape[1], q.device)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     _, found = flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)),
+        flat_q,
+        flat_k,
+        flat_v,
         out=out.view(batch * rows, *out.shape[2:]),
         **sequences._asdict(),
         **shared,
@@ -120,14 +125,15 @@ def attend_in_float32(
     if len(of.rectangles) == 1 and (batch == 1 or (first, end) == (0, rows)):
         lse[:, :first].fill_(-torch.inf)
         lse[:, end:].fill_(-torch.inf)
-        keys = k[:, first_k:end_k], v[:, first_k:end_k]
-        call = Arguments(q[:, first:end], *keys, **shared)
+        keys = slice(first_k, end_k)
+        call = Arguments(q[:, first:end], k[:, keys], v[:, keys], **shared)
         attend_partial(call, o[:, first:end], lse[:, first:end])
         return
     sequences = packed(of, batch, rows, k.shape[1], q.device)
     if sequences.seqused_q is not None:
         lse.fill_(-torch.inf)
-    call = Arguments(*(x.flatten(0, 1) for x in (q, k, v)), **sequences._asdict(), **shared)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    call = Arguments(flat_q, flat_k, flat_v, **sequences._asdict(), **shared)
     attend_partial(call, o.view(-1, *o.shape[2:]), lse.view(-1, heads))
 
 
@@ -153,7 +159,7 @@ def gradients(
         "float32_dkdv": True,
     }
     shared["window_left"], shared["window_right"] = shared.pop("window_size")
-    batch, rows, heads, _ = q.shape
+    batch, rows, _heads, _ = q.shape
     if len(of.rectangles) == 1:
         (r,) = of.rectangles
         queries = slice(r.q, r.q_end)

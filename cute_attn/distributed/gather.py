@@ -9,6 +9,7 @@ up in the order of the ranks and round the sums once.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _parts_of_heads(k: Tensor, v: Tensor, parts: int) -> list[tuple[slice, Tenso
         return [(slice(None), k, v)]
     heads = k.shape[2]
     cuts = [heads * i // parts for i in range(parts + 1)]
-    slices = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    slices = [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b]
     return [(s, k[:, :, s].contiguous(), v[:, :, s].contiguous()) for s in slices]
 
 

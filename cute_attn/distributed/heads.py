@@ -71,7 +71,7 @@ class _Swapped(torch.autograd.Function):
         return swap.to_heads(x) if to_heads else swap.to_tokens(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         back = ctx.swap.to_tokens if ctx.to_heads else ctx.swap.to_heads
         return back(gradient), None, None

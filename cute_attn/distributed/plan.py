@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -105,7 +106,7 @@ class ContextParallel:
                     if r != self.rank
                 }
                 with beside(x.device):
-                    messages = send(group, dict.fromkeys(into, [own]), into)
+                    messages = send(group, {key: [own] for key in into}, into)
                 messages.wait()
                 for i, (part,) in into.items():
                     self.rows[ranks[i]].put(found, part)
@@ -283,7 +284,7 @@ def _lengths(
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     assert given is not None
     bounds = list(map(int, given))
-    lengths = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
     if not bounds or bounds[0] != 0 or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens is {bounds}, must begin with 0 and not decrease")
     return lengths, True
@@ -298,6 +299,6 @@ def _compare(group: Any, ranks: list[int], own: dict[str, Any], verb: str) -> No
         for name, value in first.items():
             if said.get(name) != value:
                 raise ValueError(
-                    f"rank {rank} {verb} {name} {said.get(name)}, and rank {ranks[0]} with {value}: "
-                    "all ranks must say the same"
+                    f"rank {rank} {verb} {name} {said.get(name)}, and rank {ranks[0]} with "
+                    f"{value}: all ranks must say the same"
                 )

@@ -51,9 +51,8 @@ class _Hops:
         if hop >= self.ring.world:
             return
         rows, batch = self.ring.rows[hop], self.keys[0][0].shape[0]
-        into = []
-        for x in self.memory[hop % len(self.memory)]:
-            into.append(x[: batch * rows].unflatten(0, (batch, rows)))
+        memory = self.memory[hop % len(self.memory)]
+        into = [x[: batch * rows].unflatten(0, (batch, rows)) for x in memory]
         # The buffer was last read by the kernels of hop - BUFFERS.
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin

@@ -108,7 +108,9 @@ def plan_of(layout: Any, mode: str | None, mesh: Sequence[int] | None, **lengths
         group = _meshes.get(tuple(mesh))
         if group is None:
             names = ("tokens", "heads")[: len(mesh)]
-            group = _meshes[tuple(mesh)] = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)
+            group = _meshes[tuple(mesh)] = init_device_mesh(
+                "cpu", tuple(mesh), mesh_dim_names=names
+            )
     return context_parallel(group, layout=layout, mode=mode, **lengths)
 
 

@@ -91,15 +91,22 @@ def test_tokens_for_heads(two: Ranks) -> None:
 
 
 CASES = {
-    "packed": dict(lengths=(33, 0, 1, 50), batch=None, causal=True),
-    "batch": dict(lengths=(70,), batch=2, causal=True),
-    "dense": dict(lengths=(70,), batch=2),
-    "window": dict(lengths=(90,), window_size=(20, 0)),
-    "both-sides": dict(lengths=(50, 40), batch=None, window_size=(9, 7)),
-    "right": dict(lengths=(90,), window_size=(None, 7)),
-    "capped": dict(lengths=(90,), causal=True, softcap=3.0),
-    "wide": dict(lengths=(90,), dim=128, heads=4, heads_k=2, causal=True, deterministic=True),
-    "widest": dict(lengths=(90,), dim=256, causal=True),
+    "packed": {"lengths": (33, 0, 1, 50), "batch": None, "causal": True},
+    "batch": {"lengths": (70,), "batch": 2, "causal": True},
+    "dense": {"lengths": (70,), "batch": 2},
+    "window": {"lengths": (90,), "window_size": (20, 0)},
+    "both-sides": {"lengths": (50, 40), "batch": None, "window_size": (9, 7)},
+    "right": {"lengths": (90,), "window_size": (None, 7)},
+    "capped": {"lengths": (90,), "causal": True, "softcap": 3.0},
+    "wide": {
+        "lengths": (90,),
+        "dim": 128,
+        "heads": 4,
+        "heads_k": 2,
+        "causal": True,
+        "deterministic": True,
+    },
+    "widest": {"lengths": (90,), "dim": 256, "causal": True},
 }
 
 

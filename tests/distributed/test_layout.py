@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     total = sum(lengths)
     cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=9))})
     found: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in itertools.pairwise(cuts):
         found[draw(st.integers(0, world - 1))].append((a, b))
     return Layout.of(found, lengths, world)
 
