@@ -127,14 +127,14 @@ def attend_in_float32(
         lse[:, end:].fill_(-torch.inf)
         keys = slice(first_k, end_k)
         call = Arguments(q[:, first:end], k[:, keys], v[:, keys], **shared)
-        attend_partial(call, o[:, first:end], lse[:, first:end])
+        attend_partial(call, o[None, :, first:end], lse[None, :, first:end])
         return
     sequences = packed(of, batch, rows, k.shape[1], q.device)
     if sequences.seqused_q is not None:
         lse.fill_(-torch.inf)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     call = Arguments(flat_q, flat_k, flat_v, **sequences._asdict(), **shared)
-    attend_partial(call, o.view(-1, *o.shape[2:]), lse.view(-1, heads))
+    attend_partial(call, o.view(1, -1, *o.shape[2:]), lse.view(1, -1, heads))
 
 
 def gradients(

@@ -111,7 +111,7 @@ class ContextParallel:
                 for i, (part,) in into.items():
                     self.rows[ranks[i]].put(found, part)
             self.rows[self.rank].put(found, own)
-            return found[0].movedim(0, dim)
+            return found[0].movedim(0, dim).contiguous()
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
         """The position of each own token in its sequence: int64 `[tokens]`."""

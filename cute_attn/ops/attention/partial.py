@@ -1,7 +1,4 @@
-"""Softmax attention with float32 results, to combine with results over other keys.
-
-The forward's kernel for splits writes the results of one split, which is all keys.
-"""
+"""Softmax attention with float32 results, to combine with results over other keys."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import MOST_READY
 from .arguments import Arguments, bounds, dims_of
-from .forward import FORWARD
+from .forward import FORWARD, is_few, is_short
 from .plan import plan_attention, plan_attention_combine
 
 _ready: dict[tuple[Any, ...], tuple[Callable[..., None], int, bool]] = {}
@@ -27,15 +24,15 @@ on_reload(_ready.clear)
 
 
 def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
-    """Write the results of a call, whose sink is left out. A row without keys has lse -inf. Rows
-    of no sequence, or that are not used, keep lse.
+    """Write the results of a call over parts of its keys, without its sink. A row without keys has
+    lse -inf. Rows of no sequence, or that are not used, keep lse.
 
     Args:
-        a: the call, without splits, pages and fp8.
-        o: float32, of q's shape but for head_dim_v, contiguous.
+        a: the call; its num_splits does not count. k and v are not fp8.
+        o: float32 `[parts, ...]`, each part of q's shape but for head_dim_v; contiguous.
         lse: float32, of o's shape without the last dimension, with any strides.
     """
-    a = a._replace(learnable_sink=None, num_splits=1, return_lse=True)
+    a = a._replace(learnable_sink=None, num_splits=2, return_lse=True)
     key = FORWARD.key(a)
     found = _ready.get(key)
     if found is None:
@@ -52,8 +49,8 @@ def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
     scale = a.q.shape[-1] ** -0.5 if a.softmax_scale is None else a.softmax_scale
     counter = (counter_for(a.q), None, None, None) if counts else ()
     function(
-        a.q, a.k, a.v, o[None], lse[None].mT, None, a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q,
-        a.seqused_k, None, scale, float(a.softcap or 1.0), left or 0, right or 0, clusters,
+        a.q, a.k, a.v, o, lse.mT, None, a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q,
+        a.seqused_k, a.page_table, scale, float(a.softcap or 1.0), left or 0, right or 0, clusters,
         *counter,
     )  # fmt: skip
 
@@ -75,10 +72,12 @@ def _prepare(a: Arguments) -> tuple[Callable[..., None], int, bool]:
         varlen_k=a.cu_seqlens_k is not None,
         seqused_q=a.seqused_q is not None,
         seqused_k=a.seqused_k is not None,
+        page_size=None if a.page_table is None else a.k.shape[1],
         scheduler=a.scheduler,
         num_splits=2,
         return_lse=True,
-        short=False,
+        short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
         pieces=False,
     )
     clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims).cluster)
