@@ -56,7 +56,7 @@ CASES = (
     Case("documents, 64k in all", _documents(2**16), 32, 8, 128, forward=0.9, both=0.9),
 )
 DECODE_KEYS = 2**18
-DECODE_GOAL = 1.7  # times one GPU
+DECODE_SHARE = 0.85  # two GPUs decode 1.7 times as fast as one
 
 
 def lockstep(call: Callable[[], Any], seconds: float = 0.25) -> float:
@@ -146,11 +146,11 @@ def measured(case: Case, modes: tuple[str | None, ...], *, forward_only: bool = 
                 "mode": mode or "chosen",
                 "base_ms": base,
                 "forward_ms": forward,
-                "forward_share": base / forward,
+                "share_of_ideal_forward": base / forward,
                 "base_both_ms": base_both,
                 "both_ms": both,
-                "both_share": base_both / both,
-                "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
+                "share_of_ideal_both": base_both / both,
+                "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
             }
         )
         del tensors, plan
@@ -175,8 +175,15 @@ def decoded(heads: int = 32, heads_k: int = 8, head_dim: int = 128) -> Row:
     with torch.no_grad():
         one = lockstep(lambda: flash_attn_func(q, k, v, num_splits=0), 0.1)
         all_ranks = lockstep(lambda: decode_over_ranks(q, k[:, own], v[:, own]), 0.1)
-    return {"case": "decode, 256k keys", "one_ms": one, "ranks_ms": all_ranks,
-            "times": one / all_ranks}  # fmt: skip
+    empty = dict.fromkeys(("base_both_ms", "both_ms", "share_of_ideal_both", "peak_mib"))
+    return {
+        "case": f"decode, {DECODE_KEYS // 1024}k keys",
+        "mode": "decode",
+        "base_ms": one / world,
+        "forward_ms": all_ranks,
+        "share_of_ideal_forward": one / world / all_ranks,
+        **empty,
+    }
 
 
 def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any]) -> None:
@@ -243,17 +250,12 @@ def _verdicts(rows: list[Row]) -> list[Verdict]:
     for row in rows:
         case = goals.get(str(row["case"]))
         if case is None:
-            times = float(row["times"])  # type: ignore[arg-type]
-            found.append(
-                Verdict(
-                    f"{row['case']}: at least {DECODE_GOAL:g} times one GPU",
-                    times >= DECODE_GOAL,
-                    f"{times:.2f}",
-                )
-            )
+            share = float(row["share_of_ideal_forward"])  # type: ignore[arg-type]
+            claim = f"{row['case']}: at least {DECODE_SHARE:.0%} of all GPUs' rate"
+            found.append(Verdict(claim, share >= DECODE_SHARE, f"{share:.1%}"))
         elif row["mode"] == "chosen":
             for name in ("forward", "both"):
-                goal, share = getattr(case, name), float(row[f"{name}_share"])  # type: ignore[arg-type]
+                goal, share = getattr(case, name), float(row[f"share_of_ideal_{name}"])  # type: ignore[arg-type]
                 claim = f"{case.name}, {name}: at least {goal:.0%} of all GPUs' rate"
                 found.append(Verdict(claim, share >= goal, f"{share:.1%}"))
     return found
