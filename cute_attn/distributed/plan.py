@@ -122,6 +122,7 @@ class ContextParallel:
         ]
         return torch.cat(found or [torch.arange(0)]).to(device)
 
+    @torch.compiler.disable  # a graph break: torch.compile cannot trace messages
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """`flash_attn_func` and `flash_attn_varlen_func` with cp."""
         from .attention import attend

@@ -169,3 +169,48 @@ def attention(
                 dist.all_reduce(total)
                 found[name] = total.to(gradient.dtype)
     return found
+
+
+def raised(layout: Any = "zigzag", mode: str | None = None, **lengths: Any) -> str:
+    """What making a plan raises."""
+    try:
+        plan_of(layout, mode, None, **lengths)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(args: dict[str, Any], **lengths: Any) -> str:
+    """What a call raises before any kernel."""
+    import cute_attn
+
+    plan = plan_of("zigzag", None, None, **lengths)
+    function = cute_attn.flash_attn_varlen_func if plan.packed else cute_attn.flash_attn_func
+    try:
+        function(**args, cp=plan)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def sharded(x: Tensor, layout: Any, **lengths: Any) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(own tokens of x, all tokens of these, position ids, number of tokens)."""
+    plan = plan_of(layout, None, None, **lengths)
+    own = plan.shard(x)
+    return own, plan.unshard(own), plan.position_ids(), plan.tokens
+
+
+def decoded(
+    args: dict[str, Any], own: Sequence[slice], used: Tensor | None, arch: str = "sm_90a"
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) over the keys of all ranks, of which a rank has `own`."""
+    import cute_attn
+    from cute_attn.distributed import decode_over_ranks
+    from cute_attn.emulator import Emulator
+
+    keys = {name: args[name][:, own[dist.get_rank()]].contiguous() for name in ("k", "v")}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with cute_attn.emulated(arch, Emulator(num_sms=4)):
+        found = decode_over_ranks(**args | keys, seqused_k=used, return_lse=True)
+    torch.use_deterministic_algorithms(False)
+    return found

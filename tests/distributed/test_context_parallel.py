@@ -123,3 +123,71 @@ def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> Non
         options["heads_k"] = 2
     args, do, dlse = inputs(lengths, **options)
     check(two, args, do, dlse, lengths, layout=layout, mode=mode)
+
+
+def test_decoding_over_a_split_cache(two: Ranks) -> None:
+    args, _, _ = inputs((1,), heads=4, heads_k=2, batch=2, sink=True, dim=64)
+    cache, _, _ = inputs((90,), heads=2, heads_k=2, batch=2, seed=1)
+    args |= {"k": cache["k"], "v": cache["v"]}
+    used = torch.tensor([40, 40], dtype=torch.int32), torch.tensor([50, 0], dtype=torch.int32)
+    own = (slice(0, 40), slice(40, 90))
+    results = two.call("decoded", {"used": used[0]}, {"used": used[1]}, args=args, own=own)
+    for o, lse in results:
+        whole = {**args, "seqused_k": used[0] + used[1]}
+        assert_agrees(whole, o, lse)
+        assert torch.equal(o, results[0][0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "listed"])
+def test_shards_are_all_tokens(two: Ranks, layout: Any) -> None:
+    x = torch.randn(2, 90, 3)
+    results = two.call("sharded", x=x, layout=layout, seqlen=90)
+    for own, whole, positions, tokens in results:
+        assert torch.equal(whole, x) and own.shape[1] == tokens
+        assert torch.equal(x[:, positions], own)
+    lengths = (0, 31, 59)
+    results = two.call("sharded", x=x[0], layout=layout, cu_seqlens=[0, *accumulate(lengths)])
+    of_sequences = torch.cat([torch.arange(n) for n in lengths])
+    assert torch.equal(torch.cat([r[2] for r in results]).sort()[0], of_sequences.sort()[0])
+    assert all(torch.equal(whole, x[0]) for _, whole, _, _ in results)
+
+
+def test_ranks_that_disagree_are_named(two: Ranks) -> None:
+    for of_rank, message in (
+        (({"seqlen": 8}, {"seqlen": 9}), r"rank 1 plans with lengths (9,), and rank 0 with (8,)"),
+        (
+            ({"seqlen": 8, "layout": "contiguous"}, {"seqlen": 8}),
+            "rank 1 plans with layout zigzag, and rank 0 with contiguous",
+        ),
+        (({"seqlen": 8, "mode": "ring"}, {"seqlen": 8}), "rank 1 plans with mode None"),
+    ):
+        for said in two.call("raised", *of_rank):
+            assert said.startswith("ValueError: ") and message in said
+    one, _, _ = inputs((4,), heads=2)
+    other, _, _ = inputs((4,), heads=4)
+    for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
+        assert "rank 1 calls flash attention with heads, heads_k, head_dim" in said
+        assert "(4, 64, 1, 64), and rank 0 with (2, 64, 1, 64)" in said
+
+
+def test_wrong_arguments_are_named(two: Ranks) -> None:
+    for of_plan, message in (
+        ({}, "seqlen and cu_seqlens are both given or both None"),
+        ({"seqlen": -1}, "seqlen is -1"),
+        ({"cu_seqlens": [1, 2]}, "cu_seqlens is .1, 2., must begin with 0"),
+        ({"seqlen": 8, "mode": "star"}, "mode is 'star'"),
+    ):
+        (said, _) = two.call("raised", **of_plan)
+        assert message.replace(".1, 2.", "[1, 2]") in said
+    args, _, _ = inputs((4,))
+    for changes, message in (
+        ({"q": args["q"][:, :3]}, "q has shape [1, 3, 2, 64] on rank 0, must have 4 dimensions"),
+        ({"num_splits": 2}, "NotImplementedError: num_splits is given with cp"),
+        ({"out": args["q"]}, "NotImplementedError: out is given with cp"),
+        ({"window_size": (-3, None)}, "NotImplementedError: window_size is (-3, None) with cp"),
+        ({"causal": 2.0}, "TypeError: causal must be a bool"),
+    ):
+        (said, _) = two.call("refused", args=args | changes, seqlen=8)
+        assert message in said
+    (said, _) = two.call("refused", args=args, cu_seqlens=[0, 8])
+    assert "q has shape" in said
