@@ -15,13 +15,13 @@ from .choose import Shape, choose, parts_of
 from .gather import Route
 from .heads import swapped
 from .layout import Window
-from .plan import ContextParallel
+from .plan import Plan
 
 
 class Run(NamedTuple):
     """A call of the ranks that share out tokens: what they exchange, and the options."""
 
-    plan: ContextParallel
+    plan: Plan
     options: Options
     mode: str
     parts: int  # of the heads, in which K and V are gathered
@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(
-    plan: ContextParallel,
+    plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,7 +121,7 @@ def attend(
 
 
 def _by_heads(
-    plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     return_lse: bool, grad: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The call on 4-dimensional tensors, with tokens exchanged for heads where the plan does so."""
@@ -154,7 +154,7 @@ def _by_heads(
 
 
 def _by_tokens(
-    plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     mode: str, return_lse: bool, grad: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     shape = _shape(plan, q, k, v, options)
@@ -170,7 +170,7 @@ def _by_tokens(
 
 
 def _whole(
-    plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The call on all tokens of some heads."""
@@ -188,7 +188,7 @@ def _whole(
     return o[None], None if lse is None else lse[None]
 
 
-def _shape(plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Shape:
+def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Shape:
     tokens = -(-plan.layout.total // plan.world) * q.shape[0]  # equal on all ranks
     longest = max(plan.lengths, default=0)
     window = options.window
@@ -217,7 +217,7 @@ def _window(causal: bool, window_size: Any) -> Window:
     return Window(left, 0 if causal else right)
 
 
-def _check(plan: ContextParallel, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if packed != plan.packed:
         name, wanted = (
             ("flash_attn_func", "seqlen")
