@@ -214,3 +214,45 @@ def decoded(
         found = decode_over_ranks(**args | keys, seqused_k=used, return_lse=True)
     torch.use_deterministic_algorithms(False)
     return found
+
+
+def model_of(kind: str, implementation: str, dtype: torch.dtype) -> Any:
+    """A small model of transformers with seeded weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=256,
+        initializer_range=0.1, pad_token_id=0, attn_implementation=implementation,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model.to(torch.bfloat16).to(dtype)
+
+
+def logits_and_gradients(model: Any, upstream: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of all parameters as one vector, for a gradient of the logits."""
+    logits = model(use_cache=False, **inputs).logits
+    logits.backward(upstream.to(logits.dtype))
+    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return logits.detach(), torch.cat(found)
+
+
+def trained(kind: str, tokens: Tensor, upstream: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The same over ranks: all logits, and the sum of the ranks' gradients."""
+    import cute_attn
+    from cute_attn.integrations.transformers import register
+
+    register()
+    plan = plan_of(layout, None, None, seqlen=tokens.shape[1])
+    model = model_of(kind, "cute_attn", torch.bfloat16)
+    with cute_attn.emulated("sm_90a"):
+        logits, gradients = logits_and_gradients(
+            model,
+            plan.shard(upstream),
+            input_ids=plan.shard(tokens),
+            position_ids=plan.position_ids()[None],
+            cp=plan,
+        )
+    dist.all_reduce(gradients)
+    return plan.unshard(logits), gradients

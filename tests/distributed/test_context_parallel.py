@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ..ops.attention_cases import assert_agrees
+from ..ops.attention_cases import FULL, assert_agrees
 from ..ops.attention_gradient_cases import assert_gradients_agree
 from .ranks import INPUTS, Ranks, ranks
 
@@ -191,3 +193,69 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         assert message in said
     (said, _) = two.call("refused", args=args, cu_seqlens=[0, 8])
     assert "q has shape" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_mesh_of_tokens_and_heads(mode: str) -> None:
+    with ranks(4) as four:
+        args, do, dlse = inputs((90,), heads=4, heads_k=2, causal=True, sink=True)
+        check(four, args, do, dlse, (90,), layout="zigzag", mode=mode, mesh=(2, 2))
+        packed = (33, 0, 1, 50)
+        args, do, dlse = inputs(packed, heads=4, heads_k=2, batch=None, causal=True)
+        check(four, args, do, dlse, packed, layout="zigzag", mode=mode, mesh=(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks(world: int) -> None:
+    with ranks(world) as group:
+        for mode in ("gather", "ring"):
+            args, do, dlse = inputs((75,), causal=True)
+            check(group, args, do, dlse, (75,), layout="zigzag", mode=mode)
+        lengths = (2, 40, 0, 31)
+        args, do, dlse = inputs(lengths, batch=None, window_size=(11, 0))
+        check(group, args, do, dlse, lengths, layout="contiguous", mode=None)
+
+
+@pytest.mark.slow
+@settings(max_examples=100 if FULL else 12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    layout=st.sampled_from(("contiguous", "zigzag")),
+    mode=st.sampled_from(("gather", "ring")),
+    left=st.none() | st.integers(0, 40),
+    causal=st.booleans(),
+    group=st.sampled_from((1, 2, 4)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_lengths(
+    two: Ranks, lengths: list[int], layout: str, mode: str, left: int | None, causal: bool,
+    group: int, seed: int,
+) -> None:  # fmt: skip
+    """Packed sequences of any lengths, masks and head ratios."""
+    options: dict[str, Any] = {"causal": causal, "window_size": (left, None), "seed": seed}
+    args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, **options)
+    check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode)
+
+
+@pytest.mark.slow
+def test_deterministic_calls_repeat(two: Ranks) -> None:
+    args, do, dlse = inputs((130,), dim=128, heads=4, causal=True, deterministic=True, sink=True)
+    runs = [
+        check(two, args, do, dlse, (130,), layout="zigzag", mode=mode)
+        for mode in ("gather", "gather", "ring", "ring")
+    ]
+    for one, other in (runs[:2], runs[2:]):
+        assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_wrong_shape_ends_the_others() -> None:
+    """The rank that is wrong raises at once, and the other when the group's time is over."""
+    with ranks(2, timeout=5) as group:
+        args, _, _ = inputs((4,))
+        wrong = args | {"q": args["q"][:, :3]}
+        ours, theirs = group.outcomes("refused", {"args": args}, {"args": wrong}, seqlen=8)
+        assert "q has shape [1, 3, 2, 64] on rank 1" in theirs
+        assert "rank 1" in str(ours) or "imed out" in str(ours)
