@@ -38,27 +38,46 @@ class Rows:
             return torch.cat([x[:, start:end] for start, end in self.ranges], dim=1)
         return x.index_select(1, self.index(x.device))
 
+    def in_pieces(self, batch: int) -> bool:
+        """Whether messages of these rows are one for each range, which lies in one piece."""
+        return batch == 1 and len(self.ranges) <= MOST_SLICES
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """The rows as messages: views of x where possible."""
+        if self.in_pieces(x.shape[0]):
+            return [x[:, start:end].contiguous() for start, end in self.ranges]
+        return [self.take(x)]
+
+    def memory(self, x: Tensor, *, inside: bool) -> list[Tensor]:
+        """Memory for messages of these rows of x: in x where possible, or new."""
+        if not self.in_pieces(x.shape[0]):
+            return [x.new_empty(x.shape[0], self.count, *x.shape[2:])]
+        views = [x[:, start:end] for start, end in self.ranges]
+        return views if inside else [torch.empty_like(view) for view in views]
+
+    def fill(self, x: Tensor, received: Sequence[Tensor]) -> None:
+        """Write the messages to the rows of x, unless `memory` gave them the place in x."""
+        if not self.in_pieces(x.shape[0]):
+            self.put(x, received[0])
+
     def put(self, x: Tensor, values: Tensor) -> None:
         """Write the rows of x."""
-        for to, part in self.parts(x, values):
-            to.copy_(part)
         if len(self.ranges) > MOST_SLICES:
             x.index_copy_(1, self.index(x.device), values)
-
-    def add(self, x: Tensor, values: Tensor) -> None:
-        """Add to the rows of x, each once, so that the order is fixed."""
-        for to, part in self.parts(x, values):
-            to.add_(part)
-        if len(self.ranges) > MOST_SLICES:
-            index = self.index(x.device)
-            x.index_copy_(1, index, x.index_select(1, index).add_(values))
-
-    def parts(self, x: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views, of x and of values, where there are few ranges."""
+            return
         row = 0
-        for start, end in self.ranges if len(self.ranges) <= MOST_SLICES else ():
-            yield x[:, start:end], values[:, row : row + end - start]
+        for start, end in self.ranges:
+            x[:, start:end].copy_(values[:, row : row + end - start])
             row += end - start
+
+    def add(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Add messages to the rows of x, each row once, so that the order is fixed."""
+        if self.in_pieces(x.shape[0]):
+            for (start, end), piece in zip(self.ranges, pieces, strict=True):
+                x[:, start:end].add_(piece)
+            return
+        index = self.index(x.device)
+        x.index_copy_(1, index, x.index_select(1, index).add_(pieces[0]))
 
     def index(self, device: torch.device) -> Tensor:
         found = self._index.get(device)
@@ -66,6 +85,15 @@ class Rows:
             rows = [torch.arange(start, end) for start, end in self.ranges]
             found = self._index[device] = torch.cat(rows or [torch.arange(0)]).to(device)
         return found
+
+
+def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
+    """Copy rows of `source` to rows of `to`. The ranges of both are pairs of equal lengths."""
+    if len(rows.ranges) > MOST_SLICES:
+        rows.put(to, of.take(source))
+        return
+    for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True):
+        to[:, start:end].copy_(source[:, first:stop])
 
 
 @cache

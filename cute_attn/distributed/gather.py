@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .calls import Options, attend, gradients
-from .exchange import Messages, Rows, beside, send
+from .exchange import Messages, Rows, beside, copy_rows, send
 from .layout import Layout, Needs, Window, shared_rows
 
 
@@ -51,10 +51,11 @@ class _Keys:
     def __init__(self, route: Route, group: Any, tensors: tuple[Tensor, Tensor]) -> None:
         self.route, self.own = route, tensors
         self.rows = [x.new_empty(x.shape[0], route.rows, *x.shape[2:]) for x in tensors]
-        self.into: dict[int, list[Tensor]] = {}
-        for rank, rows in route.received.items():
-            if rank != route.rank:
-                self.into[rank] = [_memory(x, rows) for x in self.rows]
+        self.into = {
+            rank: [rows.memory(x, inside=True) for x in self.rows]
+            for rank, rows in route.received.items()
+            if rank != route.rank
+        }
         self.group = group
         self.messages: Messages | None = None
 
@@ -62,37 +63,25 @@ class _Keys:
         """Start the messages; called on the stream for messages."""
         route = self.route
         to = {
-            rank: [rows.take(x) for x in self.own]
+            rank: [piece for x in self.own for piece in rows.pieces(x)]
             for rank, rows in route.sent.items()
             if rank != route.rank
         }
-        self.messages = send(self.group, to, self.into)
+        into = {rank: [x for parts in both for x in parts] for rank, both in self.into.items()}
+        self.messages = send(self.group, to, into)
 
     def wait(self) -> list[Tensor]:
         """K and V, once they are complete."""
         assert self.messages is not None
-        own = self.route.received.get(self.route.rank)
-        if own is not None:
-            for x, source in zip(self.rows, self.own, strict=True):
-                own.put(x, self.route.sent[self.route.rank].take(source))
-        self.messages.wait()
-        for rank, parts in self.into.items():
-            for x, part in zip(self.rows, parts, strict=True):
-                if not _lies_in(part, x):
-                    self.route.received[rank].put(x, part)
+        self.messages.wait()  # the own rows, too, were made contiguous on the other stream
+        route = self.route
+        own = route.received.get(route.rank)
+        for i, x in enumerate(self.rows):
+            if own is not None:
+                copy_rows(x, own, self.own[i], route.sent[route.rank])
+            for rank, both in self.into.items():
+                route.received[rank].fill(x, both[i])
         return self.rows
-
-
-def _memory(x: Tensor, rows: Rows) -> Tensor:
-    """Memory to receive these rows of x: in x, if they lie there in one piece."""
-    if len(rows.ranges) == 1 and (x.shape[0] == 1 or rows.count == x.shape[1]):
-        start, end = rows.ranges[0]
-        return x[:, start:end]
-    return x.new_empty(x.shape[0], rows.count, *x.shape[2:])
-
-
-def _lies_in(part: Tensor, x: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 def _parts_of_heads(k: Tensor, v: Tensor, parts: int) -> list[tuple[slice, Tensor, Tensor]]:
@@ -203,28 +192,32 @@ class _Returns:
     """dK and dV on their way to the ranks that hold the keys."""
 
     def __init__(self, route: Route, group: Any, sums: list[Tensor], rows: int) -> None:
-        self.route, self.sums, self.rows = route, sums, rows
+        self.route, self.sums = route, sums
+        held = [x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in sums]
+        self.totals = held
         self.into = {
-            rank: [x.new_empty(x.shape[0], sent.count, *x.shape[2:]) for x in sums]
+            rank: [sent.memory(x, inside=False) for x in held]
             for rank, sent in route.sent.items()
             if rank != route.rank
         }
+        into = {rank: [x for parts in both for x in parts] for rank, both in self.into.items()}
         with beside(sums[0].device):
             to = {
-                rank: [received.take(x) for x in sums]
+                rank: [piece for x in sums for piece in received.pieces(x)]
                 for rank, received in route.received.items()
                 if rank != route.rank
             }
-            self.messages = send(group, to, self.into)
+            self.messages = send(group, to, into)
 
     def finish(self, *gradients: Tensor) -> None:
         """Add up what all ranks computed, in the order of the ranks, and round the sums."""
         self.messages.wait()
         route = self.route
-        for i, (out, own) in enumerate(zip(gradients, self.sums, strict=True)):
-            total = own.new_zeros(own.shape[0], self.rows, *own.shape[2:])
+        for i, (out, total) in enumerate(zip(gradients, self.totals, strict=True)):
             for rank, sent in sorted(route.sent.items()):
-                own_rows = rank == route.rank
-                part = route.received[rank].take(own) if own_rows else self.into[rank][i]
-                sent.add(total, part)
+                if rank == route.rank:
+                    parts = route.received[rank].pieces(self.sums[i])
+                else:
+                    parts = self.into[rank][i]
+                sent.add(total, parts)
             out.copy_(total)

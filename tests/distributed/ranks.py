@@ -10,7 +10,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,26 @@ def plan_of(layout: Any, mode: str | None, mesh: Sequence[int] | None, **lengths
 _meshes: dict[tuple[int, ...], Any] = {}
 
 
+@contextmanager
+def kernels(emulated: bool) -> Iterator[None]:
+    """Kernels in the emulator, whose checks must find nothing, or what stands in for kernels.
+    Memory without values holds NaN."""
+    import cute_attn
+    from cute_attn.emulator import Emulator
+
+    from ..ops.attention_stand_ins import stand_ins
+
+    emulator = Emulator(num_sms=4)
+    arch = "sm_90a" if emulated else "sm_100a"
+    standing_in: AbstractContextManager[Any] = nullcontext() if emulated else stand_ins()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with cute_attn.emulated(arch, emulator), standing_in:
+        yield
+    torch.use_deterministic_algorithms(False)
+    bad = [str(x) for x in emulator.report.findings if x.severity != "note"]
+    assert not bad, bad
+
+
 def attention(
     args: dict[str, Any],
     do: Tensor | None,
@@ -125,12 +145,11 @@ def attention(
     layout: Any,
     mode: str | None,
     mesh: Sequence[int] | None = None,
-    arch: str = "sm_90a",
+    emulated: bool = True,
     **lengths: Any,
 ) -> dict[str, Tensor]:
     """o, lse and gradients of the rank's tokens, as whole tensors."""
     import cute_attn
-    from cute_attn.emulator import Emulator
 
     plan = plan_of(layout, mode, mesh, **lengths)
     function = cute_attn.flash_attn_varlen_func if plan.packed else cute_attn.flash_attn_func
@@ -144,9 +163,7 @@ def attention(
     if do is not None:
         for name in leaves:
             own[name].requires_grad_()
-    emulator = Emulator(num_sms=4)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory holds NaN at first
-    with cute_attn.emulated(arch, emulator):
+    with kernels(emulated):
         o, lse = function(**own, return_lse=True, cp=plan)
         if do is not None:
             upstream = [plan.shard(do)]
@@ -155,9 +172,6 @@ def attention(
                 outputs.append(lse)
                 upstream.append(plan.shard(dlse, -1))
             torch.autograd.backward(outputs, upstream)
-    torch.use_deterministic_algorithms(False)
-    bad = [str(x) for x in emulator.report.findings if x.severity != "note"]
-    assert not bad, bad
     found = {"o": plan.unshard(o), "lse": plan.unshard(lse, -1)}
     if do is not None:
         for name in leaves:
@@ -201,19 +215,14 @@ def sharded(x: Tensor, layout: Any, **lengths: Any) -> tuple[Tensor, Tensor, Ten
 
 
 def decoded(
-    args: dict[str, Any], own: Sequence[slice], used: Tensor | None, arch: str = "sm_90a"
+    args: dict[str, Any], own: Sequence[slice], used: Tensor | None, emulated: bool
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) over the keys of all ranks, of which a rank has `own`."""
-    import cute_attn
     from cute_attn.distributed import decode_over_ranks
-    from cute_attn.emulator import Emulator
 
     keys = {name: args[name][:, own[dist.get_rank()]].contiguous() for name in ("k", "v")}
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with cute_attn.emulated(arch, Emulator(num_sms=4)):
-        found = decode_over_ranks(**args | keys, seqused_k=used, return_lse=True)
-    torch.use_deterministic_algorithms(False)
-    return found
+    with kernels(emulated):
+        return decode_over_ranks(**args | keys, seqused_k=used, return_lse=True)
 
 
 def model_of(kind: str, implementation: str, dtype: torch.dtype) -> Any:

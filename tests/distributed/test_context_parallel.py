@@ -81,59 +81,69 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_a_causal_sequence(two: Ranks, mode: str) -> None:
-    args, do, dlse = inputs((70,), causal=True, sink=True)
-    check(two, args, do, dlse, (70,), layout="zigzag", mode=mode)
-
-
-def test_tokens_for_heads(two: Ranks) -> None:
-    args, do, dlse = inputs((61,), heads_k=2, causal=True, sink=True)
-    check(two, args, do, dlse, (61,), layout="zigzag", mode="heads")
-
-
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"lengths": (90,), "causal": True, "sink": True},
     "packed": {"lengths": (33, 0, 1, 50), "batch": None, "causal": True},
     "batch": {"lengths": (70,), "batch": 2, "causal": True},
-    "dense": {"lengths": (70,), "batch": 2},
+    "dense": {"lengths": (70,), "batch": 2, "sink": True},
     "window": {"lengths": (90,), "window_size": (20, 0)},
     "both-sides": {"lengths": (50, 40), "batch": None, "window_size": (9, 7)},
     "right": {"lengths": (90,), "window_size": (None, 7)},
     "capped": {"lengths": (90,), "causal": True, "softcap": 3.0},
-    "wide": {
-        "lengths": (90,),
-        "dim": 128,
-        "heads": 4,
-        "heads_k": 2,
-        "causal": True,
-        "deterministic": True,
-    },
-    "widest": {"lengths": (90,), "dim": 256, "causal": True},
+    "heads": {"lengths": (90,), "heads": 4, "heads_k": 2, "causal": True},
+}
+EMULATED = {
+    **CASES,
+    "wide": {**CASES["heads"], "dim": 128, "deterministic": True},
+    "widest": {**CASES["causal"], "dim": 256},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "listed"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
-def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
-    options: dict[str, Any] = dict(CASES[case])
+def check_case(
+    group: Ranks, mode: str | None, case: dict[str, Any], layout: Any, *, emulated: bool
+) -> None:
+    options = dict(case)
     lengths = options.pop("lengths")
     if layout is LISTED and sum(lengths) != 90:
         pytest.skip("the listed ranges are of 90 tokens")
     if mode == "heads":
         options["heads_k"] = 2
+    if not emulated:
+        options["dim"] = 256  # what stands in has no other
     args, do, dlse = inputs(lengths, **options)
-    check(two, args, do, dlse, lengths, layout=layout, mode=mode)
+    check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=emulated)
 
 
-def test_decoding_over_a_split_cache(two: Ranks) -> None:
-    args, _, _ = inputs((1,), heads=4, heads_k=2, batch=2, sink=True, dim=64)
-    cache, _, _ = inputs((90,), heads=2, heads_k=2, batch=2, seed=1)
+LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
+MODES = pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("case", CASES)
+@MODES
+def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    """With float64 in place of the kernels."""
+    check_case(two, mode, CASES[case], layout, emulated=False)
+
+
+@pytest.mark.slow
+@LAYOUTS
+@pytest.mark.parametrize("case", EMULATED)
+@MODES
+def test_every_mode_emulated(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, EMULATED[case], layout, emulated=True)
+
+
+@pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decoding_over_a_split_cache(two: Ranks, emulated: bool) -> None:
+    shape: dict[str, Any] = {"heads_k": 2, "batch": 2, "dim": 64 if emulated else 256}
+    args, _, _ = inputs((1,), heads=4, sink=True, **shape)
+    cache, _, _ = inputs((90,), seed=1, **shape)
     args |= {"k": cache["k"], "v": cache["v"]}
     used = torch.tensor([40, 40], dtype=torch.int32), torch.tensor([50, 0], dtype=torch.int32)
     own = (slice(0, 40), slice(40, 90))
-    results = two.call("decoded", {"used": used[0]}, {"used": used[1]}, args=args, own=own)
+    shared: dict[str, Any] = {"args": args, "own": own, "emulated": emulated}
+    results = two.call("decoded", {"used": used[0]}, {"used": used[1]}, **shared)
     for o, lse in results:
         whole = {**args, "seqused_k": used[0] + used[1]}
         assert_agrees(whole, o, lse)
@@ -218,7 +228,6 @@ def test_more_ranks(world: int) -> None:
         check(group, args, do, dlse, lengths, layout="contiguous", mode=None)
 
 
-@pytest.mark.slow
 @settings(max_examples=100 if FULL else 12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
@@ -235,8 +244,8 @@ def test_any_lengths(
 ) -> None:  # fmt: skip
     """Packed sequences of any lengths, masks and head ratios."""
     options: dict[str, Any] = {"causal": causal, "window_size": (left, None), "seed": seed}
-    args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, **options)
-    check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode)
+    args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, dim=256, **options)
+    check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode, emulated=False)
 
 
 @pytest.mark.slow

@@ -77,8 +77,8 @@ def lockstep(call: Callable[[], Any], seconds: float = 0.25) -> float:
         dist.all_reduce(time_of, dist.ReduceOp.MAX)
         return time_of.item()
 
-    run(2)
-    count = max(2, min(50, int(seconds * 1000 / 3 / max(run(2), 1e-3))))
+    run(1)
+    count = max(1, min(50, int(seconds * 1000 / 3 / max(run(1), 1e-3))))
     return statistics.median(run(count) for _ in range(3))
 
 
