@@ -30,7 +30,8 @@ class ContextParallel(Plan):
         mode: "gather", "ring", "heads", or None: chosen for each call by its shapes.
     """
 
-    @torch.compiler.disable  # a graph break: torch.compile cannot trace messages
+    # A graph break: torch.compile cannot trace messages.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """`flash_attn_func` and `flash_attn_varlen_func` with cp."""
         return attend(self, q, k, v, **options)

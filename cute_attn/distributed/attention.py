@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from . import gather, ring
 from .calls import Options
-from .choose import Shape, choose, parts_of
+from .choose import Shape, choose
 from .gather import Route
 from .heads import swapped
 from .layout import Window
@@ -24,7 +24,6 @@ class Run(NamedTuple):
     plan: Plan
     options: Options
     mode: str
-    parts: int  # of the heads, in which K and V are gathered
     need_lse: bool
 
     @property
@@ -38,7 +37,7 @@ class Run(NamedTuple):
         if self.mode == "ring":
             hops = self.plan.ring(self.options.window.right == 0)
             return ring.forward(hops, self.plan.group, *tensors)
-        return gather.forward(self.route, self.plan.group, self.parts, *tensors)
+        return gather.forward(self.route, self.plan.group, *tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -61,7 +60,7 @@ class _Attention(torch.autograd.Function):
             do = torch.zeros_like(o)
         of_sink = sink if ctx.needs_input_grad[3] else None
         found = gather.backward(
-            run.route, run.plan.group, run.parts, q, k, v, o, lse, do, dlse, of_sink, run.options
+            run.route, run.plan.group, q, k, v, o, lse, do, dlse, of_sink, run.options
         )
         return (*found, None)
 
@@ -125,7 +124,7 @@ def _by_heads(
     return_lse: bool, grad: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The call on 4-dimensional tensors, with tokens exchanged for heads where the plan does so."""
-    mode = plan.mode or choose(_shape(plan, q, k, v, options))
+    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad))
     if plan.by_heads > 1:
         swap = plan.swap
     elif mode == "heads":
@@ -141,27 +140,24 @@ def _by_heads(
             )
     if sink is not None:
         sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
-    q, k, v = (swapped(x, swap, to_heads=True) for x in (q, k, v))
+    q, k, v = swapped(swap, q, k, v, to_heads=True)
     if plan.by_heads > 1 and plan.by_tokens > 1:
         o, lse = _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad)
     else:
         o, lse = _whole(plan, q, k, v, sink, options, return_lse)
-    o = swapped(o, swap, to_heads=False)
-    if lse is not None:
-        lse = swapped(lse.transpose(1, 2)[..., None].contiguous(), swap, to_heads=False)
-        lse = lse[..., 0].transpose(1, 2)
-    return o, lse
+    if lse is None:
+        return *swapped(swap, o, to_heads=False), None
+    o, lse = swapped(swap, o, lse.transpose(1, 2)[..., None], to_heads=False)
+    return o, lse[..., 0].transpose(1, 2)
 
 
 def _by_tokens(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     mode: str, return_lse: bool, grad: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    shape = _shape(plan, q, k, v, options)
-    if mode == "ring" and options.window.left is None and options.window.right in (None, 0):
-        run = Run(plan, options, "ring", parts_of(shape), return_lse or grad)
-    else:
-        run = Run(plan, options, "gather", parts_of(shape), return_lse or grad)
+    whole = options.window.left is None and options.window.right in (None, 0)
+    way = "ring" if mode == "ring" and whole else "gather"
+    run = Run(plan, options, way, return_lse or grad)
     if grad:
         o, lse = _Attention.apply(q, k, v, sink, run)
     else:
@@ -188,20 +184,18 @@ def _whole(
     return o[None], None if lse is None else lse[None]
 
 
-def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Shape:
+def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
     tokens = -(-plan.layout.total // plan.world) * q.shape[0]  # equal on all ranks
-    longest = max(plan.lengths, default=0)
     window = options.window
     return Shape(
         plan.world,
         tokens,
-        longest,
         q.shape[2],
         k.shape[2],
         q.shape[3],
         v.shape[3],
-        window.right == 0,
         window.left is not None or window.right not in (None, 0),
+        grad,
     )
 
 

@@ -10,34 +10,30 @@ from typing import NamedTuple
 
 MODES = ("gather", "ring", "heads")
 
-# Of two H100 with NVLink; the order of the modes depends little on them.
+# Measured on two H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
 BYTES_PER_SECOND = 320e9  # between ranks, in each direction
 MEMORY_BYTES_PER_SECOND = 2.6e12
-FLOPS_PER_SECOND = 6e14
-LATENCY = 15e-6  # of one exchange
+# Reading and writing float32 results of a hop, and the slower kernel that writes them, take as long
+# as so many passes over them.
+PASSES_OF_A_HOP = 13.0
+# What dK and dV of gathered keys take until they are added up and rounded.
+PASSES_OF_GRADIENTS = 4.0
+PASSES_OF_HEADS = 3.0  # packing and unpacking tokens of some heads
 
-FEW_TOKENS = 8192  # with fewer tokens on a rank, the heads travel in one part
-MOST_PARTS = 4
 GATHERED_BYTES = 8 * 2**30  # more K and V than this is not gathered
 
 
 class Shape(NamedTuple):
-    """All that the choice depends on: numbers of one rank, but for the number of ranks."""
+    """All that the choice depends on."""
 
     world: int
     tokens: int  # of a rank, times the batch
-    keys: int  # that a query sees, at most
     heads: int
     heads_k: int
     head_dim: int
     head_dim_v: int
-    causal: bool
     window: bool
-
-
-def parts_of(shape: Shape) -> int:
-    """In how many parts of the heads K and V are gathered."""
-    return 1 if shape.tokens < FEW_TOKENS else min(MOST_PARTS, shape.heads_k)
+    gradient: bool
 
 
 def choose(shape: Shape) -> str:
@@ -47,7 +43,9 @@ def choose(shape: Shape) -> str:
     seconds = costs(shape)
     if gathered_bytes(shape) > GATHERED_BYTES:
         del seconds["gather"]
-    return min(seconds, key=lambda mode: seconds[mode])
+        if shape.gradient:
+            del seconds["ring"]  # whose backward gathers
+    return min(seconds, key=seconds.__getitem__) if seconds else "gather"
 
 
 def gathered_bytes(shape: Shape) -> int:
@@ -57,25 +55,20 @@ def gathered_bytes(shape: Shape) -> int:
 
 
 def costs(shape: Shape) -> dict[str, float]:
-    """Mode -> the seconds of a forward that do not compute attention."""
+    """Mode -> seconds beside the kernels of one GPU: of a forward, or with its backward."""
     world, columns = shape.world, shape.head_dim + shape.head_dim_v
     keys = 2 * shape.tokens * shape.heads_k * columns  # bytes of a rank's K and V
-    queries = 2 * shape.tokens * shape.heads * columns
-    computing = 2 * shape.tokens * shape.keys * shape.heads * columns / FLOPS_PER_SECOND
-    computing *= 0.5 if shape.causal else 1.0
-    moving = (world - 1) * keys / BYTES_PER_SECOND
-    parts = parts_of(shape)
-    first, hop = moving / parts, moving / (world - 1)
-    rest = max(0.0, moving - first - computing * (1 - 1 / parts))
-    # Every hop writes and reads float32 results of half of the queries, or of all.
-    merged = queries * shape.head_dim_v / columns * 2 * 2 * world
-    merging = merged * (0.75 if shape.causal else 1.0) / MEMORY_BYTES_PER_SECOND
-    found = {
-        "gather": LATENCY * parts + first + rest,
-        "ring": LATENCY * world + merging + (world - 1) * max(0.0, hop - computing / world),
-    }
-    if not shape.heads_k % world:
-        bytes_of_heads = (keys + queries) * (world - 1) / world
-        copied = 4 * (keys + queries) / MEMORY_BYTES_PER_SECOND
-        found["heads"] = 2 * LATENCY + bytes_of_heads / BYTES_PER_SECOND + copied
+    queries = 2 * shape.tokens * shape.heads * columns  # and of its Q and O
+    float32_o = 4 * shape.tokens * shape.heads * shape.head_dim_v
+    received = (world - 1) * keys / BYTES_PER_SECOND
+    gradients = 0.0
+    if shape.gradient:  # K and V once more, then float32 gradients
+        passes = PASSES_OF_GRADIENTS * world * 2 * keys / MEMORY_BYTES_PER_SECOND
+        gradients = 3 * received + passes
+    merging = PASSES_OF_A_HOP * world * float32_o / MEMORY_BYTES_PER_SECOND
+    found = {"gather": received + gradients, "ring": merging + gradients}
+    if not shape.heads_k % world and not shape.heads % world:
+        swapped = (keys + queries) * (world - 1) / world / BYTES_PER_SECOND
+        swapped += PASSES_OF_HEADS * (keys + queries) / MEMORY_BYTES_PER_SECOND
+        found["heads"] = swapped * (2 if shape.gradient else 1)
     return found

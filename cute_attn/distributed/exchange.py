@@ -48,17 +48,23 @@ class Rows:
             return [x[:, start:end].contiguous() for start, end in self.ranges]
         return [self.take(x)]
 
-    def memory(self, x: Tensor, *, inside: bool) -> list[Tensor]:
-        """Memory for messages of these rows of x: in x where possible, or new."""
+    def memory(self, x: Tensor, *, inside: bool, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Memory for messages of these rows of x: in x where possible, or new, of a dtype."""
         if not self.in_pieces(x.shape[0]):
-            return [x.new_empty(x.shape[0], self.count, *x.shape[2:])]
+            return [x.new_empty(x.shape[0], self.count, *x.shape[2:], dtype=dtype)]
         views = [x[:, start:end] for start, end in self.ranges]
-        return views if inside else [torch.empty_like(view) for view in views]
+        return views if inside else [torch.empty_like(view, dtype=dtype) for view in views]
 
     def fill(self, x: Tensor, received: Sequence[Tensor]) -> None:
         """Write the messages to the rows of x, unless `memory` gave them the place in x."""
         if not self.in_pieces(x.shape[0]):
             self.put(x, received[0])
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """A contiguous tensor that has these rows alone, as `pieces` cuts them."""
+        if not self.in_pieces(x.shape[0]):
+            return [x]
+        return list(x.split([end - start for start, end in self.ranges], dim=1))
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Write the rows of x."""
@@ -85,6 +91,11 @@ class Rows:
             rows = [torch.arange(start, end) for start, end in self.ranges]
             found = self._index[device] = torch.cat(rows or [torch.arange(0)]).to(device)
         return found
+
+
+def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[Tensor]]:
+    """Rank -> the messages of all tensors."""
+    return {rank: [x for parts in both for x in parts] for rank, both in messages.items()}
 
 
 def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:

@@ -405,10 +405,9 @@ def _over_ranks(
         )
     if not plan.packed:
         return flash_attn_func(q, k, v, cp=plan, **options)[0]
-    o, _ = flash_attn_varlen_func(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cp=plan, **options
-    )
-    return o.unflatten(0, q.shape[:2])
+    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    o: Tensor = flash_attn_varlen_func(*flat, cp=plan, **options)[0].unflatten(0, q.shape[:2])
+    return o
 
 
 def _from_pages(

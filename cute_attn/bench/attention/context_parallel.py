@@ -42,7 +42,8 @@ class Case(NamedTuple):
 
 def _documents(total: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of 100 to 16k tokens, log-uniform, that sum to `total`."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found: list[int] = []
     while (rest := total - sum(found)) > 0:
         found.append(min(rest, int(100 * 160 ** draw.random())))
     return tuple(found)
@@ -224,6 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     import torch
+    from torch.multiprocessing.spawn import spawn
 
     world = torch.cuda.device_count()
     if world < 2:
@@ -232,7 +234,7 @@ def run(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "rows.json")
         options = {"modes": modes, "short": args.short}
-        torch.multiprocessing.spawn(worker, (world, free_port(), file, options), nprocs=world)
+        spawn(worker, (world, free_port(), file, options), nprocs=world)
         rows: list[Row] = json.loads(Path(file).read_text())
     return Report(
         benchmark="context-parallel",

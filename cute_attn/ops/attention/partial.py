@@ -14,13 +14,15 @@ from ...kernels.attention import table
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
-from ..operator import MOST_READY
+from ..operator import MOST_READY, may_remember
 from .arguments import Arguments, bounds, dims_of
 from .forward import FORWARD, is_few, is_short
 from .plan import plan_attention, plan_attention_combine
 
 _ready: dict[tuple[Any, ...], tuple[Callable[..., None], int, bool]] = {}
+_combinations: dict[tuple[Any, ...], Callable[..., None]] = {}
 on_reload(_ready.clear)
+on_reload(_combinations.clear)
 
 
 def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
@@ -40,9 +42,11 @@ def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
         if not (a.q.numel() and a.k.numel()):
             lse.fill_(-math.inf)
             return
-        if len(_ready) >= MOST_READY:
-            _ready.clear()
-        found = _ready[key] = _prepare(a)
+        found = _prepare(a)
+        if may_remember(a.q):
+            if len(_ready) >= MOST_READY:
+                _ready.clear()
+            _ready[key] = found
     function, clusters, counts = found
     a = FORWARD.readable(a)
     left, right = bounds(a)
@@ -97,16 +101,18 @@ def combine_partial(
         out_lse: float32 `[batch, heads, seqlen]`.
         sink: `[heads]`, counted once.
     """
-    if not out.numel():
-        return
-    (request,) = plan_attention_combine(
-        launch.arch_for(o.device),
-        head_dim=o.shape[-1],
-        out_dtype=DTYPE_NAMES[out.dtype],
-        return_lse=out_lse is not None,
-    )
-    kernel, spec = request
-    if sink is not None:
-        spec = replace(spec, sink_dtype=DTYPE_NAMES[sink.dtype])
-    function = launch.get_for(o.device, kernel, spec)
-    function(o, lse, out, None if out_lse is None else out_lse.mT, sink)
+    if out.numel():
+        sink_dtype = "none" if sink is None else DTYPE_NAMES[sink.dtype]
+        key = o.device, o.shape[-1], out.dtype, sink_dtype, out_lse is not None
+        function = _combinations.get(key)
+        if function is None:
+            ((kernel, spec),) = plan_attention_combine(
+                launch.arch_for(o.device),
+                head_dim=o.shape[-1],
+                out_dtype=DTYPE_NAMES[out.dtype],
+                return_lse=out_lse is not None,
+            )
+            function = launch.get_for(o.device, kernel, replace(spec, sink_dtype=sink_dtype))
+            if may_remember(o):
+                _combinations[key] = function
+        function(o, lse, out, None if out_lse is None else out_lse.mT, sink)
