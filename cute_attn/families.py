@@ -135,6 +135,10 @@ FAMILIES = (
                 "attention.operators",
                 "attention forward, backward and decode against FlashAttention-4 and cuDNN",
             ),
+            "context-parallel": (
+                "attention.context_parallel",
+                "attention over the machine's GPUs beside one GPU with a part of the work",
+            ),
             "attention-exchange": (
                 "attention.exchange",
                 "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it",

@@ -46,11 +46,12 @@ from .test_attention_pages import in_pages, of_kind
 ARCH = "sm_90a"
 
 
+@pytest.mark.slow  # `make gpu-check` covers Hopper; the next tests are quick
 @pytest.mark.parametrize(
     ("head_dim", "case", "splits"),
     [
         (64, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
-        pytest.param(256, Case(CAUSAL, (70,), (300,), heads_k=2), 3, marks=pytest.mark.slow),
+        (256, Case(CAUSAL, (70,), (300,), heads_k=2), 3),
     ],
     ids=["decode", "prefill"],
 )
@@ -233,8 +234,9 @@ def test_combines_as_the_formula_says(shape: tuple[int, ...]):
     assert none is None and torch.equal(rounded, out.bfloat16())
 
 
+@pytest.mark.slow
 def test_attention_over_parts_of_the_keys_is_attention_over_all():
-    """As a cascade or a context-parallel group does it."""
+    """As a cascade does it. tests/distributed has the quick test, over ranks."""
     with on_target(Target(ARCH, 128)):
         args = Case(lengths_q=(9,), lengths_k=(150,), heads_k=2).arguments()
         whole = run(args)

@@ -115,8 +115,8 @@ class Attention(Operator[_Called]):
             num_splits=0 if takes_pieces(a) else splits_of(a),
             pieces=True,
             return_lse=bool(a.return_lse),
-            short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
-            few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
             kv_dtype=DTYPE_NAMES[a.k.dtype],
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
@@ -151,8 +151,8 @@ class Attention(Operator[_Called]):
             None if a.cu_seqlens_k is None else a.cu_seqlens_k.shape,
             None if a.seqused_q is None else a.seqused_q.shape,
             None if a.seqused_k is None else a.seqused_k.shape,
-            _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-            _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
             a.k.dtype,
             None if a.k_descale is None else a.k_descale.dim(),
@@ -395,7 +395,7 @@ def takes_pieces(a: Any) -> bool:
         a.num_splits
         or a.batch_invariant
         or batch_of(a) < 2
-        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
+        or not is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
@@ -420,7 +420,7 @@ def splits_of(a: Any) -> int:
         return invariant_splits(
             seqlen_k=seqlen_k,
             window_left=bounds(a)[0],
-            few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             sink=a.learnable_sink is not None,
             most=MAX_SPLITS,
         )
@@ -436,8 +436,8 @@ def splits_of(a: Any) -> int:
         batch=batch,
         heads=heads,
         heads_k=k_shape[-2],
-        short=_is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-        few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        short=is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
         fp8=is_fp8(a.k),
@@ -468,9 +468,7 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
 
 
-def _is_short(
-    q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
-) -> bool:
+def is_short(q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> bool:
     """Whether sequences, as far as the host knows, are so short that heads should share tiles."""
     if cu_seqlens_q is None:
         return q_shape[1] <= SHORT_SEQLEN_Q
@@ -479,7 +477,7 @@ def _is_short(
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
 
 
-def _is_few(
+def is_few(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     cu_seqlens_q: Tensor | None,
