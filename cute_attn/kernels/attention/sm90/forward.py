@@ -1203,7 +1203,7 @@ class Sm90Forward:
         their own."""
         number = 2 + work.first_slot
         if self.pair:
-            number += cta_rank() * x.parts.shape[0]
+            number += cute.arch.block_idx_in_cluster() * x.parts.shape[0]
         return x.counter.iterator.toint() + number * 4
 
     def lse_column(self) -> Any:
