@@ -127,6 +127,8 @@ class ForwardRow(Row):
         page_keys: the most keys that TMA loads from a page at once.
         page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
+        v_stages: the number of V tiles in shared memory at once, where it differs from the number
+            of K tiles.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -140,6 +142,7 @@ class ForwardRow(Row):
     page_keys: int
     page_step: int = 1
     held: int = 0
+    v_stages: int = 0
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
@@ -236,6 +239,11 @@ FORWARD = _by_key(
         "forward", SM90, 512, 512, kernel="sm90_forward", cluster=2, scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
         page_keys=64,
+    ),
+    ForwardRow(
+        "forward", SM90, 576, 512, kernel="sm90_forward", cluster=2, scheduler="counter",
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
+        page_keys=64, v_stages=1,
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),

@@ -76,8 +76,8 @@ from ...common.ptx.memory import (
 from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ...common.spec import MAX_SMEM_BYTES
-from ...common.tma import BOX, BoxedRows, boxes, load_use
+from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES
+from ...common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
@@ -283,6 +283,9 @@ class Sm90Forward:
         self.pair = row.cluster == CTAS
         self.scheduler = (PAIR_SCHEDULERS if self.pair else SCHEDULERS)[spec.scheduler]
         self.columns, self.columns_v = row.columns, row.columns_v
+        # The first columns of Q that CTA 1 has as zeros, because CTA 0 has these columns too.
+        self.zeros = row.cluster * self.columns - spec.head_dim
+        self.v_stages = row.v_stages or spec.stages
         self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
@@ -358,8 +361,8 @@ class Sm90Forward:
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", loaders, consumers, stages, by, payload="K"),
             Edge("k_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
-            Edge("v_full", loaders, consumers, stages, by, payload="V"),
-            Edge("v_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", loaders, consumers, self.v_stages, by, payload="V"),
+            Edge("v_empty", consumers, loaders, self.v_stages, Kind.WARPS, payload="its stage"),
         )
 
     def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
@@ -399,7 +402,7 @@ class Sm90Forward:
         return SharedMemory(
             Buffer("q", self.dtype, spec.tile_m * self.columns, q_stages, at, "Q"),
             Buffer("k", self.dtype, spec.tile_n * self.columns, spec.stages, at, "K"),
-            Buffer("v", self.p_dtype, v_elements, spec.stages, at, "V"),
+            Buffer("v", self.p_dtype, v_elements, self.v_stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
             Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
@@ -518,6 +521,8 @@ class Sm90Forward:
             for i in cutlass.range(cute.arch.thread_idx()[0], ONES_BYTES // 4, self.num_threads):
                 store_shared(Int32, at + 4 * i, [pack(self.p_dtype, one, one)])
             cute.arch.fence_view_async_shared()
+        if cutlass.const_expr(self.zeros > 0):
+            self.clear_queries(storage)
         if cutlass.const_expr(self.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -546,6 +551,19 @@ class Sm90Forward:
             # Neither CTA may end while the other CTA signals it or stores to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def clear_queries(self, storage: Pointers) -> None:
+        """Set the first columns of Q to zeros, in CTA 1."""
+        rows = self.spec.tile_m
+        stage, vectors = rows * self.row_bytes, rows * self.zeros * 2 // VECTOR_BYTES
+        if cta_rank() == 1:
+            at = shared_address(storage.q)
+            for i in cutlass.range(cute.arch.thread_idx()[0], vectors, self.num_threads):
+                for q in cutlass.range_constexpr(self.q_stages):
+                    zeros = [Int32(0)] * (VECTOR_BYTES // 4)
+                    store_shared(Int32, at + q * stage + i * VECTOR_BYTES, zeros)
+            cute.arch.fence_view_async_shared()
 
     def prefetch(self, pages: Pages | None, tiles: TileMap) -> None:
         """Bring starts of sequences, and the first sequences' pages, to L2."""
@@ -605,12 +623,18 @@ class Sm90Forward:
         k_ring, v_ring = storage.k, storage.v
         if cutlass.const_expr(self.fp8 is not None):
             k_ring, v_ring = storage.k_fp8, storage.v_fp8
-        k_smem = self.ring(k_ring, self.columns, pages)
-        v_smem = self.ring(v_ring, self.columns_v, pages)
+        k_smem = self.ring(k_ring, self.columns, pages, spec.stages)
+        v_smem = self.ring(v_ring, self.columns_v, pages, self.v_stages)
         q_across, q_size = spec.tile_m * BOX, spec.tile_m * self.columns
         q_smem = boxes(
-            storage.q, spec.tile_m, (self.columns // BOX, q_across), (self.q_stages, q_size)
-        )
+            storage.q + spec.tile_m * self.zeros, spec.tile_m,
+            ((self.columns - self.zeros) // BOX, q_across), (self.q_stages, q_size),
+        )  # fmt: skip
+        if cutlass.const_expr(self.zeros > 0):
+            of_first = boxes(
+                storage.q, spec.tile_m, (self.zeros // BOX, q_across), (self.q_stages, q_size)
+            )
+            q_smem = q_smem, of_first
         queue = TileQueue(self.work, storage.work, barriers)
         smem = q_smem, k_smem, v_smem
         if cutlass.const_expr(self.pieces):
@@ -643,8 +667,8 @@ class Sm90Forward:
     ) -> None:
         """Gather K and V of the load warp's tiles, beside the load warp."""
         spec = self.spec
-        k_smem = self.ring(storage.k, self.columns, x.pages)
-        v_smem = self.ring(storage.v, self.columns_v, x.pages)
+        k_smem = self.ring(storage.k, self.columns, x.pages, spec.stages)
+        v_smem = self.ring(storage.v, self.columns_v, x.pages, self.v_stages)
         queue = TileQueue(self.work, storage.work, barriers)
         taken, n = Int32(0), Int32(0)
         work = queue.take(taken)
@@ -707,10 +731,11 @@ class Sm90Forward:
             number = increment_global(x.counter.iterator.toint(), NEVER)
         return number
 
-    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
+    def ring(self, buffer: Any, columns: int, pages: Pages | None, stages: int) -> Any:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
         the shared address of the stages, where rows are gathered."""
-        spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
+        spec, swizzle = self.spec, not self.fp8
+        stages = spec.loaded or stages
         if self.gathers:
             return shared_address(buffer)
         if pages is not None:
@@ -772,8 +797,26 @@ class Sm90Forward:
         self, x: Operands, rows: cute.Tensor, smem: Any, barriers: Barriers, taken: Int32
     ) -> None:
         """Load Q of work `taken`, unless the warp has no memory for Q."""
-        if smem is not None:
+        if self.zeros and smem is not None:
+            self.load_queries_beside_zeros(x, rows, *smem, barriers, taken)
+        elif smem is not None:
             load_use("q", x.q_tma, rows, smem, barriers, taken)
+
+    @cute.jit
+    def load_queries_beside_zeros(
+        self, x: Operands, rows: cute.Tensor, smem: cute.Tensor, of_first: cute.Tensor,
+        barriers: Barriers, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Load Q, in CTA 1 without the first columns, which stay zeros."""
+        barriers.wait_previous("q_empty", taken)
+        leads = cta_rank() == 0
+        nbytes = cutlass.select_(leads, self.columns, self.columns - self.zeros)
+        with cute.arch.elect_one():
+            barriers.expect("q_full", taken, nbytes * (2 * self.spec.tile_m))
+        rest = cute.domain_offset((0, self.zeros), rows)
+        load_boxes(x.q_tma, rest, smem, barriers, "q_full", taken)
+        if leads:
+            load_boxes(x.q_tma, rows, of_first, barriers, "q_full", taken)
 
     def found(self, pages: Pages | Gather | None, key_tile: Any, work: Any) -> Any:
         """The pages of a K/V tile's boxes, or of the gathered rows."""
