@@ -25,6 +25,7 @@ from .attention_cases import (
     CAPPED,
     CAUSAL,
     FULL,
+    SM90_HEAD_DIMS,
     USED,
     VARLEN,
     WINDOW,
@@ -120,8 +121,8 @@ def test_nothing_but_the_number_of_splits_changes_a_bit(scheduler: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
-    [*(Target(ARCH, head_dim) for head_dim in (64, 128, 192, 256)), BLACKWELL],
-    ids=["64", "128", "192", "256", "blackwell"],
+    [*(Target(ARCH, head_dim) for head_dim in SM90_HEAD_DIMS), BLACKWELL],
+    ids=[*map(str, SM90_HEAD_DIMS), "blackwell"],
 )
 @settings(max_examples=150 if FULL else 25)
 @given(

@@ -645,9 +645,7 @@ class Sm90Forward:
         else:
             scheduler: Any = None
             if cutlass.const_expr(self.pair and x.counter is not None):
-                scheduler = PairCounterScheduler(
-                    x.num_tiles, self.numbers(x, storage, barriers)
-                )
+                scheduler = PairCounterScheduler(x.num_tiles, self.numbers(x, storage, barriers))
             else:
                 counter = None
                 if cutlass.const_expr(x.counter is not None):
@@ -1280,7 +1278,9 @@ class Sm90Forward:
                 x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
                 for row in of_thread
             ]
-            parts = [Parts.of_row(at, vector, self.lse_column(), step, work.pieces) for at in starts]
+            parts = [
+                Parts.of_row(at, vector, self.lse_column(), step, work.pieces) for at in starts
+            ]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
