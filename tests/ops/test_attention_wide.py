@@ -1,4 +1,4 @@
-"""Heads of 512 columns and the latent cache's widths on Hopper: pairs of CTAs share a tile's columns.
+"""Heads of 512 columns, and the latent cache's widths, on Hopper: a pair of CTAs has a tile.
 
 The sweeps over head dimensions have these widths too: `test_attention_sm90`, pages, pieces, splits.
 """
