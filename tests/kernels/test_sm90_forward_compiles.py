@@ -10,7 +10,7 @@ import pytest
 
 from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
-from cute_attn.kernels.attention.configs import SM90, shapes
+from cute_attn.kernels.attention.configs import SM90, has_fp8, shapes
 from cute_attn.kernels.attention.heuristics import forward_spec
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
@@ -72,6 +72,7 @@ SPECS = [
     )
     for head_dim, head_dim_v in shapes("forward", SM90)
     for name, fields in KINDS.items()
+    if "fp8" not in fields or has_fp8(ARCH, head_dim, head_dim_v)
 ]  # fmt: skip
 specialisations = pytest.mark.parametrize("spec", SPECS)
 
