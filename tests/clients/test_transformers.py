@@ -170,6 +170,14 @@ EVERYWHERE: dict[tuple[str, str], tuple[type[Exception], str, str]] = {
         for name in ("Qwen3-Next", "MiniMax")
         for feature in ("generate_batch", "generate_batch, pages")
     },
+    **{
+        ("Gemma 4", feature): (
+            RuntimeError,
+            "'head_dim' is a per-layer attribute",
+            "continuous batching has one head_dim for all layers",
+        )
+        for feature in ("generate_batch", "generate_batch, pages")
+    },
 }
 # The features that need gradients.
 TRAINING = (
