@@ -70,6 +70,7 @@ def test_a_decode_step_from_pages_of_one_token():
         assert_agrees(args, *first)
 
 
+@pytest.mark.slow
 def test_prefill_from_pages_of_five_tokens():
     """Tiles of three warpgroups, a causal mask, and entries without a page."""
     with on_target(Target(ARCH, 64)):

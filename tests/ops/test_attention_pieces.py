@@ -50,7 +50,8 @@ def launched(emulator: Emulator) -> list[str]:
     return [launch.kernel for launch in emulator.report.launches]
 
 
-@pytest.mark.parametrize("queries", [1, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_attention_wide has a quick one
+@pytest.mark.parametrize("queries", [1, 50])
 def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
     rows and in two. The bits depend on the lengths and the number of CTAs, not on the schedule."""

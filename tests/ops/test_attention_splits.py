@@ -47,11 +47,12 @@ from .test_attention_pages import in_pages, of_kind
 ARCH = "sm_90a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "case", "splits"),
     [
         (64, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
-        pytest.param(256, Case(CAUSAL, (70,), (300,), heads_k=2), 3, marks=pytest.mark.slow),
+        (256, Case(CAUSAL, (70,), (300,), heads_k=2), 3),
     ],
     ids=["decode", "prefill"],
 )

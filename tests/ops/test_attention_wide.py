@@ -52,8 +52,7 @@ def test_a_causal_call_agrees_with_the_reference_and_repeats(head_dim: int):
         args = Case(CAUSAL, (140,), (150,), heads_k=1, group=2).arguments()
         first = run(args, on=Machine(num_sms=4, schedule="adversarial"))
         assert_agrees(args, *first)
-        for seed in range(2):
-            assert same(args, first, run(args, on=Machine(num_sms=2, seed=seed)))
+        assert same(args, first, run(args, on=Machine(num_sms=2, schedule="random")))
 
 
 @pytest.mark.usefixtures("short_pieces")

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from .statistics import STATS_ROWS
 
-# Columns of a row of a piece's results, beside o: the log-sum-exp, and padding to 16 bytes.
+# Columns of a row of a piece's results, beside o: a log-sum-exp for each CTA of a pair, and padding
+# to 16 bytes.
 PART_COLUMNS = 4
 
 BOX = 64  # columns that TMA loads at a time

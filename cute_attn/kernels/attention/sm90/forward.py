@@ -1,4 +1,4 @@
-"""Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
+"""Softmax attention forward for SM90, at head_dim 64 to 576: wgmma, TMA, warp-specialised.
 
 A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. The CTA
 goes over the tile's visible K/V tiles from the last to the first.
@@ -37,6 +37,12 @@ With pieces (few query rows, as in decode), only the K/V tiles of long sequences
 see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. When all of a
 segment's pieces have arrived, the CTA that arrived last adds them up, in the order of the keys. If
 there are many rows, CTAs add up a part of the rows each.
+
+At head_dim 512 and 576, a pair of CTAs, a cluster, has a tile of query rows. Each CTA is this
+kernel on its half of the columns of q, k, v and o. Only S crosses: each CTA computes the product of
+its columns, and adds the other CTA's part, see `score_sums`. So both CTAs have the same softmax.
+Where the halves are no whole boxes of TMA, both CTAs have a box of columns, which is zeros in CTA
+1's Q.
 """
 
 from __future__ import annotations
@@ -143,11 +149,11 @@ class Arguments(NamedTuple):
     """What the kernel is called with; FakeArguments has the shapes.
 
     Attributes:
-        num_ctas: how many CTAs are resident at once.
+        num_ctas: how many CTAs, or pairs, are resident at once.
         counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
             the next number of `pieces`, the number of CTAs that are done, and for each segment's
-            first piece the arrivals of warpgroups, with pieces and then with sums. All are 0
-            before and after the launch.
+            first piece the arrivals of warpgroups, with pieces and then with sums. The CTAs of a
+            pair have 2 * num_ctas numbers of arrivals each. All are 0 before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
         k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
@@ -199,7 +205,7 @@ class Operands(Carried):
             where TMA loads K and V.
         q, k, v: coordinates for TMA; k and v may be the tensors, whose rows are gathered.
         o: coordinates for TMA where o is staged, otherwise the tensor.
-        num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
+        num_tiles, counter: for the scheduler; with pieces, num_tiles is num_ctas.
         parts: results of pieces, see `Arguments`.
         descales: with fp8, the factors of K and V.
     """
