@@ -39,10 +39,14 @@ def page_step(device: torch.device) -> int:
     return max(row.page_step for key, row in configs.FORWARD.items() if key[1] == arch)
 
 
-def equal_head_dims() -> dict[int, tuple[int, ...]]:
+def equal_head_dims(*, fp8: bool = False) -> dict[int, tuple[int, ...]]:
     """By the compute capability's major number, the head_dims that have a forward with v of equal
-    head_dim."""
+    head_dim, or with `fp8` a forward over fp8 k and v."""
     return {
-        major: tuple(dim for dim, dim_v in table.shapes("forward", archs) if dim == dim_v)
+        major: tuple(
+            dim
+            for dim, dim_v in table.shapes("forward", archs)
+            if dim == dim_v and (not fp8 or has_fp8(archs[0], dim))
+        )
         for major, archs in ((9, SM90), (10, SM100))
     }
