@@ -46,13 +46,11 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "head_dim", [512, *(pytest.param(n, marks=pytest.mark.slow) for n in WIDE if n != 512)]
 )
-def test_a_causal_call_agrees_with_the_reference_and_repeats(head_dim: int):
+def test_a_causal_call_agrees_with_the_reference(head_dim: int):
     """More than a tile of queries and of keys, and two query heads of a K/V head."""
     with on_target(Target(ARCH, head_dim)):
         args = Case(CAUSAL, (140,), (150,), heads_k=1, group=2).arguments()
-        first = run(args, on=Machine(num_sms=4, schedule="adversarial"))
-        assert_agrees(args, *first)
-        assert same(args, first, run(args, on=Machine(num_sms=2, schedule="random")))
+        assert_agrees(args, *run(args, on=Machine(num_sms=4, schedule="adversarial")))
 
 
 @pytest.mark.usefixtures("short_pieces")
