@@ -15,6 +15,7 @@ FA4, CUDNN, FA2 = "fa4", "cudnn", "fa2"  # "fa2" is PyTorch's flash backend
 PEERS = (FA4, CUDNN, FA2)
 
 HEAD_DIMS = (64, 128, 256)
+WIDE_HEAD_DIM = 512  # forward alone, on Hopper
 TOKENS = 16384  # tokens of a batch, or of one longer sequence
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GROUPS = (1, 4, 8)
@@ -41,12 +42,13 @@ ELEMENT = 2  # bytes
 
 # Targets: from these lengths on, as a multiple of a peer's speed.
 FORWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
-    64: {"best": 1.0}, 128: {"best": 1.0}, 256: {FA4: 1.05, CUDNN: 1.15},
+    64: {"best": 1.0}, 128: {"best": 1.0}, 256: {FA4: 1.05, CUDNN: 1.15}, WIDE_HEAD_DIM: {},
 }  # fmt: skip
 BACKWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
     64: {FA4: 1.0}, 128: {FA4: 1.0}, 256: {"best": 1.5},
 }  # fmt: skip
 TARGET_SEQLEN = 4096
+WIDE_SHARE = 0.75  # of the rate of a matmul, of the forward at WIDE_HEAD_DIM
 BACKWARD_TFLOPS = 560.0  # at head_dim 256, dense
 LARGE_CACHE = 64 * 10**6  # bytes of K and V, above which decode is held to the copy bandwidth
 DECODE_SHARE = 0.9
@@ -229,7 +231,23 @@ def all_cases() -> list[Case]:
     ragged = [_ragged(head_dim, lengths) for head_dim in HEAD_DIMS for lengths in RAGGED.values()]
     fp8 = [_fp8(head_dim, keys) for head_dim in HEAD_DIMS for keys in FP8_CACHES]
     fp8.append(_fp8(128, "32 of 8k", "float8_e5m2"))
-    return [*whole, *decode, *ragged, *pages, *fp8]
+    return [*whole, *decode, *ragged, *pages, *fp8, *_wide()]
+
+
+def _wide() -> list[Case]:
+    """Cases of wide heads: the forward, and decode from so many MB on."""
+    return [
+        *(
+            _whole("forward", WIDE_HEAD_DIM, seqlen, 1, causal)
+            for causal in (False, True)
+            for seqlen in (1024, 4096, 16384)
+        ),
+        *(
+            _decode(WIDE_HEAD_DIM, batch, keys, page_size)
+            for page_size in (0, 16, PAGE_SIZE)
+            for batch, keys in ((16, 2048), (4, 32768), (64, 8192))
+        ),
+    ]
 
 
 def short_cases() -> list[Case]:
@@ -244,6 +262,8 @@ def short_cases() -> list[Case]:
         *(_ragged(head_dim, RAGGED["32k among 63 of 512"]) for head_dim in HEAD_DIMS),
         *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
         *(_fp8(head_dim, "32 of 8k") for head_dim in HEAD_DIMS),
+        *(_whole("forward", WIDE_HEAD_DIM, 4096, 1, causal) for causal in (False, True)),
+        _decode(WIDE_HEAD_DIM, 64, 8192, PAGE_SIZE),
     ]
 
 
@@ -338,6 +358,8 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
                 continue
             for who, target in targets[int(_number(row, "head_dim"))].items():
                 found.append(_at_least(part, row, f"speedup_vs_{who}", target))
+            if row["head_dim"] == WIDE_HEAD_DIM:
+                found.append(_at_least(part, row, "share_of_matmul", WIDE_SHARE))
             judged = (row["head_dim"], row["seqlen"], row["causal"]) == (256, TOKENS, False)
             if part == "backward" and judged:
                 found.append(_at_least(part, row, "tflops", BACKWARD_TFLOPS))
@@ -347,7 +369,8 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
             found += _small_page_verdicts(row, decode)
         elif _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
             found.append(_at_least("decode", row, "share_of_copy", DECODE_SHARE))
-        found.append(_at_least("decode", row, f"speedup_vs_{FA4}", 1.0))
+        if row["head_dim"] != WIDE_HEAD_DIM:  # no peer has it
+            found.append(_at_least("decode", row, f"speedup_vs_{FA4}", 1.0))
     for row in tables.get("ragged", ()):
         nbytes = _number(row, "kv_mib") * 2**20
         for least, share in RAGGED_SHARES:

@@ -42,7 +42,8 @@ def flash_attn_func(
 
     Forward and backward have kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256
     on Blackwell (sm_100a, sm_103a). On Hopper, v may also have head_dim_v 128 where q and k have
-    head_dim 192.
+    head_dim 192. A forward alone has Hopper at head_dim 512, at 320 with head_dim_v 256, and at 576
+    with head_dim_v 512.
 
     FlashAttention-4's function of this name has the same arguments and defaults, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth argument differs

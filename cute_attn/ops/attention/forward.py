@@ -59,7 +59,7 @@ _NUMBERS = (float, int)
 # head_dim, the layout of the pieces' results or None)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
-    "_Layout | None",
+    "PartsLayout | None",
 ]  # fmt: skip
 
 
@@ -122,7 +122,8 @@ class Attention(Operator[_Called]):
             v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
         )
-        clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
+        cluster = table.find("forward", arch, *dims_of(a)).cluster
+        clusters = launch.num_clusters(a.q.device, cluster)
         return (
             launch.get_for(a.q.device, kernel, spec),
             head_dim**-0.5,
@@ -133,7 +134,9 @@ class Attention(Operator[_Called]):
             spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
-            parts_layout(clusters, spec.tile_m, head_dim_v) if spec.scheduler == "pieces" else None,
+            PartsLayout.of(clusters, cluster, spec.tile_m, head_dim_v)
+            if spec.scheduler == "pieces"
+            else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -321,9 +324,24 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
 
-def parts_layout(ctas: int, tile_m: int, head_dim_v: int) -> _Layout:
-    """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    return _contiguous_layout((2 * ctas, tile_m, head_dim_v + PART_COLUMNS))
+class PartsLayout(NamedTuple):
+    """Memory of a launch with pieces.
+
+    Attributes:
+        counters: how many counters the CTAs share.
+        layout: the contiguous layout of the results of pieces: rows of o and the log-sum-exp.
+    """
+
+    counters: int
+    layout: _Layout
+
+    @classmethod
+    def of(cls, clusters: int, ctas: int, tile_m: int, head_dim_v: int) -> PartsLayout:
+        """The memory for so many clusters of `ctas` CTAs, each of which counts arrivals of its
+        own."""
+        pieces = 2 * clusters
+        layout = _contiguous_layout((pieces, tile_m, head_dim_v + PART_COLUMNS))
+        return cls(2 + ctas * pieces, layout)
 
 
 def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
@@ -331,15 +349,15 @@ def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
 
 
 def shared_memory(
-    q: Tensor, device: int | None, layout: _Layout | None
+    q: Tensor, device: int | None, shared: PartsLayout | None
 ) -> tuple[Tensor, Tensor | None]:
     """The counters through which the CTAs of a launch share out or combine work, and memory for the
     results of pieces."""
-    if layout is None:
+    if shared is None:
         return counter_for(q, device), None
+    counters, layout = shared
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    pieces, _, _ = layout[0]
-    return counter_for(q, device, 2 + pieces), parts
+    return counter_for(q, device, counters), parts
 
 
 @functools.lru_cache(maxsize=4096)
