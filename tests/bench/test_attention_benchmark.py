@@ -111,7 +111,10 @@ def test_the_issues_cases_are_all_there():
     found = cases.all_cases()
     assert len(set(found)) == len(found)
     whole = {(c.part, c.head_dim, c.seqlen_q, c.group, c.causal) for c in found if not c.cached}
-    assert len(whole) == 2 * 3 * 7 * 3 * 2
+    assert len(whole) == 2 * 3 * 7 * 3 * 2 + 2 * 3
+    wide = [c for c in found if c.head_dim == 512]
+    assert {(c.part, c.seqlen_k) for c in wide} >= {("forward", 4096), ("forward", 16384)}
+    assert sum(c.part == "batches" and c.kv_bytes > 128 * 10**6 for c in wide) == 9
     assert {c.batch * c.seqlen_q for c in found if not c.cached} == {16384, 32768}
     batches = {(c.batch, c.seqlen_k) for c in found if c.part == "batches"}
     assert {b for b, _ in batches} >= {1, 256} and {s for _, s in batches} >= {1024, 131072}

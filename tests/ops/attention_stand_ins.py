@@ -99,9 +99,12 @@ def _forward(
         **_options(spec, softcap, left, right),
     )  # fmt: skip
     assert spec.lse == (lse is not None)
-    o.copy_(exact_o)
-    if lse is not None:
-        lse.copy_(exact_lse)
+    for index_q, rows_q, _, _ in sequences(q, k, cu_q, cu_k, used_q, used_k):
+        at = (rows_q,) if index_q is None else (index_q, rows_q)
+        o[at].copy_(exact_o[at])
+        if lse is not None:
+            of_rows = lse[(*at[:-1], slice(None), rows_q)]
+            of_rows.copy_(exact_lse[(*at[:-1], slice(None), rows_q)])
 
 
 def _padded(q: Tensor, cu_q: Tensor | None, sequence: int) -> int:
@@ -204,7 +207,7 @@ def _dkdv(
     *rest: Any,
 ) -> None:  # fmt: skip
     *lengths, scale, softcap, left, right, splits, clusters = rest
-    assert clusters >= 1 and (splits > 1) == spec.partial
+    assert clusters >= 1 and (splits == 1 or spec.partial)
     group = q.shape[-2] // k.shape[-2]
     assert group % splits == 0
     exact_k, exact_v = (torch.zeros(splits, *k.shape, dtype=torch.float64) for _ in range(2))

@@ -20,6 +20,7 @@ from cute_attn.ops.attention import call, forward, plan_attention
 from .attention_cases import (
     CACHE,
     FULL,
+    SM90_HEAD_DIMS,
     Case,
     Kind,
     Machine,
@@ -49,9 +50,8 @@ def launched(emulator: Emulator) -> list[str]:
     return [launch.kernel for launch in emulator.report.launches]
 
 
-@pytest.mark.parametrize(
-    "queries", [pytest.param(n, marks=pytest.mark.slow if n != 50 else ()) for n in (1, 50, 100)]
-)
+@pytest.mark.slow  # test_attention_wide has a quick one
+@pytest.mark.parametrize("queries", [1, 50, 100])
 def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
     rows, in two, and in two tiles. The bits depend on the lengths and the number of CTAs, not on
@@ -72,7 +72,7 @@ def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=150 if FULL else 20)
 @given(
     kind=st.sampled_from([CACHE, WINDOWED, replace(CACHE, sink=None, lse=False)]),
@@ -181,7 +181,7 @@ def test_lengths_change_between_launches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=100 if FULL else 10)
 @given(
     data=st.data(),

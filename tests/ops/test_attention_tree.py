@@ -60,7 +60,9 @@ def with_tree(args: dict[str, Any], seed: int, nodes: bool = True) -> dict[str, 
     return args | {"tree_mask": bits}
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head_dim", [64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (256, 512))]
+)
 def test_a_tree_in_pages(head_dim: int):
     """The keys of a tree lie in one K/V tile or in two. One sequence has fewer keys than queries. A
     mask with all bits is a causal mask."""

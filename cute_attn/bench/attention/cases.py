@@ -25,6 +25,7 @@ PEERS_OF = {
 }
 
 HEAD_DIMS = (64, 128, 256)
+WIDE_HEAD_DIM = 512  # forward alone, on Hopper
 TOKENS = 16384  # tokens of a batch, or of one longer sequence
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GROUPS = (1, 4, 8)
@@ -65,12 +66,13 @@ ELEMENT = 2  # bytes
 
 # Targets: from these lengths on, as a multiple of a peer's speed.
 FORWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
-    64: {"best": 1.0}, 128: {"best": 1.0}, 256: {FA4: 1.05, CUDNN: 1.15},
+    64: {"best": 1.0}, 128: {"best": 1.0}, 256: {FA4: 1.05, CUDNN: 1.15}, WIDE_HEAD_DIM: {},
 }  # fmt: skip
 BACKWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
     64: {FA4: 1.0}, 128: {FA4: 1.0}, 256: {"best": 1.5},
 }  # fmt: skip
 TARGET_SEQLEN = 4096
+WIDE_SHARE = 0.75  # of the rate of a matmul, of the forward at WIDE_HEAD_DIM
 BACKWARD_TFLOPS = 560.0  # at head_dim 256, dense
 LARGE_CACHE = 64 * 10**6  # bytes of K and V, above which decode is held to the copy bandwidth
 DECODE_SHARE = 0.9
@@ -279,7 +281,23 @@ def all_cases() -> list[Case]:
         for sizes in ((4096, 4, 4096), (1, 64, 8192))
         for page_size in PAGE_SIZES
     ]
-    return [*whole, *decode, *batches, *pages]
+    return [*whole, *decode, *batches, *pages, *_wide()]
+
+
+def _wide() -> list[Case]:
+    """Cases of wide heads: the forward, and decode from so many MB on."""
+    return [
+        *(
+            _whole("forward", WIDE_HEAD_DIM, seqlen, 1, causal)
+            for causal in (False, True)
+            for seqlen in (1024, 4096, 16384)
+        ),
+        *(
+            _batches(WIDE_HEAD_DIM, batch, keys, page_size)
+            for page_size in (0, 16, PAGE_SIZE)
+            for batch, keys in ((16, 2048), (4, 32768), (64, 8192))
+        ),
+    ]
 
 
 def short_cases() -> list[Case]:
@@ -294,6 +312,8 @@ def short_cases() -> list[Case]:
         *(_decode("ragged", head_dim, "32k among 63 of 512") for head_dim in HEAD_DIMS),
         *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
         *(_decode("fp8", head_dim, FP8_CACHE, fp8="float8_e4m3fn") for head_dim in HEAD_DIMS),
+        *(_whole("forward", WIDE_HEAD_DIM, 4096, 1, causal) for causal in (False, True)),
+        _batches(WIDE_HEAD_DIM, 64, 8192, PAGE_SIZE),
     ]
 
 
@@ -381,6 +401,8 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
                 continue
             for who, target in targets[int(_number(row, "head_dim"))].items():
                 found.append(_at_least(part, row, f"speedup_vs_{who}", target))
+            if row["head_dim"] == WIDE_HEAD_DIM:
+                found.append(_at_least(part, row, "share_of_matmul", WIDE_SHARE))
             judged = (row["head_dim"], row["seqlen"], row["causal"]) == (256, TOKENS, False)
             if part == "backward" and judged:
                 found.append(_at_least(part, row, "tflops", BACKWARD_TFLOPS))
@@ -393,7 +415,8 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
             found += _small_page_verdicts("batches", row, batches)
         elif _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
             found.append(_at_least("batches", row, "share_of_copy", DECODE_SHARE))
-        found.append(_at_least("batches", row, f"speedup_vs_{FA4}", 1.0))
+        if row["head_dim"] != WIDE_HEAD_DIM:  # no peer has it
+            found.append(_at_least("batches", row, f"speedup_vs_{FA4}", 1.0))
     for row in tables.get("pages", ()):
         if _number(row, "page_size") >= LOSS_PAGE_SIZE:
             loss = _number(row, "loss_pct")

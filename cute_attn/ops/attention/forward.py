@@ -62,7 +62,7 @@ _NUMBERS = (float, int)
 # head_dim, the layout of the pieces' results or None)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
-    "_Layout | None",
+    "PartsLayout | None",
 ]  # fmt: skip
 
 
@@ -120,15 +120,16 @@ class Attention(Operator[_Called]):
             num_splits=0 if takes_pieces(a) else splits_of(a),
             pieces=True,
             return_lse=bool(a.return_lse),
-            short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
-            few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
             kv_dtype=DTYPE_NAMES[a.k.dtype],
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
             tree_mask=a.tree_mask is not None,
         )
-        clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
+        cluster = table.find("forward", arch, *dims_of(a)).cluster
+        clusters = launch.num_clusters(a.q.device, cluster)
         return (
             launch.get_for(a.q.device, kernel, spec),
             head_dim**-0.5,
@@ -139,7 +140,9 @@ class Attention(Operator[_Called]):
             spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
-            parts_layout(clusters, spec.tile_m, head_dim_v) if spec.scheduler == "pieces" else None,
+            PartsLayout.of(clusters, cluster, spec.tile_m, head_dim_v)
+            if spec.scheduler == "pieces"
+            else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -157,8 +160,8 @@ class Attention(Operator[_Called]):
             None if a.cu_seqlens_k is None else a.cu_seqlens_k.shape,
             None if a.seqused_q is None else a.seqused_q.shape,
             None if a.seqused_k is None else a.seqused_k.shape,
-            _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-            _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
             a.k.dtype,
             None if a.k_descale is None else a.k_descale.dim(),
@@ -334,9 +337,24 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
 
-def parts_layout(ctas: int, tile_m: int, head_dim_v: int) -> _Layout:
-    """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    return _contiguous_layout((2 * ctas, tile_m, head_dim_v + PART_COLUMNS))
+class PartsLayout(NamedTuple):
+    """Memory of a launch with pieces.
+
+    Attributes:
+        counters: how many counters the CTAs share.
+        layout: the contiguous layout of the results of pieces: rows of o and the log-sum-exp.
+    """
+
+    counters: int
+    layout: _Layout
+
+    @classmethod
+    def of(cls, clusters: int, ctas: int, tile_m: int, head_dim_v: int) -> PartsLayout:
+        """The memory for so many clusters of `ctas` CTAs, each of which counts arrivals of its
+        own."""
+        pieces = 2 * clusters
+        layout = _contiguous_layout((pieces, tile_m, head_dim_v + PART_COLUMNS))
+        return cls(2 + ctas * pieces, layout)
 
 
 def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
@@ -344,15 +362,15 @@ def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
 
 
 def shared_memory(
-    q: Tensor, device: int | None, layout: _Layout | None
+    q: Tensor, device: int | None, shared: PartsLayout | None
 ) -> tuple[Tensor, Tensor | None]:
     """The counters through which the CTAs of a launch share out or combine work, and memory for the
     results of pieces."""
-    if layout is None:
+    if shared is None:
         return counter_for(q, device), None
+    counters, layout = shared
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    pieces, _, _ = layout[0]
-    return counter_for(q, device, 2 + pieces), parts
+    return counter_for(q, device, counters), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -410,14 +428,14 @@ def takes_pieces(a: Any) -> bool:
         a.num_splits
         or a.batch_invariant
         or batch_of(a) < 2
-        or not _is_few(*of_call, MOST_PIECE_ROWS)
+        or not is_few(*of_call, MOST_PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
     tile_m = on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
-    if not tile_m or _is_few(*of_call, PIECE_ROWS):
+    if not tile_m or is_few(*of_call, PIECE_ROWS):
         return tile_m > 0
-    return not _is_few(*of_call, tile_m) and _is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q)
+    return not is_few(*of_call, tile_m) and is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q)
 
 
 def splits_of(a: Any) -> int:
@@ -438,7 +456,7 @@ def splits_of(a: Any) -> int:
         return invariant_splits(
             seqlen_k=seqlen_k,
             window_left=bounds(a)[0],
-            few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             sink=a.learnable_sink is not None,
             most=MAX_SPLITS,
         )
@@ -454,8 +472,8 @@ def splits_of(a: Any) -> int:
         batch=batch,
         heads=heads,
         heads_k=k_shape[-2],
-        short=_is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-        few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        short=is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
         fp8=is_fp8(a.k),
@@ -486,9 +504,7 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
 
 
-def _is_short(
-    q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
-) -> bool:
+def is_short(q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> bool:
     """Whether sequences, as far as the host knows, are so short that heads should share tiles."""
     if cu_seqlens_q is None:
         return q_shape[1] <= SHORT_SEQLEN_Q
@@ -497,7 +513,7 @@ def _is_short(
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
 
 
-def _is_few(
+def is_few(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     cu_seqlens_q: Tensor | None,

@@ -236,6 +236,7 @@ def plan_attention_backward(
     rows_without_keys: bool | None = None,
     negative_left: bool = False,
     deterministic: bool = False,
+    float32_dkdv: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
     has the kernels of the forward.
@@ -267,6 +268,7 @@ def plan_attention_backward(
             more queries than keys, or if the lengths of q and k are different tensors.
         negative_left: whether window_size has a negative number to the left, other than -1.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
+        float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -306,6 +308,7 @@ def plan_attention_backward(
             rows_without_keys=unseen,
             negative_left=negative_left,
             deterministic=deterministic,
+            float32_dkdv=float32_dkdv,
         )
         if request is not None
     ]
@@ -350,6 +353,7 @@ def backward_requests(
     rows_without_keys: bool,
     negative_left: bool,
     deterministic: bool,
+    float32_dkdv: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
     With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
@@ -402,7 +406,8 @@ def backward_requests(
         seqused_k=rows_without_keys and seqused_k,
         negative_left=rows_without_keys and negative_left,
     )
-    partial = dkdv and split
+    partial = dkdv and (split or float32_dkdv)
+    sums_dtype = "float32" if float32_dkdv else dtype
     keys = main("backward_dkdv", partial=partial) if dkdv else None
     postprocess = None
     if fused and keys is not None:
@@ -413,7 +418,9 @@ def backward_requests(
         preprocess=(preprocess_kernel, preprocess),
         dq=main("backward_dq") if dq and not (fused or ds) else None,
         dkdv=keys,
-        sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
+        sum_dkdv=(
+            (SUM_PARTIALS, SumPartialsSpec(sums_dtype, **FEW_PARTIALS)) if dkdv and split else None
+        ),
         sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
