@@ -51,10 +51,11 @@ def launched(emulator: Emulator) -> list[str]:
 
 
 @pytest.mark.slow  # test_attention_wide has a quick one
-@pytest.mark.parametrize("queries", [1, 50])
+@pytest.mark.parametrize("queries", [1, 50, 100])
 def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
-    rows and in two. The bits depend on the lengths and the number of CTAs, not on the schedule."""
+    rows, in two, and in two tiles. The bits depend on the lengths and the number of CTAs, not on
+    the schedule."""
     with on_target(Target(ARCH, 64)):
         args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, queries, group=2).arguments()
         args["max_seqlen_q"] = queries
@@ -76,7 +77,9 @@ def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
 @given(
     kind=st.sampled_from([CACHE, WINDOWED, replace(CACHE, sink=None, lse=False)]),
     lengths=st.lists(
-        st.tuples(st.sampled_from([0, 1, 1, 2, 40, 64]), st.sampled_from([0, 1, 64, 300, 900])),
+        st.tuples(
+            st.sampled_from([0, 1, 1, 2, 40, 64, 100]), st.sampled_from([0, 1, 64, 300, 900])
+        ),
         min_size=2,
         max_size=70,
     ),

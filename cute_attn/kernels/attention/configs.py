@@ -47,6 +47,7 @@ class Fp8Tiles(NamedTuple):
         loaded_few: `loaded` beside `few`.
         held: columns of Q that a thread holds in registers.
         k_warps: warps that convert K; half as many convert V.
+        k_warps_few: `k_warps` beside `few`.
     """
 
     tile: Tile
@@ -55,6 +56,7 @@ class Fp8Tiles(NamedTuple):
     loaded_few: int
     held: int
     k_warps: int = 2
+    k_warps_few: int = 2
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ FORWARD = _by_key(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), pieces=Tile(128, 128, 4), capped_m=128,
         most_packed_heads=32, page_keys=128, fma_step=8, sums_by_product=True,
-        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64),
+        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64, k_warps_few=4),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
@@ -228,7 +230,8 @@ FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), pieces=Tile(128, 64, 2), most_packed_heads=32,
-        page_keys=64, held=64, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0),
+        page_keys=64, held=64,
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0, k_warps_few=4),
     ),
     # A pair of CTAs has a tile, and each CTA a half of the columns.
     ForwardRow(

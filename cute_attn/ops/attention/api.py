@@ -136,9 +136,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
-        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
-        deterministic, batch_invariant,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, None,
+        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, num_splits,
+        return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -168,6 +168,7 @@ def flash_attn_varlen_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     cp: Any = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -213,6 +214,11 @@ def flash_attn_varlen_func(
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
         cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k and page_table.
+        tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
+            sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
+            tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
+            no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
+            sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -234,7 +240,7 @@ def flash_attn_varlen_func(
             deterministic, scheduler, return_lse, batch_invariant, num_splits, out=out,
             k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table,
+            page_table=page_table, tree_mask=tree_mask,
         )  # fmt: skip
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
@@ -248,8 +254,8 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
-        softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
+        page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, left, right,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 

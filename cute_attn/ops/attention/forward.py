@@ -21,6 +21,7 @@ from ...kernels.attention import configs, table
 from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
+    MOST_PIECE_ROWS,
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
@@ -40,8 +41,10 @@ from .arguments import (
     check,
     check_alignment,
     check_fp8,
+    check_tree_arch,
     descales_of,
     dims_of,
+    has_tree_lengths,
     is_fp8,
     no_sequences,
     with_strides_for_tma,
@@ -89,6 +92,8 @@ class Attention(Operator[_Called]):
         table.find("forward", arch, *dims_of(a))
         if is_fp8(a.k):
             check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
+        if a.tree_mask is not None:
+            check_tree_arch(arch)
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
@@ -121,6 +126,7 @@ class Attention(Operator[_Called]):
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
+            tree_mask=a.tree_mask is not None,
         )
         cluster = table.find("forward", arch, *dims_of(a)).cluster
         clusters = launch.num_clusters(a.q.device, cluster)
@@ -160,6 +166,8 @@ class Attention(Operator[_Called]):
             a.k.dtype,
             None if a.k_descale is None else a.k_descale.dim(),
             None if a.v_descale is None else a.v_descale.dim(),
+            None if a.tree_mask is None else (a.tree_mask.shape == q_shape[:-2]),
+            a.tree_mask is None or has_tree_lengths(a),
             a.q.get_device(),
             None if a.learnable_sink is None else a.learnable_sink.dtype,
             a.causal,
@@ -195,7 +203,7 @@ class Attention(Operator[_Called]):
         counter: tuple[Any, ...] = ()
         if counts:
             descales = descales_of(a.k_descale, a.v_descale, batch_of(a), a.k.shape[-2])
-            counter = (*shared_memory(a.q, None, shared), *descales)
+            counter = (*shared_memory(a.q, None, shared), *descales, a.tree_mask)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -286,6 +294,11 @@ class Forward(Attention[Arguments]):
             raise NotImplementedError(
                 "k and v of fp8 have no backward: call under torch.no_grad() or "
                 "torch.inference_mode(), or detach"
+            )
+        if a.tree_mask is not None:
+            raise NotImplementedError(
+                "tree_mask has no backward: call under torch.no_grad() or torch.inference_mode(), "
+                "or detach"
             )
         if a.page_table is not None:
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")
@@ -408,16 +421,21 @@ def batch_of(a: Any) -> int:
 
 def takes_pieces(a: Any) -> bool:
     """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
-    sequence is cut into splits."""
+    sequence is cut into splits. So are sequences with more rows than a tile of PIECE_ROWS, unless
+    any tile takes the rows twice."""
+    of_call = a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q
     if (
         a.num_splits
         or a.batch_invariant
         or batch_of(a) < 2
-        or not is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
+        or not is_few(*of_call, MOST_PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
-    return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    tile_m = on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    if not tile_m or is_few(*of_call, PIECE_ROWS):
+        return tile_m > 0
+    return not is_few(*of_call, tile_m) and is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q)
 
 
 def splits_of(a: Any) -> int:
@@ -462,12 +480,12 @@ def splits_of(a: Any) -> int:
     )
 
 
-def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, bool]:
-    """The architecture, how many clusters of its forward run at once, and whether the forward has
-    a tile for few rows."""
+def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, int]:
+    """The architecture, how many clusters of its forward run at once, and the rows of a tile for
+    any number of rows if the forward has pieces, otherwise 0."""
     arch = launch.arch_for(device)
     row = configs.forward(arch, head_dim, head_dim_v)
-    return arch, launch.num_clusters(device, row.cluster), row.few is not None
+    return arch, launch.num_clusters(device, row.cluster), row.tile.m if row.pieces else 0
 
 
 _on_gpu = functools.cache(_on_device)

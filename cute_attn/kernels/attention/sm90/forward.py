@@ -157,6 +157,9 @@ class Arguments(NamedTuple):
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
         k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
+        tree_mask: for each query, the keys that the query sees among the last ones, int64
+            `[batch, seqlen_q]`, or `[tokens]` of packed sequences. Bit j is key seqlen_k - seqlen_q
+            + j.
     """
 
     q: cute.Tensor
@@ -179,6 +182,7 @@ class Arguments(NamedTuple):
     parts: cute.Tensor | None
     k_descale: cute.Tensor | None
     v_descale: cute.Tensor | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,7 @@ class Operands(Carried):
         num_tiles, counter: for the scheduler; with pieces, num_tiles is num_ctas.
         parts: results of pieces, see `Arguments`.
         descales: with fp8, the factors of K and V.
+        tree_mask: see `Arguments`.
     """
 
     q_tma: cute.CopyAtom
@@ -225,6 +230,7 @@ class Operands(Carried):
     counter: cute.Tensor | None
     parts: cute.Tensor | None
     descales: Descales | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,7 @@ class Consumer(Carried):
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
         score_sums: in a pair, sums of both CTAs' parts of S.
+        tree_mask: see `Arguments`.
     """
 
     warp: Int32
@@ -261,6 +268,7 @@ class Consumer(Carried):
     softmax: FragmentSoftmax
     visible: Visibility
     score_sums: ScoreSums | None
+    tree_mask: cute.Tensor | None
 
 
 class Sm90Forward:
@@ -275,6 +283,8 @@ class Sm90Forward:
         self.p_dtype = DTYPE[self.p_dtype_name]
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
+        # A single fp8 tile is loaded in halves: one half comes while the other is converted.
+        self.halves = 2 if spec.loaded == 1 else 1
         self.pieces = spec.scheduler == "pieces"
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
@@ -378,7 +388,7 @@ class Sm90Forward:
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
         ]
         for x, warps in (("k", self.k_warps), ("v", self.v_warps)):
-            name, loaded, stages = x.upper(), spec.loaded, spec.stages
+            name, loaded, stages = x.upper(), spec.loaded * self.halves, spec.stages
             edges += [
                 Edge(f"{x}_fp8_full", load, warps, loaded, Kind.BYTES, payload=f"fp8 {name}"),
                 Edge(f"{x}_fp8_empty", warps, load, loaded, Kind.WARPS, payload="its stage"),
@@ -400,9 +410,10 @@ class Sm90Forward:
         if self.pair:
             o = (ScoreSums.buffer(spec.tile_m, spec.tile_n), PairNumbers.buffer(), *o)
         if self.fp8:
+            k_elements, loaded = spec.tile_n * self.columns, spec.loaded * self.halves
             o = (
-                Buffer("k_fp8", self.fp8, spec.tile_n * self.columns, spec.loaded, at, "fp8 K"),
-                Buffer("v_fp8", self.fp8, v_elements, spec.loaded, at, "fp8 V"),
+                Buffer("k_fp8", self.fp8, k_elements // self.halves, loaded, at, "fp8 K"),
+                Buffer("v_fp8", self.fp8, v_elements // self.halves, loaded, at, "fp8 V"),
                 *o,
             )
         return SharedMemory(
@@ -429,6 +440,7 @@ class Sm90Forward:
         given["parts"] = None
         given |= {"k_descale": fake.descale(spec.k_descale)}
         given |= {"v_descale": fake.descale(spec.v_descale)}
+        given |= {"tree_mask": fake.tree_mask(spec.tree_mask)}
         if self.pieces:
             given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
@@ -469,7 +481,7 @@ class Sm90Forward:
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-            others = (*lengths, a.page_table, a.k_descale, a.v_descale)
+            others = (*lengths, a.page_table, a.k_descale, a.v_descale, a.tree_mask)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *others)):
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -483,7 +495,7 @@ class Sm90Forward:
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
-            a.parts, descales,
+            a.parts, descales, a.tree_mask,
         )  # fmt: skip
         grid = [CTAS * num_ctas if self.pair else num_ctas, 1, 1]
         self.kernel(x, tiles, visible, scaling).launch(
@@ -551,7 +563,7 @@ class Sm90Forward:
                     self.conversion_warps(of_v, storage, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            own = self.consumer(storage, barriers, warp, visible, scaling)
+            own = self.consumer(storage, barriers, warp, visible, scaling, x.tree_mask)
             self.consumer_warps(x, own, storage)
         if cutlass.const_expr(self.pair):
             # Neither CTA may end while the other CTA signals it or stores to it.
@@ -582,7 +594,7 @@ class Sm90Forward:
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
-        scaling: Scaling,
+        scaling: Scaling, tree_mask: cute.Tensor | None,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
@@ -611,6 +623,7 @@ class Sm90Forward:
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
             score_sums=score_sums,
+            tree_mask=tree_mask,
         )
 
     # -- device: load -------------------------------------------------------------------------
@@ -739,7 +752,7 @@ class Sm90Forward:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
         the shared address of the stages, where rows are gathered."""
         spec, swizzle = self.spec, not self.fp8
-        stages = spec.loaded or stages
+        columns, stages = columns // self.halves, (spec.loaded or stages) * self.halves
         if self.gathers:
             return shared_address(buffer)
         if pages is not None:
@@ -851,7 +864,10 @@ class Sm90Forward:
         spec = self.spec
         of_row = spec.head_dim if cutlass.const_expr(name == "k") else spec.head_dim_v
         column = self.first_column(of_row, rows.columns)
-        if cutlass.const_expr(pages is None):
+        if cutlass.const_expr(self.halves > 1):
+            for half in cutlass.range_constexpr(self.halves):
+                self.load_half(name, half, tma, x, key_tile, work, smem, barriers, n, pages, found)
+        elif cutlass.const_expr(pages is None):
             box = rows.box(x, key_tile, *work.keys, column=column)
             load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
         elif cutlass.const_expr(self.gathers):
@@ -869,6 +885,36 @@ class Sm90Forward:
                 barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
             pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n, column)
 
+    @cute.jit
+    def load_half(
+        self,
+        name: cutlass.Constexpr[str],
+        half: cutlass.Constexpr[int],
+        tma: cute.CopyAtom | None,
+        x: cute.Tensor,
+        key_tile: Int32,
+        work: Any,
+        smem: Any,
+        barriers: Barriers,
+        n: Int32,
+        pages: Pages | None,
+        found: Any,
+    ) -> None:
+        """As `load_keys`, for half of the columns of an fp8 tile."""
+        rows = self.k_rows if name == "k" else self.v_rows
+        ring, columns, use = f"{name}_fp8", rows.columns // self.halves, n * self.halves + half
+        if cutlass.const_expr(pages is None):
+            box = rows.box(x, key_tile, *work.keys)
+            box = cute.local_tile(box, (rows.rows, columns), (0, half))
+            load_use(ring, tma, box, smem, barriers, use, element_bytes=1)
+        else:
+            full = f"{ring}_full"
+            barriers.wait_previous(f"{ring}_empty", use)
+            with cute.arch.elect_one():
+                barriers.expect(full, use, self.spec.tile_n * columns)
+            column = Int32(half * columns)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, use, column)
+
     # -- device: conversion of fp8 ------------------------------------------------------------
 
     def dequantiser(
@@ -885,8 +931,8 @@ class Sm90Forward:
         }[name]()  # fmt: skip
         assert self.fp8 is not None
         return Dequantiser(
-            name, self.fp8, dtype, self.spec.tile_n * columns, len(role), warp - role.warps[0],
-            shared_address(source), shared_address(to), barriers,
+            name, self.fp8, dtype, self.spec.tile_n * columns // self.halves, self.halves,
+            len(role), warp - role.warps[0], shared_address(source), shared_address(to), barriers,
         )  # fmt: skip
 
     @cute.jit
@@ -1151,6 +1197,22 @@ class Sm90Forward:
             lows.append(low - key_tile * self.spec.tile_n)
             highs.append(high - key_tile * self.spec.tile_n)
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
+        if self.spec.tree_mask:
+            first = work.seqlen_k - work.seqlen_q - key_tile * self.spec.tile_n
+            bits = [self.tree_bits(own, work, r) for r in range(fragments.LANE_ROWS)]
+            fragments.mask_rows_by_bits(own.s, first, bits)
+
+    @cute.jit
+    def tree_bits(self, own: Consumer, work: Work, lane_row: cutlass.Constexpr[int]) -> Int64:
+        """The bits of the query of a lane row; all bits if there is no such query."""
+        token = own.visible.token(self.row(own, work, lane_row))
+        bits = Int64(-1)
+        if token < work.seqlen_q:
+            if cutlass.const_expr(self.spec.varlen_q):
+                bits = Int64(own.tree_mask[work.q_start + token])
+            else:
+                bits = Int64(own.tree_mask[work.sequence, token])
+        return bits
 
     # -- device: epilogue ---------------------------------------------------------------------
 
