@@ -258,14 +258,13 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
-    BackwardRow(
-        "backward_dkdv", SM90, 192, 128, kernel="sm90_backward_dkdv", scheduler="counter",
-        tile=Tile(32, 128), costs=ESTIMATED,
-    ),
     # "single": with a counter, the two CTAs of a cluster would have to share each number read.
-    BackwardRow(
-        "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
-        tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+    *(
+        BackwardRow(
+            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler="single",
+            tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
     BackwardRow(
         "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
@@ -293,9 +292,12 @@ BACKWARD = _by_key(
         "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
     ),
     # Kernels of dQ from the dS that the dK/dV kernel has stored.
-    BackwardRow(
-        "backward_ds_dq", SM90, 256, 256, kernel="sm90_backward_ds_dq", scheduler="single",
-        tile=Tile(256, 64), cluster=2,
+    *(
+        BackwardRow(
+            "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler="single",
+            tile=Tile(256, 64), cluster=2,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
 )  # fmt: skip
 

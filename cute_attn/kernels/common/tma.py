@@ -172,7 +172,14 @@ def load_boxes(
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
     count = cute.size(smem, mode=[2])
-    if cutlass.const_expr(multicast):
+    if cutlass.const_expr(multicast and count % CTAS):
+        for i in cutlass.range_constexpr(count):
+            if cta_rank() == i % CTAS:
+                cute.copy(
+                    tma, source[None, i], to[None, i, stage],
+                    tma_bar_ptr=barriers.pointer(edge, n), mcast_mask=Int16(BOTH_CTAS),
+                )  # fmt: skip
+    elif cutlass.const_expr(multicast):
         count = count // CTAS
         first = cta_rank() * count
         for i in cutlass.range_constexpr(count):

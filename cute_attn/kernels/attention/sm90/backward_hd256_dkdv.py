@@ -80,28 +80,53 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
-HELD = 128  # columns of K and V in registers
-# S^T of a tile may start before dS^T Q of the tile before. The last stage of Q overwrites the
-# columns of K and V that have moved to registers.
-Q_STAGES, DO_STAGES = 3, 2
 BOTH_BARRIER = 3  # the named barrier of both warpgroups; 0 to 2 are taken
 OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # the edges of Y and Z
 
-# The edges in the order in which a tile meets them. A use is a tile of queries; k and v have one
-# use.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
-    Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
-    Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    # P' of use n is read before Q of use n is released. The next P' in the same stage needs Q's
-    # stage.
-    Edge("p_full", VALUE, KEY, Q_STAGES, Kind.WARPS, payload="P'^T"),
-)
+
+@dataclass(frozen=True)
+class Stages:
+    """How shared memory is shared out.
+
+    Attributes:
+        q, do: stages of Q, and of dO. S^T of a tile may start before dS^T Q of the tile before, so
+            Q has more stages than dO.
+        held_k, held_v: columns of K and V in registers.
+        overlaid: the last stage of Q overwrites the columns of K and V that have moved to
+            registers. Without this, the stages do not fit.
+    """
+
+    q: int
+    do: int
+    held_k: int
+    held_v: int
+    overlaid: bool = False
+
+
+STAGES = {
+    (256, 256): Stages(3, 2, 128, 128, overlaid=True),
+    (192, 128): Stages(4, 3, 192, 128),
+}
+
+
+def edges(stages: Stages) -> tuple[Edge, ...]:
+    """The edges in the order in which a tile meets them. A use is a tile of queries; k and v have
+    one use."""
+    q, do = stages.q, stages.do
+    held = Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q")
+    return (
+        *TileQueue.edges(LOAD, CONSUMERS),
+        Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
+        Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
+        *((held,) if stages.overlaid else ()),
+        Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, Reach.EACH, "their stage"),
+        Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, do, Kind.WARPS, Reach.EACH, "their stage"),
+        # P' of use n is read before Q of use n is released. The next P' in the same stage needs
+        # Q's stage.
+        Edge("p_full", VALUE, KEY, q, Kind.WARPS, payload="P'^T"),
+    )
 
 
 class Arguments(NamedTuple):
@@ -220,35 +245,46 @@ class Sm90Hd256DkDv:
         self.dtype = DTYPE[spec.dtype]
         self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
-        self.q_bytes = 2 * spec.tile_m * spec.head_dim
+        self.stages = stages = STAGES[spec.head_dim, spec.head_dim_v]
+        # By the edges' names: bytes of a stage. By the roles' names: columns of Y, and of the
+        # accumulator, and columns of X in registers.
+        self.bytes = {"q": 2 * spec.tile_m * spec.head_dim, "do": 2 * spec.tile_m * spec.head_dim_v}
+        self.columns = {VALUE.name: spec.head_dim, KEY.name: spec.head_dim_v}
+        self.out_columns = {VALUE.name: spec.head_dim_v, KEY.name: spec.head_dim}
+        self.held = {VALUE.name: stages.held_k, KEY.name: stages.held_v}
         self.stats_bytes = 4 * spec.tile_m
         self.p_bytes = 2 * spec.tile_m * ROWS
-        self.out_bytes = 2 * ROWS * spec.head_dim
-        self.pipeline = Pipeline(*EDGES)
-        q, keys, at = spec.tile_m * spec.head_dim, ROWS * spec.head_dim, SWIZZLE_ALIGNMENT
-        rest = keys - HELD * ROWS
+        self.pipeline = Pipeline(*edges(stages))
+        q, do, at = spec.tile_m * spec.head_dim, spec.tile_m * spec.head_dim_v, SWIZZLE_ALIGNMENT
+        k, v = ROWS * spec.head_dim, ROWS * spec.head_dim_v
+        of_q, of_k, of_v = "Q; dV and dK", "K", "V"
+        if stages.overlaid:
+            k, v = k - stages.held_k * ROWS, v - stages.held_v * ROWS
+            of_q = "Q; at first columns of K and V; dV and dK"
+            of_k, of_v = "the other columns of K", "the other columns of V"
         self.smem = SharedMemory(
-            Buffer("q", self.dtype, q, Q_STAGES, at, "Q; at first columns of K and V; dV and dK"),
-            Buffer("k", self.dtype, rest, 1, at, "the other columns of K"),
-            Buffer("v", self.dtype, rest, 1, at, "the other columns of V"),
-            Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
-            Buffer("p", self.dtype, spec.tile_m * ROWS, Q_STAGES, holds="P'^T"),
-            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
-            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            Buffer("q", self.dtype, q, stages.q, at, of_q),
+            Buffer("k", self.dtype, k, 1, at, of_k),
+            Buffer("v", self.dtype, v, 1, at, of_v),
+            Buffer("do", self.dtype, do, stages.do, at, "dO"),
+            Buffer("p", self.dtype, spec.tile_m * ROWS, stages.q, holds="P'^T"),
+            Buffer("lse", Float32, spec.tile_m, stages.q, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, stages.do, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        (self.q_rows, _), (self.k_rows, _) = query_rows(spec), key_rows(spec, ROWS)
+        self.q_rows, self.do_rows = query_rows(spec)
+        self.k_rows, self.v_rows = key_rows(spec, ROWS)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (VALUE, KEY, LOAD), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if self.spec.partial else fake.k
+        fake = FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
+        dk, dv = (fake.k_partial, fake.v_partial) if self.spec.partial else (fake.k, fake.v)
         ds = fake.ds_tiles() if self.spec.stores_ds else None
-        return placeholders(fake.arguments(Arguments, ds=ds, dk=out(), dv=out()))
+        return placeholders(fake.arguments(Arguments, ds=ds, dk=dk(), dv=dv()))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -259,7 +295,7 @@ class Sm90Hd256DkDv:
         a, stream = gathered(Arguments, args)
         spec = self.spec
         tiles = tiles_of_keys(
-            a, spec.tile_n, (2 + 2) * spec.head_dim, heads=a.num_split_heads,  # Q and dO
+            a, spec.tile_n, 2 * (spec.head_dim + spec.head_dim_v), heads=a.num_split_heads,  # Q and dO
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -268,12 +304,12 @@ class Sm90Hd256DkDv:
         load_for_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
         q_tma, q = self.q_rows.atom(load_for_both, a.q)
         k_tma, k = self.k_rows.atom(load, a.k)
-        v_tma, v = self.k_rows.atom(load, a.v)
-        do_tma, do = self.q_rows.atom(load_for_both, a.do)
+        v_tma, v = self.v_rows.atom(load, a.v)
+        do_tma, do = self.do_rows.atom(load_for_both, a.do)
         dk_tma, dk, dv_tma, dv = None, a.dk, None, a.dv
         if cutlass.const_expr(not spec.partial):
             dk_tma, dk = self.k_rows.atom(store, a.dk)
-            dv_tma, dv = self.k_rows.atom(store, a.dv)
+            dv_tma, dv = self.v_rows.atom(store, a.dv)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
             a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
@@ -325,8 +361,12 @@ class Sm90Hd256DkDv:
             if role is VALUE
             else (storage.v, storage.do, storage.q, storage.delta)
         )
-        held_bytes = 2 * HELD * ROWS
-        first = shared_address(storage.q) + (Q_STAGES - 1) * self.q_bytes
+        x_first = x = shared_address(x)
+        if self.stages.overlaid:
+            x_first = shared_address(storage.q) + (self.stages.q - 1) * self.bytes["q"]
+            if role is KEY:
+                x_first += 2 * self.stages.held_k * ROWS
+            x = x - 2 * self.held[role.name] * ROWS
         warp = warp - role.warps[0]
         lane = warp * WARP_SIZE + cute.arch.lane_idx()
         return Consumer(
@@ -334,16 +374,16 @@ class Sm90Hd256DkDv:
             barriers=queue.barriers,
             queue=queue,
             tiles=tiles,
-            x=shared_address(x) - held_bytes,
-            x_first=first + (0 if role is VALUE else held_bytes),
+            x=x,
+            x_first=x_first,
             y=shared_address(y),
             z=shared_address(z),
             stats=shared_address(stats),
             exchange=shared_address(storage.p) + lane * 16,
-            held=cute.make_rmem_tensor((HELD // 4,), Int32),
+            held=cute.make_rmem_tensor((self.held[role.name] // 4,), Int32),
             t=fragments.accumulators(spec.tile_m),
             words=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
-            acc=fragments.accumulators(spec.head_dim),
+            acc=fragments.accumulators(self.out_columns[role.name]),
             scaling=scaling,
             visible=visible,
         )
@@ -374,34 +414,39 @@ class Sm90Hd256DkDv:
     ) -> None:  # fmt: skip
         """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
         see some of the cluster's keys, head by head."""
-        spec, barriers = self.spec, queue.barriers
-        half = (HELD // BOX, ROWS * BOX)
-        of_kv = storage.q + (Q_STAGES - 1) * (self.q_bytes // 2)
-        k_smem, v_smem = (
-            [boxes(buffer, ROWS, half, (1, 0)) for buffer in buffers]
-            for buffers in ((of_kv, storage.k), (of_kv + HELD * ROWS, storage.v))
-        )
+        spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)
         queue.publish_work(0, work)
         kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
         keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-        for name, tma, rows, smem in (
-            ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), k_smem),
-            ("v_full", x.v_tma, self.k_rows.box(x.v, *keys), v_smem),
+        for name, tma, rows, columns, held, buffer in (
+            ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), spec.head_dim, stages.held_k, storage.k),
+            ("v_full", x.v_tma, self.v_rows.box(x.v, *keys), spec.head_dim_v, stages.held_v, storage.v),
         ):
             with cute.arch.elect_one():
-                barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
-            for part in cutlass.range_constexpr(2):
-                columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
-                load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
+                barriers.expect(name, 0, 2 * ROWS * columns)
+            if cutlass.const_expr(stages.overlaid):
+                of_kv = storage.q + (stages.q - 1) * (self.bytes["q"] // 2)
+                if cutlass.const_expr(name == "v_full"):
+                    of_kv += stages.held_k * ROWS
+                for part, at in enumerate((of_kv, buffer)):
+                    smem = boxes(at, ROWS, (held // BOX, ROWS * BOX), (1, 0))
+                    load_boxes(
+                        tma, cute.local_tile(rows, (ROWS, held), (0, part)), smem, barriers, name,
+                        Int32(0),
+                    )
+            else:
+                smem = boxes(buffer, ROWS, (columns // BOX, ROWS * BOX), (1, 0))
+                load_boxes(tma, rows, smem, barriers, name, Int32(0))
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         stats_start = padded_start(tiles.queries, work.sequence)
         tile, head = first, work.head
         for n in cutlass.range((end - first) * tiles.group, unroll=1):
             row = stats_start + tile * spec.tile_m
-            if n == Q_STAGES - 1:
-                barriers.wait("held", 0)
+            if cutlass.const_expr(stages.overlaid):
+                if n == stages.q - 1:
+                    barriers.wait("held", 0)
             queries.load("q", x, work, tile, head, row, n)
             queries.load("do", x, work, tile, head, row, n)
             tile, head = following(tile, head, first, end)
@@ -418,11 +463,12 @@ class Sm90Hd256DkDv:
         if work.exists:
             own.acc.fill(0.0)
             own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
-            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, HELD))
-            # No register of ldmatrix has been used yet. Without the fence, the arrival overtakes
-            # the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
-            cute.arch.fence_view_async_shared()
-            own.barriers.warp_arrives("held", 0)
+            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
+            if cutlass.const_expr(self.stages.overlaid):
+                # No register of ldmatrix has been used yet. Without the fence, the arrival
+                # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
+                cute.arch.fence_view_async_shared()
+                own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
@@ -475,7 +521,7 @@ class Sm90Hd256DkDv:
                 at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
                 self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
-        second = self.start_second(own, z, count - 1)
+        second = self.start_second(own, z, count - 1, role)
         fragments.assign(own.acc, wgmma.wait(second))
         own.barriers.warp_arrives(f"{z}_empty", count - 1)
 
@@ -494,9 +540,9 @@ class Sm90Hd256DkDv:
         barriers = own.barriers
         y, z = OPERANDS[role.name]
         barriers.wait(f"{y}_full", n)
-        first = self.start_first(own, y, n)
+        first = self.start_first(own, y, n, role)
         if cutlass.const_expr(not starts):
-            second = self.start_second(own, z, n - 1)
+            second = self.start_second(own, z, n - 1, role)
         fragments.assign(own.t, wgmma.wait(first, pending=0 if starts else 1))
         stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
         if cutlass.const_expr(role is VALUE):
@@ -526,23 +572,23 @@ class Sm90Hd256DkDv:
             self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
 
-    def start_first(self, own: Consumer, y: str, n: Int32) -> list[Any]:
+    def start_first(self, own: Consumer, y: str, n: Int32, role: Role) -> list[Any]:
         """Start T = X Y^T, with use n of Y."""
         spec = self.spec
-        stage = own.barriers.stage(f"{y}_full", n) * self.q_bytes
+        stage = own.barriers.stage(f"{y}_full", n) * self.bytes[y]
         return start_scores_of_held(
             self.dtype, fragments.values(own.held), opaque(own.x), own.y + stage,
-            tile_m=ROWS, tile_n=spec.tile_m, head_dim=spec.head_dim,
+            tile_m=ROWS, tile_n=spec.tile_m, head_dim=self.columns[role.name],
         )  # fmt: skip
 
-    def start_second(self, own: Consumer, z: str, n: Int32) -> list[Any]:
+    def start_second(self, own: Consumer, z: str, n: Int32, role: Role) -> list[Any]:
         """Start the accumulators + T' Z, with use n of Z."""
         spec = self.spec
         own.barriers.wait(f"{z}_full", n)
-        stage = own.barriers.stage(f"{z}_full", n) * self.q_bytes
+        stage = own.barriers.stage(f"{z}_full", n) * self.bytes[z]
         return start_output(
             self.dtype, fragments.values(own.acc), fragments.values(own.words), own.z + stage,
-            tile_n=spec.tile_m, head_dim=spec.head_dim,
+            tile_n=spec.tile_m, head_dim=self.out_columns[role.name],
         )  # fmt: skip
 
     def keep_probabilities(
@@ -625,20 +671,22 @@ class Sm90Hd256DkDv:
         """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
         spec = self.spec
         if cutlass.const_expr(role is VALUE):
-            stage, tma, out = 0, x.dv_tma, x.dv
+            stage, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
-            stage, tma, out = 1, x.dk_tma, x.dk
+            stage, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
         # Both warpgroups are done with Q.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
-        at = shared_address(storage.q) + stage * self.out_bytes
+        at = shared_address(storage.q) + stage * self.bytes["q"]
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
         group_barrier(stage)
         if own.warp == 0:
-            rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
+            rows = boxed.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                store_staged(tma, rows, storage.q, stage, 2, ROWS, spec.head_dim)
+                store_staged(
+                    tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name]
+                )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
