@@ -167,7 +167,8 @@ def load_boxes(
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
-    `multicast` each CTA of a pair loads half of the boxes into both CTAs."""
+    `multicast` each CTA of a pair loads half of the boxes into both CTAs. Of an odd number of boxes
+    the first CTA loads one more."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)

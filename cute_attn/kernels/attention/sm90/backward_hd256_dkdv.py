@@ -1,24 +1,25 @@
-"""Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
+"""Gradients of k and v for SM90 at head_dim 256, and at 192 with head_dim_v 128: wgmma, TMA with
+multicast, warp-specialised.
 
 A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
 over the query heads of the head's group or split. For each query head the CTAs loop over the tiles
-of queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
+of queries that see some of the 128 keys. Each CTA loads a part of Q and dO for both CTAs.
 
-dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one warpgroup has dV, and
-the other warpgroup has dK of the same keys:
+At head_dim 256, dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one
+warpgroup has dV, and the other warpgroup has dK of the same keys:
 
     value warpgroup                        key warpgroup
     S^T = K Q^T       64 x tile_m          dP^T = V dO^T       64 x tile_m
     P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
-    dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
+    dV += P^T dO      64 x head_dim_v      dK += dS^T Q        64 x head_dim
 
 P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in units of
 `PROBABILITY_UNIT`. The value warpgroup hands P' over, rounded, through shared memory. The key
 warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
 to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
-a product. This order takes a third stage of Q. The third stage takes the memory of the columns of K
-and V that stay in registers.
+a product. This order takes a further stage of Q. Columns of K and V stay in registers: all columns
+at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these columns.
 
     warps    role         work on a tile of keys
     0-3      value        computes as above; at the end stores dV through a stage of Q, by TMA
@@ -295,7 +296,8 @@ class Sm90Hd256DkDv:
         a, stream = gathered(Arguments, args)
         spec = self.spec
         tiles = tiles_of_keys(
-            a, spec.tile_n, 2 * (spec.head_dim + spec.head_dim_v), heads=a.num_split_heads,  # Q and dO
+            a, spec.tile_n, 2 * (spec.head_dim + spec.head_dim_v),  # Q and dO
+            heads=a.num_split_heads,
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -356,17 +358,13 @@ class Sm90Hd256DkDv:
         visible: Visibility, scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
-        x, y, z, stats = (
-            (storage.k, storage.q, storage.do, storage.lse)
+        _, x, first = self.x_places(role, storage)
+        y, z, stats = (
+            (storage.q, storage.do, storage.lse)
             if role is VALUE
-            else (storage.v, storage.do, storage.q, storage.delta)
+            else (storage.do, storage.q, storage.delta)
         )
-        x_first = x = shared_address(x)
-        if self.stages.overlaid:
-            x_first = shared_address(storage.q) + (self.stages.q - 1) * self.bytes["q"]
-            if role is KEY:
-                x_first += 2 * self.stages.held_k * ROWS
-            x = x - 2 * self.held[role.name] * ROWS
+        held_bytes = 2 * self.held[role.name] * ROWS
         warp = warp - role.warps[0]
         lane = warp * WARP_SIZE + cute.arch.lane_idx()
         return Consumer(
@@ -374,8 +372,8 @@ class Sm90Hd256DkDv:
             barriers=queue.barriers,
             queue=queue,
             tiles=tiles,
-            x=x,
-            x_first=x_first,
+            x=shared_address(x) - (held_bytes if self.stages.overlaid else 0),
+            x_first=shared_address(first),
             y=shared_address(y),
             z=shared_address(z),
             stats=shared_address(stats),
@@ -420,25 +418,8 @@ class Sm90Hd256DkDv:
         queue.publish_work(0, work)
         kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
         keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-        for name, tma, rows, columns, held, buffer in (
-            ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), spec.head_dim, stages.held_k, storage.k),
-            ("v_full", x.v_tma, self.v_rows.box(x.v, *keys), spec.head_dim_v, stages.held_v, storage.v),
-        ):
-            with cute.arch.elect_one():
-                barriers.expect(name, 0, 2 * ROWS * columns)
-            if cutlass.const_expr(stages.overlaid):
-                of_kv = storage.q + (stages.q - 1) * (self.bytes["q"] // 2)
-                if cutlass.const_expr(name == "v_full"):
-                    of_kv += stages.held_k * ROWS
-                for part, at in enumerate((of_kv, buffer)):
-                    smem = boxes(at, ROWS, (held // BOX, ROWS * BOX), (1, 0))
-                    load_boxes(
-                        tma, cute.local_tile(rows, (ROWS, held), (0, part)), smem, barriers, name,
-                        Int32(0),
-                    )
-            else:
-                smem = boxes(buffer, ROWS, (columns // BOX, ROWS * BOX), (1, 0))
-                load_boxes(tma, rows, smem, barriers, name, Int32(0))
+        self.load_x(VALUE, x.k_tma, self.k_rows.box(x.k, *keys), storage, barriers)
+        self.load_x(KEY, x.v_tma, self.v_rows.box(x.v, *keys), storage, barriers)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         stats_start = padded_start(tiles.queries, work.sequence)
         tile, head = first, work.head
@@ -451,6 +432,30 @@ class Sm90Hd256DkDv:
             queries.load("do", x, work, tile, head, row, n)
             tile, head = following(tile, head, first, end)
 
+    def load_x(
+        self, role: Role, tma: cute.CopyAtom, rows: cute.Tensor, storage: Pointers,
+        barriers: Barriers,
+    ) -> None:  # fmt: skip
+        """Load X of a warpgroup, the CTA's K or V."""
+        edge, x, first = self.x_places(role, storage)
+        columns, held = self.columns[role.name], self.held[role.name]
+        with cute.arch.elect_one():
+            barriers.expect(edge, 0, 2 * ROWS * columns)
+        parts = (first, x) if self.stages.overlaid else (x,)
+        shape = (ROWS, held if self.stages.overlaid else columns)
+        for part, buffer in enumerate(parts):
+            smem = boxes(buffer, ROWS, (shape[1] // BOX, ROWS * BOX), (1, 0))
+            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(0))
+
+    def x_places(self, role: Role, storage: Pointers) -> tuple[str, cute.Pointer, cute.Pointer]:
+        """The edge of X, its place, and the place of its first columns until these columns are in
+        registers. If overlaid, the place of X has the other columns alone."""
+        edge, x = ("k_full", storage.k) if role is VALUE else ("v_full", storage.v)
+        if not self.stages.overlaid:
+            return edge, x, x
+        first = storage.q + (self.stages.q - 1) * (self.bytes["q"] // 2)
+        return edge, x, first + (0 if role is VALUE else self.stages.held_k * ROWS)
+
     # -- device: products ---------------------------------------------------------------------
 
     @cute.jit
@@ -462,7 +467,7 @@ class Sm90Hd256DkDv:
         work = queue.read(0)
         if work.exists:
             own.acc.fill(0.0)
-            own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
+            own.barriers.wait(self.x_places(role, storage)[0], 0)
             fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
             if cutlass.const_expr(self.stages.overlaid):
                 # No register of ldmatrix has been used yet. Without the fence, the arrival
@@ -669,7 +674,6 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
     ) -> None:
         """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
-        spec = self.spec
         if cutlass.const_expr(role is VALUE):
             stage, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
@@ -684,9 +688,7 @@ class Sm90Hd256DkDv:
         if own.warp == 0:
             rows = boxed.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                store_staged(
-                    tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name]
-                )
+                store_staged(tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
