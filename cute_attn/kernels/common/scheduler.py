@@ -218,10 +218,12 @@ class TileQueue(Carried, Generic[Work]):
         scheduler.producer_tail(requests)
 
     @cute.jit
-    def fill_with_one(self, tiles: Any, load: Any) -> None:
+    def fill_with_one(self, tiles: Any, load: Any, number: Int32 | None = None) -> None:
         """Let `load(where)` publish and load the cluster's only tile, or end the queue if there is
-        none."""
-        exists, *where = tiles.locate(cute.arch.cluster_idx()[0])
+        none. `number` is the tile's number; None: the cluster's number."""
+        if cutlass.const_expr(number is None):
+            number = cute.arch.cluster_idx()[0]
+        exists, *where = tiles.locate(number)
         if exists:
             load(where)
         else:
