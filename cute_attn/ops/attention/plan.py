@@ -317,7 +317,11 @@ class BackwardRequests(NamedTuple):
     zero_dkdv: launch.Request | None
     postprocess: launch.Request | None  # dkdv adds up dq too
     ds_dq: launch.Request | None  # dkdv keeps dS for ds_dq
-    beside: bool  # dkdv computes dq too, from the dS of its launch before
+
+    @property
+    def beside(self) -> bool:
+        """Whether dkdv computes dq too, from the dS of its launch before."""
+        return self.dkdv is not None and self.dkdv[0] is table.SM90_BACKWARD_DKDV_BESIDE_DQ
 
 
 def backward_requests(
@@ -415,7 +419,6 @@ def backward_requests(
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
         postprocess=postprocess,
         ds_dq=main("backward_ds_dq", partial=ds_of_keys) if ds and not beside else None,
-        beside=beside,
     )
 
 
