@@ -292,11 +292,6 @@ BACKWARD = _by_key(
         "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
     ),
     # Kernels of dQ from the dS that the dK/dV kernel has stored.
-    # Both in one launch, for different heads.
-    BackwardRow(
-        "backward_dkdv_beside_dq", SM90, 192, 128, kernel="sm90_backward_dkdv_beside_dq",
-        scheduler="single", tile=Tile(64, 128), cluster=2,
-    ),
     *(
         BackwardRow(
             "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler="single",

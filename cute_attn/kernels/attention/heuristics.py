@@ -309,11 +309,6 @@ class Parts(NamedTuple):
     key_blocks: int = 0
 
 
-# A launch with dQ beside dK and dV has at least so many clusters of dK and dV for each resident
-# cluster. With fewer clusters the launches' ends cost more than dQ beside dK and dV gains.
-BESIDE_WAVES = 4
-
-
 @functools.lru_cache(maxsize=4096)
 def parts_with_ds(
     arch: str,
@@ -347,15 +342,9 @@ def parts_with_ds(
     """
     if configs.has("backward_ds_dq", arch, head_dim, head_dim_v) and heads_k and rows and keys:
         group = heads // heads_k
-        beside = configs.has("backward_dkdv_beside_dq", arch, head_dim, head_dim_v)
         for parts in (n for n in range(splits, group + 1) if group % n == 0):
             count = heads_k * parts
-            nbytes = ds_tiles.nbytes(group // parts, rows, keys)
-            # A launch writes dS while it reads the dS of the launch before.
-            fit = min(limit // (2 * nbytes if beside else nbytes), count)
-            if beside:
-                of_head = -(-keys // ds_tiles.CLUSTER_KEYS) * (1 if packed else batch)
-                fit = min(fit, -(-BESIDE_WAVES * clusters // of_head))
+            fit = min(limit // ds_tiles.nbytes(group // parts, rows, keys), count)
             if fit:
                 return Parts(parts, math.ceil(count / math.ceil(count / fit)))
         if not packed:

@@ -57,9 +57,6 @@ SM90_HD256_BACKWARD_DKDV = _kernel(
     "sm90_hd256_backward_dkdv", "sm90.backward_hd256_dkdv:Sm90Hd256DkDv"
 )
 SM90_BACKWARD_DS_DQ = _kernel("sm90_backward_ds_dq", "sm90.backward_ds_dq:Sm90DsDq")
-SM90_BACKWARD_DKDV_BESIDE_DQ = _kernel(
-    "sm90_backward_dkdv_beside_dq", "sm90.backward_dkdv_beside_dq:Sm90DkDvBesideDq"
-)
 SM90_BACKWARD = _kernel("sm90_backward", "sm90.backward_hd64:Sm90Hd64Backward")
 SM90_HD128_BACKWARD = _kernel("sm90_hd128_backward", "sm90.backward_hd128:Sm90Hd128Backward")
 BACKWARD_POSTPROCESS = _kernel(
@@ -79,7 +76,6 @@ KERNELS = {
         SM90_BACKWARD_DKDV,
         SM90_HD256_BACKWARD_DKDV,
         SM90_BACKWARD_DS_DQ,
-        SM90_BACKWARD_DKDV_BESIDE_DQ,
         SM90_BACKWARD,
         SM90_HD128_BACKWARD,
         BACKWARD_POSTPROCESS,

@@ -218,12 +218,10 @@ class TileQueue(Carried, Generic[Work]):
         scheduler.producer_tail(requests)
 
     @cute.jit
-    def fill_with_one(self, tiles: Any, load: Any, number: Int32 | None = None) -> None:
+    def fill_with_one(self, tiles: Any, load: Any) -> None:
         """Let `load(where)` publish and load the cluster's only tile, or end the queue if there is
-        none. `number` is the tile's number; None: the cluster's number."""
-        if cutlass.const_expr(number is None):
-            number = cute.arch.cluster_idx()[0]
-        exists, *where = tiles.locate(number)
+        none."""
+        exists, *where = tiles.locate(cute.arch.cluster_idx()[0])
         if exists:
             load(where)
         else:

@@ -227,7 +227,6 @@ class _Ready(NamedTuple):
     postprocess: _Function | None  # if dkdv adds up dq too
     ds_dq: _Function | None  # if dkdv keeps dS
     dkdv_of_heads: bool  # the kernel takes a part of the K/V heads
-    beside: bool  # dkdv computes dq too, from the dS of its launch before
     rows_without_keys: bool  # preprocess copies do
 
 
@@ -322,7 +321,6 @@ class Backward(Operator[BackwardArguments]):
             postprocess=load(requests.postprocess),
             ds_dq=load(requests.ds_dq),
             dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim, head_dim_v),
-            beside=requests.beside,
             rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
@@ -418,9 +416,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
-            if ready.beside:
-                self.launch_beside(ready, a._replace(do=do), stats, scalars, written, dq)
-            elif ready.dkdv_of_heads:
+            if ready.dkdv_of_heads:
                 self.launch_by_heads(ready, a._replace(do=do), stats, scalars, written, dq)
             else:
                 ready.dkdv(
@@ -475,34 +471,6 @@ class Backward(Operator[BackwardArguments]):
                     a.k, ds, stats, sums, dq, *lengths, scale, left, right, first * group,
                     count * group, first_tile, ready.dkdv_clusters,
                 )  # fmt: skip
-
-    def launch_beside(
-        self,
-        ready: _Ready,
-        a: BackwardArguments,
-        stats: Tensor,
-        scalars: tuple[float, float, int, int],
-        written: tuple[Tensor, ...],
-        dq: Tensor | None,
-    ) -> None:
-        """Launch dkdv for one part of the heads after the other, with dq of the part before."""
-        lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-        split_heads, rows = a.k.shape[-2] * ready.splits, stats.shape[-1]
-        group = a.q.shape[-2] // split_heads
-        step = a.parts_with_ds(ready.splits).heads
-        shape = ds_tiles.shape(step * group, rows, a.k.shape[-3])
-        ds, before = (a.q.new_empty(shape) for _ in range(2))
-        first_before = count_before = 0
-        for first in range(0, split_heads + step, step):
-            count = max(0, min(step, split_heads - first))
-            assert ready.dkdv is not None
-            ready.dkdv(
-                a.q, a.k, a.v, a.do, stats, ds, *written, before, dq, *lengths, *scalars,
-                ready.splits, first, count, first_before * group, count_before * group,
-                ready.dkdv_clusters,
-            )  # fmt: skip
-            ds, before = before, ds
-            first_before, count_before = first, count
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None

@@ -318,11 +318,6 @@ class BackwardRequests(NamedTuple):
     postprocess: launch.Request | None  # dkdv adds up dq too
     ds_dq: launch.Request | None  # dkdv keeps dS for ds_dq
 
-    @property
-    def beside(self) -> bool:
-        """Whether dkdv computes dq too, from the dS of its launch before."""
-        return self.dkdv is not None and self.dkdv[0] is table.SM90_BACKWARD_DKDV_BESIDE_DQ
-
 
 def backward_requests(
     arch: str,
@@ -364,7 +359,7 @@ def backward_requests(
         spec = backward_spec(
             arch,
             *dims,
-            of_keys=direction.startswith("backward_dkdv"),
+            of_keys=direction == "backward_dkdv",
             fused=fused,
             ds=ds,
             dtype=dtype,
@@ -401,9 +396,7 @@ def backward_requests(
         negative_left=rows_without_keys and negative_left,
     )
     partial = dkdv and split
-    beside = ds and not ds_of_keys and table.has("backward_dkdv_beside_dq", arch, *dims)
-    of_keys = "backward_dkdv_beside_dq" if beside else "backward_dkdv"
-    keys = main(of_keys, partial=partial) if dkdv else None
+    keys = main("backward_dkdv", partial=partial) if dkdv else None
     postprocess = None
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
@@ -418,7 +411,7 @@ def backward_requests(
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
         postprocess=postprocess,
-        ds_dq=main("backward_ds_dq", partial=ds_of_keys) if ds and not beside else None,
+        ds_dq=main("backward_ds_dq", partial=ds_of_keys) if ds else None,
     )
 
 

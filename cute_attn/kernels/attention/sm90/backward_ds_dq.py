@@ -194,17 +194,6 @@ class Sm90DsDq:
     def __call__(self, *args: Any) -> None:
         """Launch the kernel."""
         a, stream = gathered(Arguments, args)
-        x, tiles = self.operands(a)
-        self.kernel(x, tiles).launch(
-            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
-            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
-            cluster=[CTAS, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
-
-    def operands(self, a: Any) -> tuple[Operands, TileMap]:
-        """What the device code takes, from the Arguments."""
         spec = self.spec
         queries = Sequences(a.dq.shape[-3], a.cu_seqlens_q, a.seqused_q)
         keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
@@ -215,23 +204,24 @@ class Sm90DsDq:
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
         k_tma, k = self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), a.k)
-        return Operands(
+        x = Operands(
             k_tma, k, a.ds, a.stats, a.sums, a.dq, a.dq.shape[-2] // a.k.shape[-2], a.first_head,
             a.first_tile, a.softmax_scale, visible,
-        ), tiles  # fmt: skip
+        )  # fmt: skip
+        self.kernel(x, tiles).launch(
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, x: Operands, tiles: TileMap) -> None:
-        self.compute(x, tiles, self.smem.allocate())
-
-    @cute.jit
-    def compute(
-        self, x: Operands, tiles: TileMap, storage: Pointers, number: Int32 | None = None
-    ) -> None:
-        """The work of a CTA on tile `number`; None: the number of the CTA's cluster."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
             prepare((x.k_tma,), barriers)
@@ -241,7 +231,7 @@ class Sm90DsDq:
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                self.load_warp(x, storage, barriers, tiles, number)
+                self.load_warp(x, storage, barriers, tiles)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = warp // WARPGROUP_WARPS
@@ -292,15 +282,10 @@ class Sm90DsDq:
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(
-        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap,
-        number: Int32 | None,
-    ) -> None:  # fmt: skip
+    def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
         """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
-        queue.fill_with_one(
-            tiles, lambda where: self.load_tile(x, storage, queue, tiles, where), number
-        )
+        queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
 
     @cute.jit
     def load_tile(

@@ -195,7 +195,7 @@ class Operands(Carried):
     ds: cute.Tensor | None
     num_splits: Int32
     first_split_head: Int32
-    first_block: Int32 | None
+    first_block: Int32
     softmax_scale: Float32
 
 
@@ -294,17 +294,6 @@ class Sm90Hd256DkDv:
     def __call__(self, *args: Any) -> None:
         """Launch the kernel."""
         a, stream = gathered(Arguments, args)
-        x, tiles, visible, scaling = self.operands(a)
-        self.kernel(x, tiles, visible, scaling).launch(
-            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
-            block=[3 * WARPGROUP, 1, 1],
-            cluster=[CTAS, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
-
-    def operands(self, a: Any) -> tuple[Operands, TileMap, Visibility, Scaling]:
-        """What the device code takes, from the Arguments."""
         spec = self.spec
         tiles = tiles_of_keys(
             a, spec.tile_n, 2 * (spec.head_dim + spec.head_dim_v),  # Q and dO
@@ -327,21 +316,20 @@ class Sm90Hd256DkDv:
             q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
             a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
         )  # fmt: skip
-        return x, tiles, visible, scaling
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
+            block=[3 * WARPGROUP, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
-        self.compute(x, tiles, visible, scaling, self.smem.allocate())
-
-    @cute.jit
-    def compute(
-        self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling,
-        storage: Pointers, number: Int32 | None = None,
-    ) -> None:  # fmt: skip
-        """The work of a CTA on tile `number`; None: the number of the CTA's cluster."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
             prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
@@ -351,7 +339,7 @@ class Sm90Hd256DkDv:
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                self.load_warp(x, storage, barriers, tiles, visible, number)
+                self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             queue = TileQueue(Work, storage.work, barriers)
@@ -408,7 +396,6 @@ class Sm90Hd256DkDv:
         barriers: Barriers,
         tiles: TileMap,
         visible: Visibility,
-        number: Int32 | None,
     ) -> None:
         """Publish the cluster's tile, and load the tile's operands."""
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
@@ -416,7 +403,6 @@ class Sm90Hd256DkDv:
         queue.fill_with_one(
             tiles,
             lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
-            number,
         )
 
     @cute.jit
@@ -525,8 +511,7 @@ class Sm90Hd256DkDv:
             whole_end = cutlass.select_(inside, whole_end, Int32(0))
             at = (work.head - x.first_split_head * own.tiles.group) * x.ds.shape[1]
             at += padded_start(own.tiles.queries, work.sequence) // ds_tiles.TILE
-            block = work.block if x.first_block is None else work.block - x.first_block
-            at = at * x.ds.shape[2] + block * CTAS + cta_rank()
+            at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
         tile = first
         masked = tile < whole_first or tile >= whole_end
         self.next_query_tile(own, tile, Int32(0), masked, role, True)
