@@ -95,6 +95,8 @@ class Stages:
         held_k, held_v: columns of K and V in registers.
         overlaid: the last stage of Q overwrites the columns of K and V that have moved to
             registers. Without this, the stages do not fit.
+        early: T' is rounded before the product T' Z of the tile before is done, into further
+            registers. P' is handed over as early, and dS is stored beside the next products.
     """
 
     q: int
@@ -102,11 +104,12 @@ class Stages:
     held_k: int
     held_v: int
     overlaid: bool = False
+    early: bool = False
 
 
 STAGES = {
     (256, 256): Stages(3, 2, 128, 128, overlaid=True),
-    (192, 128): Stages(4, 3, 192, 128),
+    (192, 128): Stages(4, 3, 192, 128, early=True),
 }
 
 
@@ -512,42 +515,53 @@ class Sm90Hd256DkDv:
             at = (work.head - x.first_split_head * own.tiles.group) * x.ds.shape[1]
             at += padded_start(own.tiles.queries, work.sequence) // ds_tiles.TILE
             at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
+        early = cutlass.const_expr(self.stages.early)
         tile = first
         masked = tile < whole_first or tile >= whole_end
-        self.next_query_tile(own, tile, Int32(0), masked, role, True)
-        if cutlass.const_expr(stores):
+        self.next_query_tile(x, own, tile, Int32(0), masked, role, True)
+        if cutlass.const_expr(stores and not early):
             self.store_ds(x, own, at + tile * x.ds.shape[2])
         for n in cutlass.range(1, count, unroll=1):
             last = tile + 1 == end
+            before = None
+            if cutlass.const_expr(stores and early):
+                before = at + tile * x.ds.shape[2]
             tile = cutlass.select_(last, first, tile + 1)
             masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(own, tile, n, masked, role, False)
+            self.next_query_tile(x, own, tile, n, masked, role, False, before)
             if cutlass.const_expr(stores):
                 at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
-                self.store_ds(x, own, at + tile * x.ds.shape[2])
+                if cutlass.const_expr(not early):
+                    self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
         second = self.start_second(own, z, count - 1, role)
+        if cutlass.const_expr(stores and early):
+            self.store_ds(x, own, at + tile * x.ds.shape[2])
         fragments.assign(own.acc, wgmma.wait(second))
         own.barriers.warp_arrives(f"{z}_empty", count - 1)
 
     @cute.jit
     def next_query_tile(
         self,
+        x: Operands,
         own: Consumer,
         tile: Int32,
         n: Int32,
         masked: Boolean,
         role: cutlass.Constexpr[Role],
         starts: cutlass.Constexpr[bool],
+        before: Int32 | None = None,
     ) -> None:
         """Compute T' of use n, beside the product T' Z of use n - 1. With `starts` no use comes
-        before."""
+        before. `before` is the tile of dS of use n - 1, if dS is stored here."""
         barriers = own.barriers
         y, z = OPERANDS[role.name]
         barriers.wait(f"{y}_full", n)
         first = self.start_first(own, y, n, role)
         if cutlass.const_expr(not starts):
             second = self.start_second(own, z, n - 1, role)
+        if cutlass.const_expr(before is not None):
+            self.store_ds(x, own, before)
         fragments.assign(own.t, wgmma.wait(first, pending=0 if starts else 1))
         stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
         if cutlass.const_expr(role is VALUE):
@@ -559,20 +573,31 @@ class Sm90Hd256DkDv:
         else:
             barriers.wait("p_full", n)
             self.keep_score_gradients(own, n, stats)
-        if cutlass.const_expr(not starts):
+        words: list[Any] = []
+        if cutlass.const_expr(self.stages.early):
+            words = fragments.operand(own.t, self.dtype)
+            if cutlass.const_expr(role is VALUE):
+                self.hand_over_all(own, n, words)
+        if cutlass.const_expr(self.stages.early and not starts):
+            done, words = wgmma.wait_with(second, words)
+            fragments.assign(own.acc, done)
+            barriers.warp_arrives(f"{z}_empty", n - 1)
+        elif cutlass.const_expr(not starts):
             # T' goes through the wait, so that the compiler does not round T' earlier, into
             # registers of the product in flight.
             done = wgmma.wait([*second, *fragments.values(own.t)])
             fragments.assign(own.acc, done[: len(second)])
             fragments.assign(own.t, done[len(second) :])
             barriers.warp_arrives(f"{z}_empty", n - 1)
-        fragments.assign(own.words, fragments.operand(own.t, self.dtype))
-        if cutlass.const_expr(role is VALUE):
-            if cutlass.const_expr(not self.spec.softcap):
-                for columns, lane_row in self.parts():
-                    words = [own.words[word(lane_row, j)] for j in columns[::2]]
-                    self.hand_over(own, n, lane_row, columns, words)
-            barriers.warp_arrives("p_full", n)
+        if cutlass.const_expr(self.stages.early):
+            # Without a further instruction, ptxas would round into the registers of the product in
+            # flight, and would serialise all products for this.
+            none = x.num_splits >> 31  # 0, which no compiler knows
+            fragments.assign(own.words, [x | none for x in words])
+        else:
+            fragments.assign(own.words, fragments.operand(own.t, self.dtype))
+            if cutlass.const_expr(role is VALUE):
+                self.hand_over_all(own, n, fragments.values(own.words))
         if masked:
             self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
@@ -612,6 +637,14 @@ class Sm90Hd256DkDv:
         count = self.spec.tile_m // fragments.LANES
         starts = range(0, count, STEP)
         return [(range(i, i + STEP), row) for i in starts for row in range(fragments.LANE_ROWS)]
+
+    def hand_over_all(self, own: Consumer, n: Int32, words: list[Any]) -> None:
+        """Hand over P' of use n: the words of P', unless they have been handed over."""
+        if not self.spec.softcap:
+            for columns, lane_row in self.parts():
+                of_part = [words[word(lane_row, j)] for j in columns[::2]]
+                self.hand_over(own, n, lane_row, columns, of_part)
+        own.barriers.warp_arrives("p_full", n)
 
     def hand_over(
         self, own: Consumer, n: Int32, lane_row: int, columns: range, words: list[Any]
