@@ -125,6 +125,7 @@ class ForwardRow(Row):
         page_keys: the most keys that TMA loads from a page at once.
         page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
+        turns: the warpgroups of `tile` take turns to start products.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -138,6 +139,7 @@ class ForwardRow(Row):
     page_keys: int
     page_step: int = 1
     held: int = 0
+    turns: bool = True
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
@@ -205,8 +207,8 @@ FORWARD = _by_key(
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), pieces=Tile(128, 128, 2),
-        most_packed_heads=32, page_keys=64, sums_by_product=True,
+        tile=Tile(192, 64, 2), few=Tile(64, 64, 4), pieces=Tile(128, 64, 4),
+        most_packed_heads=32, page_keys=64, turns=False, sums_by_product=True,
         fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4, held=192),
     ),
     ForwardRow(

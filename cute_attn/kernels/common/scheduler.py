@@ -82,20 +82,6 @@ class StaticPersistentScheduler(SingleTileScheduler):
         return following
 
 
-class SnakeScheduler(StaticPersistentScheduler):
-    """Persistent clusters that take turns in an order that reverses from round to round. If tiles
-    come in the order of their lengths, the clusters' sums of lengths are nearly equal."""
-
-    @cute.jit
-    def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
-        number, clusters = cute.arch.cluster_idx()[0], cute.arch.cluster_dim()[0]
-        place = cutlass.select_(n % 2 == 0, clusters - 1 - number, number)
-        following = (n + 1) * clusters + place
-        if following >= self.num_tiles:
-            following = Int32(NO_TILE)
-        return following
-
-
 class CounterScheduler(StaticPersistentScheduler):
     """Persistent clusters; each takes the next tile that no cluster has taken.
 

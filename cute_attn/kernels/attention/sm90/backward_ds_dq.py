@@ -39,7 +39,7 @@ from ...common.ptx import wgmma
 from ...common.ptx.async_copy import copy_bulk
 from ...common.ptx.cluster import cta_rank
 from ...common.ptx.memory import load_global, shared_address, store_global
-from ...common.scheduler import SingleTileScheduler, SnakeScheduler, TileQueue
+from ...common.scheduler import SingleTileScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.tma import BOX, boxes, load_boxes
@@ -66,9 +66,6 @@ LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
 STAGES = 4  # stages of K and of dS
-# Head dimensions at which a cluster handles tile after tile of queries. Then K and dS of the next
-# tile are loaded beside the end of a tile.
-PERSISTENT = {192}
 
 # The edges in the order in which a tile meets them. A use is a tile of keys.
 EDGES = (
@@ -167,8 +164,6 @@ class Sm90DsDq:
         if spec.tile_n != ds_tiles.TILE:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {ds_tiles.TILE}")
         self.spec = spec
-        self.persistent = spec.head_dim in PERSISTENT
-        self.scheduler = SnakeScheduler if self.persistent else SingleTileScheduler
         self.dtype = DTYPE[spec.dtype]
         k = spec.tile_n * spec.head_dim
         self.k_bytes = 2 * k
@@ -214,7 +209,7 @@ class Sm90DsDq:
             a.first_tile, a.softmax_scale, visible,
         )  # fmt: skip
         self.kernel(x, tiles).launch(
-            grid=[CTAS * self.scheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
@@ -290,31 +285,20 @@ class Sm90DsDq:
     def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
         """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
-        if cutlass.const_expr(self.persistent):
-            queue.fill(
-                SnakeScheduler(tiles.count(), barriers, None), tiles,
-                lambda where, published, loaded: self.load_tile(
-                    x, storage, queue, tiles, where, published, loaded
-                ),
-            )  # fmt: skip
-        else:
-            queue.fill_with_one(
-                tiles, lambda where: self.load_tile(x, storage, queue, tiles, where)
-            )
+        queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
 
     @cute.jit
     def load_tile(
-        self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32],
-        published: Int32 | int = 0, loaded: Int32 | None = None,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32]
+    ) -> None:
         """Publish the cluster's tile. For each tile of keys, load a part of K for both CTAs, and
-        the CTA's dS. Return the numbers of tiles of queries and of keys so far."""
+        the CTA's dS."""
         spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
         block, head, sequence = where
         work = tiles.work(block, head + x.first_head, sequence)
-        queue.publish_work(published, work)
+        queue.publish_work(0, work)
         of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
         before = head * of_queries + padded_start(tiles.queries, sequence) // ds_tiles.TILE
         of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
@@ -324,9 +308,8 @@ class Sm90DsDq:
         ]
         seen = [self.key_tiles(x, work, tile) for tile in of_groups]
         first, end = self.key_tiles_of_cluster(x, work)
-        for i in cutlass.range(end - first, unroll=1):
-            n = i if loaded is None else loaded + i
-            tile = first + i
+        for n in cutlass.range(end - first, unroll=1):
+            tile = first + n
             nbytes = Int32(self.k_bytes)
             for group in cutlass.range_constexpr(WARPGROUPS):
                 low, high = seen[group]
@@ -348,58 +331,33 @@ class Sm90DsDq:
                             TILE_BYTES,
                             shared_address(barriers.pointer("k_full", n)),
                         )
-        return published + 1, 0 if loaded is None else loaded + cutlass.max(end - first, 0)
 
     # -- device: the product ------------------------------------------------------------------
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, queue: TileQueue) -> None:
-        if cutlass.const_expr(self.persistent):
-            taken, n = Int32(0), Int32(0)
-            work = queue.take(taken)
-            while work.exists:
-                n = self.tile_of_work(x, own, work, n)
-                taken += 1
-                work = queue.take(taken)
-        else:
-            queue.wait(0)
-            work = queue.read(0)
-            if work.exists:
-                self.tile_of_work(x, own, work, None, lambda: queue.read(0))
-
-    @cute.jit
-    def tile_of_work(
-        self,
-        x: Operands,
-        own: Consumer,
-        work: Work,
-        n: Int32 | None,
-        again: cutlass.Constexpr[Any] = None,
-    ) -> Int32 | None:
-        """Compute and store the warpgroup's dQ of a tile of queries. n tiles of keys came before,
-        None for 0. Return their number after this tile. `again` reads the work again."""
-        own.acc.fill(0.0)
-        first, end = self.key_tiles_of_cluster(x, work)
-        low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
-        # Uses of keys that the warpgroup does not see are released at once.
-        low, high = low - first, high - first
-        if low >= high:
-            low, high = end - first, end - first
-        for i in cutlass.range(low, unroll=1):
-            self.leave_out(own, i if n is None else n + i)
-        if low < high:
+        queue.wait(0)
+        work = queue.read(0)
+        if work.exists:
+            own.acc.fill(0.0)
+            first, end = self.key_tiles_of_cluster(x, work)
+            low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
+            # Uses of keys that the warpgroup does not see are released at once.
+            low, high = low - first, high - first
+            if low >= high:
+                low, high = end - first, end - first
+            for n in cutlass.range(low, unroll=1):
+                self.leave_out(own, n)
+            if low < high:
+                if cutlass.const_expr(self.spec.partial):
+                    self.load_sums(x, own, queue.read(0))
+                self.compute_tile(own, low, high)
+            for n in cutlass.range(high, end - first, unroll=1):
+                self.leave_out(own, n)
             if cutlass.const_expr(self.spec.partial):
-                self.load_sums(x, own, work if again is None else again())
-            self.compute_tile(own, *((low, high) if n is None else (n + low, n + high)))
-        for i in cutlass.range(high, end - first, unroll=1):
-            self.leave_out(own, i if n is None else n + i)
-        if cutlass.const_expr(self.spec.partial):
-            self.store_part(x, own, work if again is None else again(), low < high)
-        else:
-            self.store_rows(x, own, work if again is None else again())
-        if cutlass.const_expr(n is not None):
-            n += cutlass.max(end - first, 0)
-        return n
+                self.store_part(x, own, queue.read(0), low < high)
+            else:
+                self.store_rows(x, own, queue.read(0))
 
     def leave_out(self, own: Consumer, n: Int32) -> None:
         own.barriers.wait("k_full", n)

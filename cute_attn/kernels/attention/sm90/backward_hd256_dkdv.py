@@ -33,7 +33,7 @@ warpgroups; its three other warps idle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -52,7 +52,7 @@ from ...common.ptx.cluster import cta_rank
 from ...common.ptx.compiler import opaque
 from ...common.ptx.convert import pack, unpack
 from ...common.ptx.memory import load_shared, shared_address, store_global, store_shared
-from ...common.scheduler import SingleTileScheduler, SnakeScheduler, TileQueue
+from ...common.scheduler import SingleTileScheduler, TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import WARP_SIZE
 from ...common.tma import BOX, boxes, load_boxes
@@ -95,10 +95,6 @@ class Stages:
         held_k, held_v: columns of K and V in registers.
         overlaid: the last stage of Q overwrites the columns of K and V that have moved to
             registers. Without this, the stages do not fit.
-        early: T' is rounded before the product T' Z of the tile before is done, into further
-            registers. P' is handed over as early, and dS is stored beside the next products.
-        persistent: a cluster handles tile after tile of keys, so Q and dO of the next tile are
-            loaded beside the end of a tile. dK and dV leave through K's and V's places.
     """
 
     q: int
@@ -106,13 +102,11 @@ class Stages:
     held_k: int
     held_v: int
     overlaid: bool = False
-    early: bool = False
-    persistent: bool = False
 
 
 STAGES = {
     (256, 256): Stages(3, 2, 128, 128, overlaid=True),
-    (192, 128): Stages(4, 3, 192, 128, early=True, persistent=True),
+    (192, 128): Stages(4, 3, 192, 128),
 }
 
 
@@ -121,13 +115,11 @@ def edges(stages: Stages) -> tuple[Edge, ...]:
     one use."""
     q, do = stages.q, stages.do
     held = Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q")
-    kept = Edge("x_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="the places of K and V")
     return (
         *TileQueue.edges(LOAD, CONSUMERS),
         Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
         Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
         *((held,) if stages.overlaid else ()),
-        *((kept,) if stages.persistent else ()),
         Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
         Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, Reach.EACH, "their stage"),
         Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
@@ -222,7 +214,6 @@ class Consumer(Carried):
         t: registers of T.
         words: registers of T' as an operand.
         acc: accumulators of dV or dK.
-        taken: the number of earlier tiles of keys.
     """
 
     warp: Int32
@@ -241,10 +232,6 @@ class Consumer(Carried):
     acc: cute.Tensor
     scaling: Scaling
     visible: Visibility
-    taken: Int32 | int = 0
-
-
-KV_AFTER = 2  # tiles of queries that a persistent load warp loads before K and V
 
 
 class Sm90Hd256DkDv:
@@ -260,7 +247,6 @@ class Sm90Hd256DkDv:
         self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.stages = stages = STAGES[spec.head_dim, spec.head_dim_v]
-        self.scheduler = SnakeScheduler if stages.persistent else SingleTileScheduler
         # By the edges' names: bytes of a stage. By the roles' names: columns of Y, and of the
         # accumulator, and columns of X in registers.
         self.bytes = {"q": 2 * spec.tile_m * spec.head_dim, "do": 2 * spec.tile_m * spec.head_dim_v}
@@ -331,7 +317,7 @@ class Sm90Hd256DkDv:
             a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[CTAS * self.scheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
@@ -414,45 +400,30 @@ class Sm90Hd256DkDv:
         """Publish the cluster's tile, and load the tile's operands."""
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
         queue = TileQueue(Work, storage.work, barriers)
-        if cutlass.const_expr(self.stages.persistent):
-            queue.fill(
-                SnakeScheduler(tiles.count(), barriers, None), tiles,
-                lambda where, published, loaded: self.load_tile(
-                    x, storage, queries, queue, tiles, visible, where, published, loaded
-                ),
-            )  # fmt: skip
-        else:
-            queue.fill_with_one(
-                tiles,
-                lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
-            )
+        queue.fill_with_one(
+            tiles,
+            lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
+        )
 
     @cute.jit
     def load_tile(
         self, x: Operands, storage: Pointers, queries: QueryLoads, queue: TileQueue,
-        tiles: TileMap, visible: Visibility, where: list[Int32], published: Int32 | int = 0,
-        loaded: Int32 | int = 0,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """Publish the cluster's tile and load the CTA's K and V, then its part of the queries that
-        see some of the cluster's keys, head by head. Return the numbers of tiles of keys and of
-        queries so far."""
+        tiles: TileMap, visible: Visibility, where: list[Int32],
+    ) -> None:  # fmt: skip
+        """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
+        see some of the cluster's keys, head by head."""
         spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)
-        queue.publish_work(published, work)
+        queue.publish_work(0, work)
         kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
         keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-        if cutlass.const_expr(not stages.persistent):
-            self.load_kv(x, keys, storage, barriers, published)
+        self.load_x(VALUE, x.k_tma, self.k_rows.box(x.k, *keys), storage, barriers)
+        self.load_x(KEY, x.v_tma, self.v_rows.box(x.v, *keys), storage, barriers)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         stats_start = padded_start(tiles.queries, work.sequence)
         tile, head = first, work.head
-        count = (end - first) * tiles.group
-        for i in cutlass.range(count, unroll=1):
-            n = loaded + i if stages.persistent else i
-            if cutlass.const_expr(stages.persistent):
-                if i == KV_AFTER:
-                    self.load_kv(x, keys, storage, barriers, published)
+        for n in cutlass.range((end - first) * tiles.group, unroll=1):
             row = stats_start + tile * spec.tile_m
             if cutlass.const_expr(stages.overlaid):
                 if n == stages.q - 1:
@@ -460,38 +431,21 @@ class Sm90Hd256DkDv:
             queries.load("q", x, work, tile, head, row, n)
             queries.load("do", x, work, tile, head, row, n)
             tile, head = following(tile, head, first, end)
-        if cutlass.const_expr(stages.persistent):
-            count = cutlass.max(count, 0)
-            if count <= KV_AFTER:
-                self.load_kv(x, keys, storage, barriers, published)
-        return published + 1, loaded + count
-
-    @cute.jit
-    def load_kv(
-        self, x: Operands, keys: tuple[Any, ...], storage: Pointers, barriers: Barriers,
-        published: Int32,
-    ) -> None:  # fmt: skip
-        """Load the CTA's K and V of tile `published` of keys."""
-        if cutlass.const_expr(self.stages.persistent):
-            barriers.wait_previous("x_empty", published)
-        of_k, of_v = self.k_rows.box(x.k, *keys), self.v_rows.box(x.v, *keys)
-        self.load_x(VALUE, x.k_tma, of_k, storage, barriers, published)
-        self.load_x(KEY, x.v_tma, of_v, storage, barriers, published)
 
     def load_x(
         self, role: Role, tma: cute.CopyAtom, rows: cute.Tensor, storage: Pointers,
-        barriers: Barriers, n: Int32 | int,
+        barriers: Barriers,
     ) -> None:  # fmt: skip
         """Load X of a warpgroup, the CTA's K or V."""
         edge, x, first = self.x_places(role, storage)
         columns, held = self.columns[role.name], self.held[role.name]
         with cute.arch.elect_one():
-            barriers.expect(edge, n, 2 * ROWS * columns)
+            barriers.expect(edge, 0, 2 * ROWS * columns)
         parts = (first, x) if self.stages.overlaid else (x,)
         shape = (ROWS, held if self.stages.overlaid else columns)
         for part, buffer in enumerate(parts):
             smem = boxes(buffer, ROWS, (shape[1] // BOX, ROWS * BOX), (1, 0))
-            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(n))
+            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(0))
 
     def x_places(self, role: Role, storage: Pointers) -> tuple[str, cute.Pointer, cute.Pointer]:
         """The edge of X, its place, and the place of its first columns until these columns are in
@@ -509,60 +463,29 @@ class Sm90Hd256DkDv:
         self, x: Operands, own: Consumer, storage: Pointers, role: cutlass.Constexpr[Role]
     ) -> None:
         queue = own.queue
-        if cutlass.const_expr(self.stages.persistent):
-            taken, n = Int32(0), Int32(0)
-            queue.wait(taken)
-            work = queue.read(taken)
-            while work.exists:
-                n = self.tile_of_keys(x, replace(own, taken=taken), storage, work, role, n)
-                queue.release(taken)
-                taken += 1
-                queue.wait(taken)
-                work = queue.read(taken)
-        else:
-            queue.wait(0)
+        queue.wait(0)
+        work = queue.read(0)
+        if work.exists:
+            own.acc.fill(0.0)
+            own.barriers.wait(self.x_places(role, storage)[0], 0)
+            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
+            if cutlass.const_expr(self.stages.overlaid):
+                # No register of ldmatrix has been used yet. Without the fence, the arrival
+                # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
+                cute.arch.fence_view_async_shared()
+                own.barriers.warp_arrives("held", 0)
+            first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
+            # Registers are scarce, so each place of use reads the work again.
             work = queue.read(0)
-            if work.exists:
-                self.tile_of_keys(x, own, storage, work, role, None)
-
-    @cute.jit
-    def tile_of_keys(
-        self,
-        x: Operands,
-        own: Consumer,
-        storage: Pointers,
-        work: Work,
-        role: cutlass.Constexpr[Role],
-        n: Int32 | None,
-    ) -> Int32 | None:
-        """Compute and store dV or dK of a tile of keys. n tiles of queries came before, None for
-        0. Return their number after this tile."""
-        own.acc.fill(0.0)
-        own.barriers.wait(self.x_places(role, storage)[0], own.taken)
-        fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
-        if cutlass.const_expr(self.stages.overlaid):
-            # No register of ldmatrix has been used yet. Without the fence, the arrival
-            # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
-            cute.arch.fence_view_async_shared()
-            own.barriers.warp_arrives("held", 0)
-        first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        if first < end:
-            self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role, n)
-        # Registers are scarce, so each place of use reads the work again.
-        work = own.queue.read(own.taken)
-        factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
-        if cutlass.const_expr(role is KEY or self.unit != 1.0):
-            fragments.scale_rows(own.acc, [factor] * fragments.LANE_ROWS)
-        if cutlass.const_expr(self.spec.partial):
-            self.store_partial(x, own, work, role)
-        else:
-            self.store_tile(x, own, storage, work, role)
-        if cutlass.const_expr(self.stages.persistent):
-            # TMA overwrites the places that this warp has read.
-            cute.arch.fence_view_async_shared()
-            own.barriers.warp_arrives("x_empty", own.taken)
-            n += cutlass.max(end - first, 0) * own.tiles.group
-        return n
+            factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
+            if cutlass.const_expr(role is KEY or self.unit != 1.0):
+                fragments.scale_rows(own.acc, [factor] * fragments.LANE_ROWS)
+            if cutlass.const_expr(self.spec.partial):
+                self.store_partial(x, own, work, role)
+            else:
+                self.store_tile(x, own, storage, work, role)
 
     @cute.jit
     def compute_tile(
@@ -574,10 +497,8 @@ class Sm90Hd256DkDv:
         end: Int32,
         count: Int32,
         role: cutlass.Constexpr[Role],
-        base: Int32 | None,
     ) -> None:
-        """Compute dV or dK from `count` tiles of queries. `base` tiles of queries came before, None
-        for 0."""
+        """Compute dV or dK from `count` tiles of queries."""
         # Whole tiles of queries need no mask, because every query sees every key of the CTA.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
@@ -591,56 +512,42 @@ class Sm90Hd256DkDv:
             at = (work.head - x.first_split_head * own.tiles.group) * x.ds.shape[1]
             at += padded_start(own.tiles.queries, work.sequence) // ds_tiles.TILE
             at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
-        early = cutlass.const_expr(self.stages.early)
         tile = first
         masked = tile < whole_first or tile >= whole_end
-        start = Int32(0) if base is None else base
-        self.next_query_tile(x, own, tile, start, masked, role, True)
-        if cutlass.const_expr(stores and not early):
+        self.next_query_tile(own, tile, Int32(0), masked, role, True)
+        if cutlass.const_expr(stores):
             self.store_ds(x, own, at + tile * x.ds.shape[2])
-        for i in cutlass.range(1, count, unroll=1):
-            n = i if base is None else base + i
+        for n in cutlass.range(1, count, unroll=1):
             last = tile + 1 == end
-            before = None
-            if cutlass.const_expr(stores and early):
-                before = at + tile * x.ds.shape[2]
             tile = cutlass.select_(last, first, tile + 1)
             masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(x, own, tile, n, masked, role, False, before)
+            self.next_query_tile(own, tile, n, masked, role, False)
             if cutlass.const_expr(stores):
                 at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
-                if cutlass.const_expr(not early):
-                    self.store_ds(x, own, at + tile * x.ds.shape[2])
+                self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
-        last_use = count - 1 if base is None else base + count - 1
-        second = self.start_second(own, z, last_use, role)
-        if cutlass.const_expr(stores and early):
-            self.store_ds(x, own, at + tile * x.ds.shape[2])
+        second = self.start_second(own, z, count - 1, role)
         fragments.assign(own.acc, wgmma.wait(second))
-        own.barriers.warp_arrives(f"{z}_empty", last_use)
+        own.barriers.warp_arrives(f"{z}_empty", count - 1)
 
     @cute.jit
     def next_query_tile(
         self,
-        x: Operands,
         own: Consumer,
         tile: Int32,
         n: Int32,
         masked: Boolean,
         role: cutlass.Constexpr[Role],
         starts: cutlass.Constexpr[bool],
-        before: Int32 | None = None,
     ) -> None:
         """Compute T' of use n, beside the product T' Z of use n - 1. With `starts` no use comes
-        before. `before` is the tile of dS of use n - 1, if dS is stored here."""
+        before."""
         barriers = own.barriers
         y, z = OPERANDS[role.name]
         barriers.wait(f"{y}_full", n)
         first = self.start_first(own, y, n, role)
         if cutlass.const_expr(not starts):
             second = self.start_second(own, z, n - 1, role)
-        if cutlass.const_expr(before is not None):
-            self.store_ds(x, own, before)
         fragments.assign(own.t, wgmma.wait(first, pending=0 if starts else 1))
         stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
         if cutlass.const_expr(role is VALUE):
@@ -652,31 +559,20 @@ class Sm90Hd256DkDv:
         else:
             barriers.wait("p_full", n)
             self.keep_score_gradients(own, n, stats)
-        words: list[Any] = []
-        if cutlass.const_expr(self.stages.early):
-            words = fragments.operand(own.t, self.dtype)
-            if cutlass.const_expr(role is VALUE):
-                self.hand_over_all(own, n, words)
-        if cutlass.const_expr(self.stages.early and not starts):
-            done, words = wgmma.wait_with(second, words)
-            fragments.assign(own.acc, done)
-            barriers.warp_arrives(f"{z}_empty", n - 1)
-        elif cutlass.const_expr(not starts):
+        if cutlass.const_expr(not starts):
             # T' goes through the wait, so that the compiler does not round T' earlier, into
             # registers of the product in flight.
             done = wgmma.wait([*second, *fragments.values(own.t)])
             fragments.assign(own.acc, done[: len(second)])
             fragments.assign(own.t, done[len(second) :])
             barriers.warp_arrives(f"{z}_empty", n - 1)
-        if cutlass.const_expr(self.stages.early):
-            # Without a further instruction, ptxas would round into the registers of the product in
-            # flight, and would serialise all products for this.
-            none = x.num_splits >> 31  # 0, which no compiler knows
-            fragments.assign(own.words, [x | none for x in words])
-        else:
-            fragments.assign(own.words, fragments.operand(own.t, self.dtype))
-            if cutlass.const_expr(role is VALUE):
-                self.hand_over_all(own, n, fragments.values(own.words))
+        fragments.assign(own.words, fragments.operand(own.t, self.dtype))
+        if cutlass.const_expr(role is VALUE):
+            if cutlass.const_expr(not self.spec.softcap):
+                for columns, lane_row in self.parts():
+                    words = [own.words[word(lane_row, j)] for j in columns[::2]]
+                    self.hand_over(own, n, lane_row, columns, words)
+            barriers.warp_arrives("p_full", n)
         if masked:
             self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
@@ -716,14 +612,6 @@ class Sm90Hd256DkDv:
         count = self.spec.tile_m // fragments.LANES
         starts = range(0, count, STEP)
         return [(range(i, i + STEP), row) for i in starts for row in range(fragments.LANE_ROWS)]
-
-    def hand_over_all(self, own: Consumer, n: Int32, words: list[Any]) -> None:
-        """Hand over P' of use n: the words of P', unless they have been handed over."""
-        if not self.spec.softcap:
-            for columns, lane_row in self.parts():
-                of_part = [words[word(lane_row, j)] for j in columns[::2]]
-                self.hand_over(own, n, lane_row, columns, of_part)
-        own.barriers.warp_arrives("p_full", n)
 
     def hand_over(
         self, own: Consumer, n: Int32, lane_row: int, columns: range, words: list[Any]
@@ -770,7 +658,7 @@ class Sm90Hd256DkDv:
     def mask(self, own: Consumer, tile: Int32, words: cute.Tensor, *, bounded: bool) -> None:
         """Set the columns of queries that do not see a row's key to 0. `mask_queries` explains
         `bounded`."""
-        work = own.queue.read(own.taken)
+        work = own.queue.read(0)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
         mask_queries(words, keys, tile, own.visible, work, bounded=bounded)
 
@@ -785,28 +673,22 @@ class Sm90Hd256DkDv:
         work: Work,
         role: cutlass.Constexpr[Role],
     ) -> None:
-        """Store the CTA's rows of dV or dK through two stages of Q, by TMA; a persistent cluster
-        stores through the places of V and K."""
+        """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
         if cutlass.const_expr(role is VALUE):
-            group, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
+            stage, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
-            group, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
-        staged, stage, stages = storage.q, group, 2
-        at = shared_address(staged) + stage * self.bytes["q"]
-        if cutlass.const_expr(self.stages.persistent):
-            staged, stage, stages = storage.v if role is VALUE else storage.k, 0, 1
-            at = shared_address(staged)
-        # Both warpgroups are done with Q, and have K and V in registers.
+            stage, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
+        # Both warpgroups are done with Q.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
+        at = shared_address(storage.q) + stage * self.bytes["q"]
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
-        group_barrier(group)
+        group_barrier(stage)
         if own.warp == 0:
             rows = boxed.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                columns = self.out_columns[role.name]
-                store_staged(tma, rows, staged, stage, stages, ROWS, columns)
+                store_staged(tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

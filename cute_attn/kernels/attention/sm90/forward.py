@@ -269,6 +269,7 @@ class Sm90Forward:
         self.held = 0 if self.few_rows or self.pieces else row.held
         if row.fp8 is not None and self.fp8:
             self.held = row.fp8.held
+        self.turns = row.turns or spec.tile_m != row.tile.m
         self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
@@ -538,7 +539,7 @@ class Sm90Forward:
         return Consumer(
             warp=warp,
             group=group,
-            turns=Turns(group, self.warpgroups),
+            turns=Turns(group, self.warpgroups if self.turns else 1),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),

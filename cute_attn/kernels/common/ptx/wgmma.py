@@ -176,15 +176,6 @@ def wait_for_all_but(pending: int) -> None:
 
 def wait(c: Sequence[Float32], pending: int = 0) -> list[Float32]:
     """Return the result c of a product, once at most `pending` later groups are unfinished."""
-    return wait_with(c, [], pending)[0]
-
-
-def wait_with(
-    c: Sequence[Float32], kept: Sequence[Int32], pending: int = 0
-) -> tuple[list[Float32], list[Int32]]:
-    """`wait`, and return the registers `kept`, so that the compiler has them ready before."""
     text = f"wgmma.wait_group.sync.aligned {pending};"
-    results = [Float32] * len(c) + [Int32] * len(kept)
-    given = [*map(Float32, c), *map(Int32, kept)]
-    done = list(asm(text, results, given, tied=len(given), memory=True))
-    return done[: len(c)], done[len(c) :]
+    tied = len(c)
+    return list(asm(text, [Float32] * tied, [*map(Float32, c)], tied=tied, memory=True))
