@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import cubin, linker
+from . import cubin, linker, tracing
 from .arch import check_arch
 from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built, KernelUse
 from .errors import CompileError
@@ -26,7 +26,6 @@ from .log import logger, warn_once
 
 # A process has one compiler state (MLIR context, options, dump paths).
 _one_at_a_time = threading.Lock()
-_in_compiler = threading.local()  # .kernel: the name of the kernel that this thread is compiling
 
 # `_calls` has an object for each call of `compile_kernel` in progress. A process forked during a
 # call is interrupted. Its compiler state and import locks stay as they were at the fork.
@@ -47,11 +46,6 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def is_interrupted() -> bool:
     """Whether this process was forked in the middle of a compilation, and cannot compile."""
     return _interrupted
-
-
-def kernel_in_compiler() -> str | None:
-    """The name of the kernel that the compiler is tracing in this thread."""
-    return getattr(_in_compiler, "kernel", None)
 
 
 # By default the compiler compiles host code for the local CPU. Every 64-bit server CPU has these
@@ -106,10 +100,10 @@ def compile_kernel(
             return Built(key, files, uses, seconds + time.perf_counter() - started)
 
         with _one_at_a_time, _failures_as_compile_errors(kernel, key):
-            _in_compiler.kernel = kernel.name
+            tracing.this_thread.kernel = kernel.name
             return _where_there_is_room(directory, compile_in)
     finally:
-        _in_compiler.kernel = None
+        tracing.this_thread.kernel = None
         _calls.discard(call)
 
 
@@ -215,7 +209,7 @@ def _source_locations(wanted: bool) -> Iterator[None]:
         return
 
     def switch_off(enable: bool) -> None:
-        switch(enable and kernel_in_compiler() is None)  # off for this thread only
+        switch(enable and tracing.this_thread.kernel is None)  # off for this thread only
 
     dsl._set_enable_frame_filtering = switch_off
     try:

@@ -8,14 +8,13 @@ import contextlib
 import dataclasses
 import os
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from . import fingerprint, settings, toolchain
+from . import fingerprint, settings, toolchain, tracing
 from .arch import check_arch, current_arch
 from .entry import PTX, Built, Entry
 from .errors import CacheError, CompileError, DamagedEntry, FrozenCacheMiss, RefusedEntry
@@ -184,8 +183,7 @@ def _getting(key: KeyDescription) -> Iterator[None]:
     the compiler compiles one kernel at a time. The process that compiles the other kernel may even
     be waiting for this kernel.
     """
-    compiler = sys.modules.get(f"{__package__}.compiler")
-    traced = compiler.kernel_in_compiler() if compiler else None
+    traced = tracing.this_thread.kernel
     if traced is not None:
         raise CompileError(
             f"{traced} asks for {key.kernel} {key.specialisation} while it is being traced: a "

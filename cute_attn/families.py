@@ -339,7 +339,7 @@ FAMILIES = (
                 summary="Multi-head latent attention, decode",
             ),
         ),
-        spec_files=("serving.toml",),
+        spec_files=("serving.toml", "vllm.toml"),
         pages=("operators.md",),
         benchmarks={
             "mla": ("mla.decode", "mla_decode against the bytes that it must read"),

@@ -15,6 +15,7 @@ import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,6 +87,14 @@ def test_threads_asking_for_one_kernel_compile_it_once(root: Path) -> None:
     assert len(found) == 8
     assert len(set(map(id, found))) == 1
     assert cache.stats().compiles == 1
+
+
+def test_a_look_up_while_another_thread_imports_the_compiler(
+    filled_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, compiler.__name__, ModuleType(compiler.__name__))
+    assert is_the_kernel(cache.get(SCALE, ScaleSpec(), ARCH))
+    assert cache.stats().compiles == 0
 
 
 def test_a_warm_look_up_takes_at_most_a_microsecond(filled_root: Path) -> None:

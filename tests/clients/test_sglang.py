@@ -70,7 +70,8 @@ Start = Callable[..., Served]
 
 @pytest.fixture(scope="session")
 def sglang() -> Any:
-    sglang_emulated.install()
+    if "sglang" not in sys.modules:
+        sglang_emulated.install()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -504,7 +505,7 @@ def test_prefill_graphs(sglang: Any, start: Start):
     q = torch.randn(64, 256).bfloat16()
     sizes = {"extend_seq_lens": 4, "out_cache_loc": 64, "positions": 64}
     sizes |= {"req_pool_indices": 4, "seq_lens": 4}
-    graph, recorder, found = None, sglang.Recorder(), []
+    graph, recorder, found = None, sglang.Recorder(backend.pool), []
 
     def check(batch: Any, rows: list[Any]) -> None:
         nonlocal graph

@@ -243,6 +243,7 @@ def test_zeros_of_a_tensor_beyond_two_to_the_31_words() -> None:
     assert (x[0, -2] == 1).all() and (x[0, -1] == 0).all()
 
 
+@pytest.mark.slow
 def test_sums_of_dq_beyond_two_to_the_31_elements() -> None:
     """The second head's sums begin beyond 2^31 elements, as with many short sequences, whose rows
     are padded."""

@@ -272,6 +272,7 @@ def test_beta_near_0_in_a_cluster(arch: str) -> None:
     problem.check(arch=arch)
 
 
+@pytest.mark.slow
 def test_long_rows() -> None:
     """Rows of q and k of any length, where the kernel normalises them."""
     short = Problem([29, 1], **IN_KERNEL)

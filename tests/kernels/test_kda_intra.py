@@ -257,7 +257,8 @@ def test_prepare(
     check_prepare(x, gate=gate, arch=arch)
 
 
-@pytest.mark.parametrize("index_dtype", [slow(torch.int32), torch.int64])
+@pytest.mark.slow
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dtype) -> None:
     lengths = [70, 0, 64, 1, 33]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=index_dtype)

@@ -107,7 +107,7 @@ def test_gradients_agree_with_the_reference(device: str, data: st.DataObject):
     check_gradients(data.draw(cases(device)).arguments(device))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     "case",
     [

@@ -133,7 +133,7 @@ def test_a_long_memory_does_not_drift(device: str, path: str):
     assert_no_worse(*(x.double().mean(-1) for x in states), "mean of columns")
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize("path", MOSTLY_FUSED)
 @pytest.mark.parametrize(
     ("kind", "scale", "size"),
@@ -192,7 +192,7 @@ def test_gates_above_zero(device: str, seed: int):
     assert_agrees(args, *run(args))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_states_at_the_start_of_chunks(device: str, data: st.DataObject):

@@ -85,7 +85,7 @@ def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
     assert_equal(run(args), run(args))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @few
 @given(data=st.data(), random=st.randoms(use_true_random=False))
 def test_permuting_the_batch_permutes_the_result_bitwise(

@@ -279,7 +279,7 @@ def test_gates_of_any_size(device: str, gate: float | str):
     assert_agrees(args, of, found)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     "bias", [-16.0, *(pytest.param(b, marks=pytest.mark.slow) for b in (-13.0, -60.0))]
 )

@@ -233,7 +233,7 @@ def test_a_small_scale_of_long_rows(device: str):
     assert_agrees(args, run(args))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @few
 @given(data=st.data())
 def test_packed_sequences_are_each_alone_bitwise(device: str, data: st.DataObject):

@@ -185,7 +185,7 @@ def test_intra(device: str, data: st.DataObject):
             assert torch.equal(valid(args, one), valid(args, other))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_scores_of_two_tokens(device: str):
     """Each of 16 heads has one score that a decay enters, and a plain rounding of it is nearly
     exact."""
@@ -279,7 +279,7 @@ def test_output(device: str, data: st.DataObject):
 # -- exact properties
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_recomputing_gives_what_intra_gave(device: str, data: st.DataObject):
