@@ -112,8 +112,8 @@ def flash_attn_func(
     o and lse are differentiable with respect to q, k, v and learnable_sink, once. Only needed
     gradients are computed, each in its tensor's dtype. Sums over queries, keys and heads are
     float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper, at
-    head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    head_dim 192 and 256, gradients of q and k together take a workspace of up to 2 GiB while they
+    are computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
     `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
     slower.
 

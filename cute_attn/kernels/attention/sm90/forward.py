@@ -303,6 +303,7 @@ class Sm90Forward:
         self.zeros = row.cluster * self.columns - spec.head_dim
         self.v_stages = row.v_stages or spec.stages
         self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
+        self.turns = row.turns or spec.tile_m != row.tile.m
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # Rows that a warpgroup adds up at once.
@@ -608,7 +609,7 @@ class Sm90Forward:
         return Consumer(
             warp=warp,
             group=group,
-            turns=Turns(group, self.warpgroups),
+            turns=Turns(group, self.warpgroups if self.turns else 1),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),
