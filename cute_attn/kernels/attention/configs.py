@@ -132,6 +132,7 @@ class ForwardRow(Row):
         held: columns of Q that a thread holds in registers.
         v_stages: the number of V tiles in shared memory at once, where it differs from the number
             of K tiles.
+        turns: the warpgroups of `tile` take turns to start products.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -146,6 +147,7 @@ class ForwardRow(Row):
     page_step: int = 1
     held: int = 0
     v_stages: int = 0
+    turns: bool = True
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
@@ -223,8 +225,8 @@ FORWARD = _by_key(
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), pieces=Tile(128, 128, 2),
-        most_packed_heads=32, page_keys=64, sums_by_product=True,
+        tile=Tile(192, 64, 2), few=Tile(64, 64, 4), pieces=Tile(128, 64, 4),
+        most_packed_heads=32, page_keys=64, turns=False, sums_by_product=True,
         fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4, held=192),
     ),
     ForwardRow(
@@ -293,14 +295,13 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
-    BackwardRow(
-        "backward_dkdv", SM90, 192, 128, kernel="sm90_backward_dkdv", scheduler="counter",
-        tile=Tile(32, 128), costs=ESTIMATED,
-    ),
     # "single": with a counter, the two CTAs of a cluster would have to share each number read.
-    BackwardRow(
-        "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
-        tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+    *(
+        BackwardRow(
+            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler="single",
+            tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
     BackwardRow(
         "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
@@ -328,9 +329,12 @@ BACKWARD = _by_key(
         "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
     ),
     # Kernels of dQ from the dS that the dK/dV kernel has stored.
-    BackwardRow(
-        "backward_ds_dq", SM90, 256, 256, kernel="sm90_backward_ds_dq", scheduler="single",
-        tile=Tile(256, 64), cluster=2,
+    *(
+        BackwardRow(
+            "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler="single",
+            tile=Tile(256, 64), cluster=2,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
 )  # fmt: skip
 

@@ -379,12 +379,12 @@ class Sm90BackwardSpec(BackwardSpec):
     other parameters.
 
     Attributes:
-        scheduler: "single" for the dK/dV kernel at head_dim 256, else "counter".
+        scheduler: "single" for the dK/dV kernel at head_dim 192 and 256, else "counter".
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
-        stores_ds: the dK/dV kernel at head_dim 256 also stores dS, see `ds_tiles`.
+        stores_ds: the dK/dV kernel at head_dim 192 and 256 also stores dS, see `ds_tiles`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {

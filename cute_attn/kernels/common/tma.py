@@ -177,12 +177,20 @@ def load_boxes(
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
-    `multicast` each CTA of a pair loads half of the boxes into both CTAs."""
+    `multicast` each CTA of a pair loads half of the boxes into both CTAs. Of an odd number of boxes
+    the first CTA loads one more."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
     count = cute.size(smem, mode=[2])
-    if cutlass.const_expr(multicast):
+    if cutlass.const_expr(multicast and count % CTAS):
+        for i in cutlass.range_constexpr(count):
+            if cta_rank() == i % CTAS:
+                cute.copy(
+                    tma, source[None, i], to[None, i, stage],
+                    tma_bar_ptr=barriers.pointer(edge, n), mcast_mask=Int16(BOTH_CTAS),
+                )  # fmt: skip
+    elif cutlass.const_expr(multicast):
         count = count // CTAS
         first = cta_rank() * count
         for i in cutlass.range_constexpr(count):

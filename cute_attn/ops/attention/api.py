@@ -112,8 +112,8 @@ def flash_attn_func(
     o and lse are differentiable with respect to q, k, v and learnable_sink, once. Only needed
     gradients are computed, each in its tensor's dtype. Sums over queries, keys and heads are
     float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper, at
-    head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    head_dim 192 and 256, gradients of q and k together take a workspace of up to 2 GiB while they
+    are computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
     `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
     slower.
 
@@ -167,8 +167,8 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
-    tree_mask: Tensor | None = None,
     cp: Any = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -212,13 +212,13 @@ def flash_attn_varlen_func(
         v_descale: as for `flash_attn_func`.
         batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
+        cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k and page_table.
         tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
             sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
             tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
             no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
             sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
-        cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k and page_table.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,

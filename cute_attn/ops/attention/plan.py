@@ -261,8 +261,8 @@ def plan_attention_backward(
         dkdv: whether k or v requires a gradient.
         split: True for calls that split the query heads of a K/V head among clusters (few K/V
             heads, short sequences), False for others, None for both.
-        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, if dS
-            fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
+        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 192 and 256,
+            if dS fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.

@@ -247,8 +247,8 @@ class Consumer(Carried):
         arrived: the shared address of the number of earlier arrivals at a query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
-        tree_mask: see `Arguments`.
         score_sums: in a pair, sums of both CTAs' parts of S.
+        tree_mask: see `Arguments`.
     """
 
     warp: Int32
@@ -267,8 +267,8 @@ class Consumer(Carried):
     acc: cute.Tensor
     softmax: FragmentSoftmax
     visible: Visibility
-    tree_mask: cute.Tensor | None
     score_sums: ScoreSums | None
+    tree_mask: cute.Tensor | None
 
 
 class Sm90Forward:
@@ -303,6 +303,7 @@ class Sm90Forward:
         self.zeros = row.cluster * self.columns - spec.head_dim
         self.v_stages = row.v_stages or spec.stages
         self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
+        self.turns = row.turns or spec.tile_m != row.tile.m
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # Rows that a warpgroup adds up at once.
@@ -608,7 +609,7 @@ class Sm90Forward:
         return Consumer(
             warp=warp,
             group=group,
-            turns=Turns(group, self.warpgroups),
+            turns=Turns(group, self.warpgroups if self.turns else 1),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),
@@ -622,8 +623,8 @@ class Sm90Forward:
             acc=fragments.accumulators(self.columns_v + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
-            tree_mask=tree_mask,
             score_sums=score_sums,
+            tree_mask=tree_mask,
         )
 
     # -- device: load -------------------------------------------------------------------------
