@@ -214,6 +214,7 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
 # -- packed sequences
 
 
+@pytest.mark.slow  # the next test packs too, and tests/clients compares with eager attention
 def test_packed_sequences() -> None:
     """Positions that start again start a sequence: in a sliding layer and in a full one."""
     positions = positions_of(PACKED)
