@@ -204,6 +204,10 @@ FAMILIES = (
         spec_files=("serving.toml",),
         pages=("operators.md",),
         benchmarks={
+            "gdn": (
+                "gated_delta_rule.chunk",
+                "chunk_gated_delta_rule, forward and backward, against FLA",
+            ),
             "gdn-decode": (
                 "gated_delta_rule.decode",
                 "gated_delta_rule_decode, with the convolution, against FLA and the copy bandwidth",
@@ -343,7 +347,7 @@ FAMILIES = (
                 summary="Multi-head latent attention, decode",
             ),
         ),
-        spec_files=("serving.toml",),
+        spec_files=("serving.toml", "vllm.toml"),
         pages=("operators.md",),
         benchmarks={
             "mla": ("mla.decode", "mla_decode against the bytes that it must read"),

@@ -75,9 +75,11 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        refuse(runner)
+        self.refuse(runner)
         self.page_size: int = runner.page_size
-        self.pool = runner.token_to_kv_pool
+        # Layers with latent attention, and SGLang's wrapper of hybrid models, read these two.
+        self.token_to_kv_pool = self.pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
@@ -89,6 +91,10 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         # By mode and number of requests: what a CUDA graph reads, in slices of one set of tensors.
         self.captured: dict[tuple[Any, int], CuteAttnMetadata] = {}
         self.static: CuteAttnMetadata | None = None
+
+    def refuse(self, runner: Any) -> None:
+        """Raise for what has no kernel, before anything is allocated."""
+        refuse(runner)
 
     # -- metadata
 
@@ -203,9 +209,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> Tensor:
         """The attention of `q`, `[tokens, heads * head_dim]`, after `k` and `v` are in the pool."""
-        unknown = sorted(name for name, value in others.items() if value is not None)
-        if unknown:
-            raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
+        check_options(others)
         x = self.forward_metadata
         assert x is not None, "init_forward_metadata comes before a layer's attention"
         scales = (layer.k_scale, layer.v_scale) if self.fp8 else ()
@@ -251,6 +255,13 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         return bool(in_window_pool)
 
 
+def check_options(others: dict[str, Any]) -> None:
+    """Raise for arguments of SGLang that the attention does not have."""
+    unknown = sorted(name for name, value in others.items() if value is not None)
+    if unknown:
+        raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
+
+
 def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBackend) -> None:
     """Write a step's metadata by work on the device alone: the host reads no tensor."""
     requests = forward_batch.batch_size
@@ -276,20 +287,31 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
 def refuse(runner: Any) -> None:
     """Raise for a model, or an option of the server, that has no kernel."""
     device = runner.req_to_token_pool.req_to_token.device
-    step = page_step(device)
+    check_pages(runner, page_step(device))
+    dims = forward_head_dims(device, fp8=runner.kv_cache_dtype in FP8)
+    found = ["MLA"] if runner.model_config.attention_arch == AttentionArch.MLA else []
+    found += missing_for_server(runner)
+    for layer in layers_of(runner):
+        found += missing_for_layer(layer, dims)
+    raise_for(found)
+
+
+def check_pages(runner: Any, step: int) -> None:
     if runner.page_size % step:
         raise ValueError(
             f"{NAME} needs pages of a multiple of {step} tokens on this GPU, got pages of "
             f"{runner.page_size}: start SGLang with --page-size 64"
         )
-    found = missing_for_server(runner)
-    device, fp8 = runner.req_to_token_pool.req_to_token.device, runner.kv_cache_dtype in FP8
-    dims = forward_head_dims(device, fp8=fp8)
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            found += missing_for_layer(layer, dims)
-    if found:
-        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(dict.fromkeys(found))}")
+
+
+def layers_of(runner: Any) -> list[Any]:
+    """The attention of all layers."""
+    return [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+
+
+def raise_for(missing: list[str]) -> None:
+    if missing:
+        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(dict.fromkeys(missing))}")
 
 
 def missing_for_server(runner: Any) -> list[str]:
@@ -297,7 +319,6 @@ def missing_for_server(runner: Any) -> list[str]:
     # Gemma 3 has attention between an image's tokens, which SGLang computes by Triton alone.
     images = config.is_multimodal and hasattr(runner.model, "prepare_attn_masks")
     cases = {
-        "MLA": config.attention_arch == AttentionArch.MLA,
         "cross-attention of an encoder-decoder": config.is_encoder_decoder,
         "local attention in chunks (Llama 4)": config.is_local_attention_model,
         "context parallelism (--attn-cp-size)": parallel.attn_cp_size > 1,

@@ -37,8 +37,9 @@ from torch import Tensor
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from .autocast import in_autocast
 from .transformers_gated_delta_rule import use_gated_delta_rule
+from .transformers_kda import use_kimi_delta_attention
 
-__all__ = ["register", "use_gated_delta_rule"]
+__all__ = ["register", "use_gated_delta_rule", "use_kimi_delta_attention"]
 
 NAME = "cute_attn"
 # Without quotation marks, which torch does not escape in an assertion of a compiled CPU kernel.
@@ -58,7 +59,8 @@ def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
     Supported are inference and training of models whose attention layers have head_dim 64, 128 or
-    256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16,
+    256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), and on Hopper also
+    192 with values of 128 (DeepSeek V2 and V3, Kimi Linear, LongCat-Flash, MiMo-V2), in bfloat16,
     float16, or float32 under autocast to either dtype. Masks may be causal, bidirectional, or
     causal sliding windows; softcap, sinks, grouped heads, dynamic and static caches, and padding on
     either side or in between work too. A sliding window counts tokens, not padding, as in

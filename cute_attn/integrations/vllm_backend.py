@@ -62,6 +62,17 @@ def is_batch_invariant() -> bool:
     return bool(vllm_is_batch_invariant())
 
 
+def write_to_slots(pages: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Write tokens' rows, `[tokens, ...]`, to pages, `[num_blocks, block_size, ...]`.
+
+    A token without a slot rewrites the present contents of block 0, which vLLM gives to no request.
+    """
+    slots = slot_mapping.clamp(min=0)
+    where = slots // pages.shape[1], slots % pages.shape[1]
+    valid = (slot_mapping >= 0).view(-1, *[1] * (rows.dim() - 1))
+    pages[where] = torch.where(valid, rows[: len(slots)], pages[where])
+
+
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
     """The properties that vLLM asks for before it chooses a backend."""
 
@@ -349,19 +360,12 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
                 key, value, k, v, slot_mapping, name, layer._k_scale, layer._v_scale
             )
             return
-        block_size = k.shape[1]
-        # A token without a slot rewrites the present contents of block 0, which vLLM gives to no
-        # request.
-        slots = slot_mapping.clamp(min=0)
-        where = slots // block_size, slots % block_size
-        valid = (slot_mapping >= 0)[:, None, None]
         for name, pages, rows in (("_k_scale", k, key), ("_v_scale", v, value)):
-            rows = rows[: len(slots)]
             if self.fp8:
                 most = torch.finfo(self.fp8).max
                 rows = (rows / getattr(layer, name)).clamp(-most, most).to(self.fp8)
                 pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
-            pages[where] = torch.where(valid, rows, pages[where])
+            write_to_slots(pages, rows, slot_mapping)
 
     def factors(self, layer: Any) -> dict[str, Any]:
         """The factors of the keys and values in a layer's cache, for the operator."""

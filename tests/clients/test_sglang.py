@@ -34,6 +34,20 @@ CHAINS = {
 }
 
 
+# What SGLang reads of a model's configuration, and transformers' default has not.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "qwen3_next": {  # SGLang's has experts in every layer
+        "full_attention_interval": 2,
+        "mlp_only_layers": [],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+
+
 class Served:
     """A server, and transformers with the same weights."""
 
@@ -70,7 +84,8 @@ Start = Callable[..., Served]
 
 @pytest.fixture(scope="session")
 def sglang() -> Any:
-    sglang_emulated.install()
+    if "sglang" not in sys.modules:
+        sglang_emulated.install()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -88,9 +103,7 @@ def start(sglang: Any, tmp_path: Path) -> Iterator[Start]:
     started: list[Any] = []
 
     def start(model: str, weights: torch.dtype = torch.bfloat16, **options: Any) -> Served:
-        # SGLang reads hidden_act of every model.
-        change = {"hidden_act": "gelu_pytorch_tanh"} if model == "gemma2" else {}
-        path = models.make(model, tmp_path, weights, **change)
+        path = models.make(model, tmp_path, weights, **CHANGES.get(model, {}))
         started.append(sglang.Server(path, **options))
         return Served(path, weights, started[-1])
 
@@ -157,7 +170,7 @@ def test_the_engine(sglang: Any, tmp_path: Path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
@@ -344,6 +357,81 @@ def test_idle_batch(start: Start):
     served.check()
 
 
+# -- linear layers
+
+
+@pytest.fixture
+def our_gated_delta_net(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The plugin replaces SGLang's Gated Delta Net. Names SGLang's own kernels that are called."""
+    import cute_attn
+    from cute_attn.integrations import sglang as plugin
+
+    sglang_emulated.replace_in_linear_layers(monkeypatch)
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+
+    for name in ("TritonGDNKernel", "flashinfer_gdn_prefill_default"):  # undone at the end
+        monkeypatch.setattr(gdn_backend, name, getattr(gdn_backend, name))
+    theirs = sglang_emulated.refuse_their_kernels(monkeypatch, TritonGDNKernel)
+    monkeypatch.setenv("CUTE_ATTN_SERVER_GDN", "1")
+    cute_attn.reload_settings()
+    plugin.register()
+    yield theirs
+    monkeypatch.delenv("CUTE_ATTN_SERVER_GDN")
+    cute_attn.reload_settings()
+
+
+# SGLang's states without copies for the radix cache go with pages of one token.
+SMALL_PAGES = {"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}
+ALL_OURS = "Qwen3-Next: a model of Gated Delta Net and attention layers, all on our kernels"
+
+
+@pytest.mark.clients(ALL_OURS)
+@pytest.mark.parametrize(
+    "options", [SMALL_PAGES, {"page_size": 64, "disable_radix_cache": True}], ids=["1", "64"]
+)
+def test_qwen3_next(start: Start, our_gated_delta_net: list[str], options: dict[str, Any]):
+    served = start("qwen3_next", chunked_prefill_size=64, **options)
+    server = served.server
+    assert type(server.backend.full_attn_backend).__name__ == "CuteAttnBackend"
+    for seed, length in enumerate((150, 3, 16)):
+        server.send(prompt(length, seed), 6)
+    server.run()
+    assert server.modes.count("EXTEND") > 1 and server.modes.count("DECODE") > 4
+    assert not our_gated_delta_net
+    served.check()
+
+
+@pytest.mark.clients("Qwen3-Next: prefixes of the radix cache start from cached states")
+def test_qwen3_next_prefixes(start: Start, our_gated_delta_net: list[str]):
+    served = start("qwen3_next", **SMALL_PAGES)
+    server = served.server
+    first = server.send(prompt(60), 4)
+    server.run()
+    server.rows.clear()
+    again = server.send([*first.origin_input_ids, *first.output_ids, *prompt(20, 1)], 4)
+    server.run()
+    assert again.cached_tokens >= 60
+    assert not our_gated_delta_net
+    served.check()
+
+
+@pytest.mark.clients("Qwen3-Next: drafts are verified in both kinds of layers")
+def test_qwen3_next_drafts(start: Start, our_gated_delta_net: list[str]):
+    served = start("qwen3_next", **SMALL_PAGES, **CHAINS)
+    server = served.server
+    first = server.send(prompt(20), 12)
+    server.run()
+    server.batches.clear()
+    again = server.send(prompt(20), 12)  # whose drafts are the first request's tokens
+    server.run()
+    steps = [b for b in server.batches if b.forward_mode.is_target_verify()]
+    assert again.output_ids == first.output_ids
+    assert len(steps) <= 6  # of 11 tokens after the prefill's
+    assert not our_gated_delta_net
+    served.check()
+
+
 # -- fp8
 
 
@@ -387,7 +475,7 @@ def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, fp8: torch.dt
         for key, x in (("k", k), ("v", v)):
             args[key] = x.view(torch.uint8)[pages].view(x.dtype).flatten(1, 2)
         out = args.pop("out")
-        for unused in ("num_splits", "max_seqlen_k", "max_seqlen_q"):
+        for unused in ("batch_invariant", "num_splits", "max_seqlen_k", "max_seqlen_q"):
             args.pop(unused)
         assert_agrees(args, out, None)
         seen.append(k.dtype)
@@ -504,7 +592,7 @@ def test_prefill_graphs(sglang: Any, start: Start):
     q = torch.randn(64, 256).bfloat16()
     sizes = {"extend_seq_lens": 4, "out_cache_loc": 64, "positions": 64}
     sizes |= {"req_pool_indices": 4, "seq_lens": 4}
-    graph, recorder, found = None, sglang.Recorder(), []
+    graph, recorder, found = None, sglang.Recorder(backend.pool), []
 
     def check(batch: Any, rows: list[Any]) -> None:
         nonlocal graph

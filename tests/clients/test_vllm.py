@@ -132,7 +132,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def vllm() -> Any:
-    vllm_emulated.install()
+    if "vllm" not in sys.modules:
+        vllm_emulated.install()
     import vllm
 
     return vllm

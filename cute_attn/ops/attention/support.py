@@ -39,10 +39,16 @@ def page_step(device: torch.device) -> int:
     return max(row.page_step for key, row in configs.FORWARD.items() if key[1] == arch)
 
 
+def head_dims_by_major() -> dict[int, tuple[tuple[int, int], ...]]:
+    """By the compute capability's major number, the pairs (head_dim, head_dim_v) of which there is
+    a forward."""
+    return {major: table.shapes("forward", archs) for major, archs in ((9, SM90), (10, SM100))}
+
+
 def equal_head_dims() -> dict[int, tuple[int, ...]]:
     """By the compute capability's major number, the head_dims that have a forward with v of equal
     head_dim."""
     return {
-        major: tuple(dim for dim, dim_v in table.shapes("forward", archs) if dim == dim_v)
-        for major, archs in ((9, SM90), (10, SM100))
+        major: tuple(dim for dim, dim_v in pairs if dim == dim_v)
+        for major, pairs in head_dims_by_major().items()
     }
