@@ -61,7 +61,8 @@ def register(name: str = NAME) -> None:
     Supported are inference and training of models whose attention layers have head_dim 64, 128 or
     256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), and on Hopper also
     192 with values of 128 (DeepSeek V2 and V3, Kimi Linear, LongCat-Flash, MiMo-V2), in bfloat16,
-    float16, or float32 under autocast to either dtype. Masks may be causal, bidirectional, or
+    float16, or float32 under autocast to either dtype. Layers of 512, as in Gemma 4, have inference
+    on Hopper; a training step raises NotImplementedError. Masks may be causal, bidirectional, or
     causal sliding windows; softcap, sinks, grouped heads, dynamic and static caches, and padding on
     either side or in between work too. A sliding window counts tokens, not padding, as in
     FlashAttention; eager attention differs if there is padding in between. With padding, k and v

@@ -42,7 +42,8 @@ def flash_attn_func(
 
     Forward and backward have kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256
     on Blackwell (sm_100a, sm_103a). On Hopper, v may also have head_dim_v 128 where q and k have
-    head_dim 192.
+    head_dim 192. A forward alone has Hopper at head_dim 512, at 320 with head_dim_v 256, and at 576
+    with head_dim_v 512.
 
     FlashAttention-4's function of this name has the same arguments and defaults, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth argument differs
@@ -111,8 +112,8 @@ def flash_attn_func(
     o and lse are differentiable with respect to q, k, v and learnable_sink, once. Only needed
     gradients are computed, each in its tensor's dtype. Sums over queries, keys and heads are
     float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper, at
-    head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    head_dim 192 and 256, gradients of q and k together take a workspace of up to 2 GiB while they
+    are computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
     `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
     slower.
 
@@ -135,9 +136,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
-        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
-        deterministic, batch_invariant,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, None,
+        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, num_splits,
+        return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -167,6 +168,7 @@ def flash_attn_varlen_func(
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
     cp: Any = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -212,6 +214,11 @@ def flash_attn_varlen_func(
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
         cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k and page_table.
+        tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
+            sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
+            tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
+            no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
+            sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -233,7 +240,7 @@ def flash_attn_varlen_func(
             deterministic, scheduler, return_lse, batch_invariant, num_splits, out=out,
             k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table,
+            page_table=page_table, tree_mask=tree_mask,
         )  # fmt: skip
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
@@ -247,8 +254,8 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
-        softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
+        page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, left, right,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 

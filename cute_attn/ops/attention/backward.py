@@ -16,9 +16,9 @@ call that is not `deterministic`, and needs all of dq, dk and dv, may get two ot
     dkdv          dk and dv, as above; and float32 sums of dq, in any order
     postprocess   dq from its sums
 
-On Hopper, at head_dim 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for one part of
-the heads after the other. If dS of one query head does not fit, these kernels run for one part of
-the keys after the other:
+On Hopper, at head_dim 192 and 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for
+one part of the heads after the other. If dS of one query head does not fit, these kernels run for
+one part of the keys after the other:
 
     dkdv          dk and dv, as above; and dS
     ds_dq         dq from dS

@@ -51,7 +51,7 @@ def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
     a = FORWARD.readable(a)
     left, right = bounds(a)
     scale = a.q.shape[-1] ** -0.5 if a.softmax_scale is None else a.softmax_scale
-    counter = (counter_for(a.q), None, None, None) if counts else ()
+    counter = (counter_for(a.q), *[None] * 4) if counts else ()
     function(
         a.q, a.k, a.v, o, lse.mT, None, a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q,
         a.seqused_k, a.page_table, scale, float(a.softcap or 1.0), left or 0, right or 0, clusters,
