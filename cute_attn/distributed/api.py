@@ -21,19 +21,21 @@ LayoutOf = str | Sequence[Sequence[Range]]
 class ContextParallel(Plan):
     """Which tokens of all sequences each rank of a group holds; `context_parallel` makes it.
 
-    Attributes:
-        rank, world: the own rank in the group, and the number of ranks.
-        lengths: the length of each sequence.
-        ranges: for each rank, the ranges of its tokens, counted through all sequences.
-        tokens: how many tokens the own rank holds.
-        packed: whether tokens are `[total, ...]`, rather than `[batch, seqlen, ...]`.
-        mode: "gather", "ring", "heads", or None: chosen for each call by its shapes.
+    The plan has the own `rank`, the number `world` of ranks, the `lengths` of the sequences, the
+    `ranges` of every rank's tokens, counted through all sequences, and the number of own `tokens`.
     """
 
     # A graph break: torch.compile cannot trace messages.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """`flash_attn_func` and `flash_attn_varlen_func` with cp."""
+        """Attention over ranks, which the public functions call with cp.
+
+        Args:
+            q: as for `flash_attn_func` and `flash_attn_varlen_func`.
+            k: as q.
+            v: as q.
+            options: the arguments of `attention.attend`.
+        """
         return attend(self, q, k, v, **options)
 
 

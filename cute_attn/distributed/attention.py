@@ -146,7 +146,8 @@ def _by_heads(
     else:
         o, lse = _whole(plan, q, k, v, sink, options, return_lse)
     if lse is None:
-        return *swapped(swap, o, to_heads=False), None
+        (o,) = swapped(swap, o, to_heads=False)
+        return o, None
     o, lse = swapped(swap, o, lse.transpose(1, 2)[..., None], to_heads=False)
     return o, lse[..., 0].transpose(1, 2)
 

@@ -88,13 +88,14 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, lse) of the rank's queries."""
     keys = _Keys(route, group, (k, v))
+    seen_k, seen_v = keys.rows
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
     for number, of in enumerate(route.passes):
         if number == route.local:
             keys.wait()
-        attend(of, q, *keys.rows, out, lse, sink, options)
+        attend(of, q, seen_k, seen_v, out, lse, sink, options)
     if len(route.passes) == route.local:
         keys.wait()
     return out, lse
@@ -106,6 +107,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over its queries."""
     keys = _Keys(route, group, (k, v))
+    seen_k, seen_v = keys.rows
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
@@ -115,7 +117,9 @@ def backward(
     for number, of in enumerate(route.passes):
         if number == route.local:
             keys.wait()
-        rows, *of_keys, of_sink = gradients(of, q, *keys.rows, o, lse, do, dlse, sink, options, dq)
+        rows, *of_keys, of_sink = gradients(
+            of, q, seen_k, seen_v, o, lse, do, dlse, sink, options, dq
+        )
         sums.add(slice(rows.k, rows.k_end), of_keys, route.rows)
         if dsink is not None and of_sink is not None:
             dsink += of_sink

@@ -79,10 +79,10 @@ class Swap(NamedTuple):
             }
             messages = send(self.group, to, flat(into))
         for x, source in zip(found, tensors, strict=True):
-            heads = self.heads(self.rank, x.shape[2])
+            own_heads = self.heads(self.rank, x.shape[2])
             row = 0
             for piece in own_rows.pieces(source):
-                x[:, row : row + piece.shape[1], heads] = piece
+                x[:, row : row + piece.shape[1], own_heads] = piece
                 row += piece.shape[1]
         messages.wait()
         for rank, parts in into.items():

@@ -109,7 +109,11 @@ class Plan:
             return found[0].movedim(0, dim).contiguous()
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
-        """The position of each own token in its sequence: int64 `[tokens]`."""
+        """The position of each own token in its sequence: int64 `[tokens]`.
+
+        Args:
+            device: the result's device.
+        """
         pieces = self.layout.pieces(self.rank)
         firsts = self.layout.bounds
         found = [

@@ -248,7 +248,7 @@ def logits_and_gradients(model: Any, upstream: Tensor, **inputs: Any) -> tuple[T
 
 
 def trained(kind: str, tokens: Tensor, upstream: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The same over ranks: all logits, and the sum of the ranks' gradients."""
+    """All logits of a model over ranks, and the sum of the ranks' gradients."""
     import cute_attn
     from cute_attn.integrations.transformers import register
 

@@ -8,7 +8,7 @@ from cute_attn.distributed.choose import Shape, choose, gathered_bytes
 
 # (heads, heads_k, tokens in all) -> the modes of forward and of training, for W = 2, 4, 8
 CHOICES = {
-    (32, 8, 2**15): ("gather gather", "gather heads", "gather heads"),
+    (32, 8, 2**15): ("gather gather", "gather heads", "heads heads"),
     (32, 32, 2**14): ("gather heads", "heads heads", "heads heads"),
     (64, 8, 2**17): ("gather gather", "gather gather", "gather heads"),
     (16, 1, 2**17): ("gather gather", "gather gather", "gather gather"),
