@@ -1,14 +1,14 @@
 """A small language model for the examples of training, without its attention.
 
-A layer's attention is a module of the example, `attention(x, rules, memory)`. `rules` are the
-functions that it computes with: the operators, or their references. `memory` is what a layer keeps
+A layer's attention is a module of the example, `attention(x, rules, past)`. `rules` are the
+functions that it computes with: the operators, or their references. `past` is what a layer keeps
 between calls while the model generates, None in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -17,10 +17,38 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from cute_attn.reference.attention import attention_reference
+
 WIDTH = 128
 VOCABULARY = 61
 LEARNING_RATE = 3e-3
 DTYPE = torch.bfloat16
+
+
+class Rules(NamedTuple):
+    """The functions that the layers call."""
+
+    delta: Callable[..., Any]
+    softmax: Callable[..., Any]
+
+
+class Ways(NamedTuple):
+    """Three ways to compute a model: float64 references, the operators, and plain PyTorch."""
+
+    exact: Rules
+    ours: Rules
+    plain: Rules
+
+
+def exact_softmax(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The float64 reference; the gradient is autograd's."""
+    o, lse = attention_reference(q, *inputs, **options)
+    return o.to(q.dtype), lse
+
+
+def without_state(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a delta rule that its references take."""
+    return {name: x for name, x in options.items() if name != "output_final_state"}
 
 
 class Layer(torch.nn.Module):
@@ -33,8 +61,8 @@ class Layer(torch.nn.Module):
         self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
         self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, rules: Any, memory: Any = None) -> Tensor:
-        x = x + self.attention(self.norm(x), rules, memory)
+    def forward(self, x: Tensor, rules: Any, past: Any = None) -> Tensor:
+        x = x + self.attention(self.norm(x), rules, past)
         return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
 
 
@@ -46,11 +74,11 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
 
-    def logits(self, tokens: Tensor, rules: Any, memories: list[Any] | None = None) -> Tensor:
-        """The logits after each token. `memories` has an entry for each layer."""
+    def logits(self, tokens: Tensor, rules: Any, pasts: list[Any] | None = None) -> Tensor:
+        """The logits after each token. `pasts` has an entry for each layer."""
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rules, memories[i]) if memories else self._again(layer, x, rules)
+            x = layer(x, rules, pasts[i]) if pasts else self._again(layer, x, rules)
         return self.head(self.norm(x))
 
     def _again(self, layer: Layer, x: Tensor, rules: Any) -> Tensor:
@@ -86,6 +114,36 @@ def relative_error(found: list[Tensor], exact: list[Tensor]) -> float:
     """The relative error, in which every tensor counts alike."""
     each = [(x - y).norm() / y.norm() for x, y in zip(found, exact, strict=True)]
     return float(torch.stack(each).square().mean().sqrt())
+
+
+def errors(exact: list[Tensor], ours: list[Tensor], plain: list[Tensor]) -> tuple[float, float]:
+    """The relative errors of the kernels and of plain PyTorch."""
+    return relative_error(ours, exact), relative_error(plain, exact)
+
+
+@torch.no_grad()
+def generate(
+    model: Model, prompt: Tensor, count: int, ways: Ways, past: Callable[[], Any]
+) -> list[list[Tensor]]:
+    """The logits of the next tokens: of the references for the whole sequence, of the operators
+    with what each layer keeps, and of plain PyTorch for the whole sequence.
+
+    Args:
+        count: the number of tokens.
+        past: makes what a layer keeps.
+    """
+    pasts = [past() for _ in model.layers]
+    tokens, new, logits = prompt, prompt, []
+    with torch.autocast(prompt.device.type, DTYPE):
+        for _ in range(count):
+            logits.append(model.logits(new, ways.ours, pasts)[:, -1:].double())
+            new = logits[-1].argmax(dim=-1)
+            tokens = torch.cat([tokens, new], dim=1)
+        exact, plain = (
+            model.logits(tokens[:, :-1], rules)[:, prompt.shape[1] - 1 :].double()
+            for rules in (ways.exact, ways.plain)
+        )
+    return [list(exact.split(1, dim=1)), logits, list(plain.split(1, dim=1))]
 
 
 def fit(model: torch.nn.Module, loss: Callable[[], Tensor], steps: int, device: str) -> list[float]:

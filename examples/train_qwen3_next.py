@@ -21,20 +21,19 @@ GPU the kernels run in the emulator, with every check on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import language_model
 import torch
-from language_model import DTYPE, WIDTH
+from language_model import WIDTH, Rules, Ways, exact_softmax, without_state
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
 import cute_attn
 from cute_attn.emulator import EmulatorUnavailable
-from cute_attn.reference.attention import attention_in_low_precision, attention_reference
+from cute_attn.reference.attention import attention_in_low_precision
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
     gated_delta_rule_reference,
@@ -53,13 +52,6 @@ IN_KERNEL = {
     "use_beta_sigmoid_in_kernel": True,
     "state_v_first": True,
 }
-
-
-class Rules(NamedTuple):
-    """The functions that the layers call."""
-
-    delta: Callable[..., Any]
-    softmax: Callable[..., Any]
 
 
 @dataclass
@@ -138,11 +130,6 @@ def exact_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any
     return found.o.to(q.dtype), None
 
 
-def exact_softmax(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    o, lse = attention_reference(q, *inputs, **options)
-    return o.to(q.dtype), lse
-
-
 def plain_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
     """Plain PyTorch in chunks, with 16-bit operands."""
     stages = gated_delta_rule_chunk_reference(
@@ -151,16 +138,12 @@ def plain_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any
     return stages.o.to(q.dtype), None
 
 
-def without_state(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in options.items() if name != "output_final_state"}
-
-
-EXACT = Rules(exact_delta, exact_softmax)
-PLAIN = Rules(plain_delta, attention_in_low_precision)
-
-
-def ours() -> Rules:
-    return Rules(cute_attn.chunk_gated_delta_rule, cute_attn.flash_attn_func)
+def ways() -> Ways:
+    return Ways(
+        Rules(exact_delta, exact_softmax),
+        Rules(cute_attn.chunk_gated_delta_rule, cute_attn.flash_attn_func),
+        Rules(plain_delta, attention_in_low_precision),
+    )
 
 
 def train(device: str) -> tuple[list[float], dict[str, tuple[float, float]]]:
@@ -171,39 +154,18 @@ def train(device: str) -> tuple[list[float], dict[str, tuple[float, float]]]:
     model = language_model.Model(kinds[kind]() for kind in LAYERS).to(device)
     tokens = language_model.repeated_tokens(BATCH, TOKENS, device)
     names = ("qkv", "gates", "A_log", "dt_bias")
-    found = [
-        language_model.gradients(model, tokens, rules, names) for rules in (EXACT, ours(), PLAIN)
-    ]
-    losses = language_model.fit(model, lambda: model.loss(tokens, ours()), STEPS, device)
+    found = [language_model.gradients(model, tokens, rules, names) for rules in ways()]
+    losses = language_model.fit(model, lambda: model.loss(tokens, ways().ours), STEPS, device)
     return losses, {
-        "gradients": errors(*found),
-        "generated tokens' logits": errors(*generate(model, tokens[:, :PROMPT])),
+        "gradients": language_model.errors(*found),
+        "generated tokens' logits": generated(model, tokens[:, :PROMPT]),
     }
 
 
-def errors(exact: list[Tensor], ours: list[Tensor], plain: list[Tensor]) -> tuple[float, float]:
-    of = language_model.relative_error
-    return of(ours, exact), of(plain, exact)
-
-
-@torch.no_grad()
-def generate(model: language_model.Model, prompt: Tensor) -> list[list[Tensor]]:
-    """The logits of the next tokens: of the references for the whole sequence, of ours with what
-    each layer keeps, and of plain PyTorch for the whole sequence."""
-    device = prompt.device.type
-    pasts = [Past() for _ in model.layers]
-    tokens, new, logits = prompt, prompt, []
-    for _ in range(GENERATED):
-        with torch.autocast(device, DTYPE):
-            logits.append(model.logits(new, ours(), pasts)[:, -1:].double())
-        new = logits[-1].argmax(dim=-1)
-        tokens = torch.cat([tokens, new], dim=1)
-    with torch.autocast(device, DTYPE):
-        exact, plain = (
-            model.logits(tokens[:, :-1], rules)[:, prompt.shape[1] - 1 :].double()
-            for rules in (EXACT, PLAIN)
-        )
-    return [list(exact.split(1, dim=1)), logits, list(plain.split(1, dim=1))]
+def generated(model: language_model.Model, prompt: Tensor) -> tuple[float, float]:
+    """The errors of the next tokens' logits."""
+    found = language_model.generate(model, prompt, GENERATED, ways(), Past)
+    return language_model.errors(*found)
 
 
 def main() -> bool:

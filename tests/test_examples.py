@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -157,29 +158,43 @@ def test_a_gpu_with_kernels_is_used(
         example.main()
 
 
-def train_kimi_linear(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float, float]:
-    example = load("train_kimi_linear")
-    monkeypatch.setattr(example, "TOKENS", 12)
-    monkeypatch.setattr(example, "STEPS", 2)
-    result: tuple[list[float], float, float] = example.train("cpu")
+Errors = dict[str, tuple[float, float]]
+
+
+def train_kimi_linear(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...], generated: int
+) -> tuple[list[float], Errors]:
+    example = load("kimi_linear")
+    monkeypatch.setattr(example, "LAYERS", layers)
+    sizes = {"TOKENS": 12, "STEPS": 2, "PROMPT": 6, "GENERATED": generated}
+    for name, value in sizes.items():
+        monkeypatch.setattr(example, name, value)
+    result: tuple[list[float], Errors] = example.train("cpu")
     return result
 
 
 def test_train_kimi_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for the kernels: `test_train_kimi_linear_emulated` runs the kernels."""
     with stand_ins() as kernels, cute_attn.emulated("sm_90a"):
-        losses, ours, plain = train_kimi_linear(monkeypatch)
+        losses, errors = train_kimi_linear(monkeypatch, ("linear",), 1)
     assert losses[1] < losses[0]
-    assert ours <= 2 * plain
+    assert len(errors) == 2
+    assert all(ours <= 2 * plain for ours, plain in errors.values())
     assert kernels.names.count("kda_gradients") == 1 + 2
 
 
 @pytest.mark.slow
 def test_train_kimi_linear_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {}
+    for name in ("kda_decode", "mla_decode"):
+        calls[name] = mock.Mock(wraps=getattr(cute_attn, name))
+        monkeypatch.setattr(cute_attn, name, calls[name])
     with cute_attn.emulated("sm_90a", Emulator(num_sms=4, schedule="random")):
-        losses, ours, plain = train_kimi_linear(monkeypatch)
+        losses, errors = train_kimi_linear(monkeypatch, (*["linear"] * 3, "latent"), 3)
     assert losses[1] < losses[0]
-    assert ours <= 2 * plain
+    assert len(errors) == 2
+    assert all(0 < ours <= 2 * plain for ours, plain in errors.values())
+    assert [call.call_count for call in calls.values()] == [3 * 2, 2]
 
 
 def test_train_kimi_linear_notices_a_gradient_twice_as_large(
@@ -192,19 +207,52 @@ def test_train_kimi_linear_notices_a_gradient_twice_as_large(
 
     monkeypatch.setattr(cute_attn, "chunk_kda", wrong)
     with stand_ins(), cute_attn.emulated("sm_90a"):
-        _, ours, plain = train_kimi_linear(monkeypatch)
+        _, errors = train_kimi_linear(monkeypatch, ("linear",), 1)
+    ours, plain = errors["gradients"]
+    assert ours > 2 * plain
+
+
+def generate_with_latent_cache(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """The errors of the logits, by a model of one layer before its training."""
+    example = load("kimi_linear")
+    monkeypatch.setattr(example, "GENERATED", 3)
+    torch.manual_seed(0)
+    model = example.language_model.Model([example.LatentAttention()])
+    prompt = example.language_model.repeated_tokens(1, 6, "cpu")
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
+        errors: tuple[float, float] = example.generated(model, prompt)
+    return errors
+
+
+@pytest.mark.slow
+def test_generate_with_a_latent_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = generate_with_latent_cache(monkeypatch)
+    assert 0 < ours <= 2 * plain
+
+
+@pytest.mark.slow
+def test_generate_with_a_latent_cache_notices_a_token_that_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cute_attn.mla_decode
+
+    def short(*args: Any, cache_seqlens: torch.Tensor, **rest: Any) -> object:
+        return right(*args, cache_seqlens=cache_seqlens - 1, **rest)
+
+    monkeypatch.setattr(cute_attn, "mla_decode", short)
+    ours, plain = generate_with_latent_cache(monkeypatch)
     assert ours > 2 * plain
 
 
 def train_qwen3_next(
     monkeypatch: pytest.MonkeyPatch, layers: tuple[str, ...]
-) -> tuple[list[float], dict[str, tuple[float, float]]]:
+) -> tuple[list[float], Errors]:
     example = load("train_qwen3_next")
     monkeypatch.setattr(example, "LAYERS", layers)
     for name, value in {"TOKENS": 12, "STEPS": 2, "PROMPT": 6, "GENERATED": 2}.items():
         monkeypatch.setattr(example, name, value)
     with cute_attn.emulated("sm_90a", Emulator(num_sms=2, schedule="random")):
-        result: tuple[list[float], dict[str, tuple[float, float]]] = example.train("cpu")
+        result: tuple[list[float], Errors] = example.train("cpu")
     return result
 
 
@@ -227,8 +275,8 @@ def generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> tuple[float, fl
     model = example.language_model.Model([example.GatedDeltaNet()])
     prompt = example.language_model.repeated_tokens(1, 6, "cpu")
     with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
-        ours, plain = example.errors(*example.generate(model, prompt))
-    return ours, plain
+        errors: tuple[float, float] = example.generated(model, prompt)
+    return errors
 
 
 def test_generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +303,7 @@ def test_train_kimi_linear_with_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla.models.kda", exc_type=ImportError)
     untuned(monkeypatch)
     monkeypatch.setenv("FLA_CUTE_ATTN", "1")  # which the example changes
-    assert load("train_kimi_linear").main()
+    assert load("kimi_linear").main()
 
 
 def kimi_linear() -> dict[str, tuple[float, float]]:

@@ -43,8 +43,8 @@ class Emulator:
     their own run concurrently.
 
     Args:
-        num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster are
-            resident even if there are fewer SMs.
+        num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster, and
+            of a cooperative launch, are resident even if there are fewer SMs.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
             the warps, and the times at which each asynchronous operation reads and writes, by
             `seed`; "adversarial" delays each asynchronous effect until no warp can run.
@@ -191,6 +191,7 @@ class Emulator:
             block=launch.block,
             cluster=launch.cluster,
             dynamic_shared=launch.dynamic_shared,
+            cooperative=launch.cooperative,
             params=parameters,
             progress=self._progress,
         )

@@ -36,6 +36,7 @@ class Launch:
         kernel: the symbol.
         grid, block, cluster: sizes in x, y and z.
         dynamic_shared: bytes.
+        cooperative: whether all CTAs have to be resident together.
         arguments: addresses of the kernel's arguments, in order.
     """
 
@@ -44,6 +45,7 @@ class Launch:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     dynamic_shared: int
+    cooperative: bool
     arguments: Any
 
 
@@ -81,7 +83,7 @@ class HostFunction:
 
     def _launched(self, kernel: bytes, dims: Any, arguments: Any) -> int:
         try:
-            sizes = dims[:10]
+            sizes = dims[:11]
             self._on_launch(
                 Launch(
                     kernel.decode(),
@@ -89,6 +91,7 @@ class HostFunction:
                     tuple(sizes[3:6]),
                     tuple(sizes[6:9]),
                     sizes[9],
+                    bool(sizes[10]),
                     arguments,
                 )
             )

@@ -210,18 +210,22 @@ class Machine:
         dynamic_shared: int = 0,
         params: bytes = b"",
         progress: Callable[[int, int], None] | None = None,
+        cooperative: bool = False,
     ) -> Run:
         """Run a kernel to its end, or to an error after which the kernel cannot go on.
 
         `progress(done, total)` is called from time to time with numbers of clusters; exceptions of
-        `progress` end the launch and are raised here.
+        `progress` end the launch and are raised here. All CTAs of a `cooperative` launch are
+        resident together.
 
         Raises:
             ValueError: the kernel was compiled for other sizes; a driver would refuse it as well.
             RuntimeError: `progress` launches on the same machine.
         """
         with self._launching:
-            return self._launch(program, grid, block, cluster, dynamic_shared, params, progress)
+            return self._launch(
+                program, grid, block, cluster, dynamic_shared, params, progress, cooperative
+            )
 
     def _launch(
         self,
@@ -232,6 +236,7 @@ class Machine:
         dynamic_shared: int,
         params: bytes,
         progress: Callable[[int, int], None] | None,
+        cooperative: bool,
     ) -> Run:
         for directive, sizes in (("reqntid", block), ("reqnctapercluster", cluster)):
             required = program.kernel.directive(directive)
@@ -248,8 +253,8 @@ class Machine:
             library.emu_region(handle, base, size, name.encode(), initialised, writable)
         names = (STRING * len(program.strings))(*(name.encode() for name in program.strings))
         library.emu_strings(handle, names, len(program.strings))
-        dims = (ctypes.c_uint32 * 10)(*_three(grid), *_three(block), *_three(cluster))
-        dims[9] = dynamic_shared
+        dims = (ctypes.c_uint32 * 11)(*_three(grid), *_three(block), *_three(cluster))
+        dims[9], dims[10] = dynamic_shared, cooperative
         raised: list[BaseException] = []
 
         def report(done: int, total: int) -> int:

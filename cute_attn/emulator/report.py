@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -57,6 +59,58 @@ def _place(line: int, source: str | None) -> str:
     return f"PTX line {line}" + (f" ({source})" if source else "")
 
 
+# Checks whose findings are what another error leaves behind, if both name the same instruction.
+_AFTERMATH = ("uninitialised",)
+
+
+def causes(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings that share an instruction, directly or through others, in one list each.
+
+    Such findings mostly have one cause. The first of a list is the root: an error rather than a
+    note, something done rather than something missing, and then what happened first.
+    """
+    lists: list[list[Finding]] = []
+    for found in findings:
+        lines = _lines([found])
+        same = [x for x in lists if lines & _lines(x)]
+        lists = [x for x in lists if x not in same]
+        lists.append([*itertools.chain.from_iterable(same), found])
+    at = {id(found): i for i, found in enumerate(findings)}
+
+    def rank(found: Finding) -> tuple[bool, bool, int]:
+        return found.severity != "error", found.check in _AFTERMATH, at[id(found)]
+
+    return sorted((sorted(x, key=rank) for x in lists), key=lambda x: at[id(x[0])])
+
+
+def _lines(findings: Iterable[Finding]) -> set[tuple[str, int]]:
+    named = ((f.kernel, line) for f in findings for line in (f.line, f.other_line))
+    return {(kernel, line) for kernel, line in named if line is not None}
+
+
+_NO_SOURCE = (
+    "Compiled with CUTE_DSL_LINEINFO=1 in the environment, or --generate-line-info, a kernel has "
+    "the lines of its Python source, and findings name them."
+)
+
+
+def by_cause(findings: Sequence[Finding]) -> list[str]:
+    """The texts of findings, each root in full and the others in short."""
+    lines = []
+    for root, *others in causes(findings):
+        lines.append(str(root))
+        if others:
+            lines.append(f"  {len(others)} more at these instructions, mostly of this cause:")
+        for f in others:
+            lines.append(f"    {f.check} ({f.severity}): {f.message}")
+            if f.line is not None:
+                other = f", with {_place(f.other_line, f.other_source)}" if f.other_line else ""
+                lines.append(f"      at {_place(f.line, f.source)}{other}")
+    if any(f.line is not None for f in findings) and not any(f.source for f in findings):
+        lines.append(_NO_SOURCE)
+    return lines
+
+
 class FindingsError(RuntimeError):
     """A launch with findings of severity "error".
 
@@ -66,8 +120,8 @@ class FindingsError(RuntimeError):
 
     def __init__(self, findings: list[Finding]) -> None:
         self.findings = findings
-        errors = [str(f) for f in findings if f.severity == "error"]
-        super().__init__(f"{len(errors)} findings:\n" + "\n".join(errors))
+        errors = [f for f in findings if f.severity == "error"]
+        super().__init__(f"{len(errors)} findings:\n" + "\n".join(by_cause(errors)))
 
     def __reduce__(self) -> tuple[type[FindingsError], tuple[list[Finding]]]:
         return type(self), (self.findings,)  # so that another process can raise it
@@ -164,5 +218,5 @@ class Report:
             f"shared memory: {self.bank_conflicts:.2f} x the ideal wavefronts; global memory: "
             f"{self.uncoalesced:.2f} x the ideal sectors"
         )
-        lines += [str(finding) for finding in self.findings] or ["no findings"]
+        lines += by_cause(self.findings) or ["no findings"]
         return "\n".join(lines)

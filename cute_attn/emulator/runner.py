@@ -41,6 +41,7 @@ def run_ptx(
     *,
     cluster: int | Sequence[int] | None = None,
     dynamic_shared: int = 0,
+    cooperative: bool = False,
     machine: Machine | None = None,
     **options: Any,
 ) -> Run:
@@ -54,6 +55,7 @@ def run_ptx(
         args: one for each parameter: integers, floats, bytes, or arrays (see `Buffer`), whose
             addresses are passed.
         dynamic_shared: bytes of dynamic shared memory.
+        cooperative: whether all CTAs are resident together.
         machine: the machine to run on; by default a new `Machine(**options)`.
     """
     module = parse(text) if isinstance(text, str) else text
@@ -69,6 +71,7 @@ def run_ptx(
         _sizes(cluster),
         dynamic_shared,
         pack_arguments(program, args, runner, keep),
+        cooperative=cooperative,
     )
 
 

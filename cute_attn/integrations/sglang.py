@@ -1,8 +1,8 @@
 """SGLang: `--attention-backend cute_attn`.
 
 SGLang loads `register` as a plugin (`sglang.srt.plugins`) in each of its processes, if this package
-is installed beside SGLang. The backend itself is in `sglang_backend`, which is imported once a user
-chooses the backend.
+is installed beside SGLang. The backends themselves are in `sglang_backend` and, for models with
+latent attention, `sglang_mla_backend`, which are imported once a user chooses the backend.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __all__ = ["register", "register_attention"]
 
 NAME = "cute_attn"
 BACKEND = "cute_attn.integrations.sglang_backend:CuteAttnBackend"
+MLA_BACKEND = "cute_attn.integrations.sglang_mla_backend:CuteAttnMLABackend"
 
 
 def register() -> None:
@@ -46,9 +47,15 @@ def register_attention() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
     prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
     sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
-    tokens (`--speculative-eagle-topk 1`). With `--enable-deterministic-inference`, the bits of a
-    request do not depend on the batch. For anything else, the server stops at its start with an
-    error that names what is missing.
+    tokens, and on Hopper trees, in models without sliding windows. With
+    `--enable-deterministic-inference`, the bits of a request do not depend on the batch.
+
+    Models with latent attention (MLA: DeepSeek V3, Kimi Linear) have the same backend on Hopper,
+    in pages of any multiple of 16 tokens: decode and the verification of chains of up to 16 draft
+    tokens over the latent cache, CUDA graphs of both, and prefill in the expanded form, also after
+    a cached prefix.
+
+    For anything else, the server stops at its start with an error that names what is missing.
     """
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -67,9 +74,11 @@ def register_attention() -> None:
     ):
         if NAME not in known:
             add([NAME])
+    if NAME not in choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
+        choices.add_chunked_prefix_cache_attention_backend(NAME)
     register_attention_backend(NAME)(backend)
 
 
 def backend(runner: Any) -> Any:
     """Make the backend for a model runner of SGLang."""
-    return pkgutil.resolve_name(BACKEND)(runner)
+    return pkgutil.resolve_name(MLA_BACKEND if runner.use_mla_backend else BACKEND)(runner)

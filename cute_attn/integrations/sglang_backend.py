@@ -24,14 +24,17 @@ from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, NoOpMHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
+from ..ops.attention.arguments import MOST_TREE_QUERIES
 from ..ops.attention.support import forward_head_dims, page_step
 from . import token_slots
 from .sglang import NAME
 
 DTYPES = torch.bfloat16, torch.float16
+CHAINS = "(--speculative-eagle-topk 1, or for NGRAM --speculative-ngram-max-bfs-breadth 1)"
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2  # of a KV cache
 
 
@@ -50,6 +53,8 @@ class CuteAttnMetadata:
         unused_rows: whether queries may have rows that belong to no request.
         window_page_table, window_slots: the page table, and the slots of this step's tokens, in the
             pool of sliding windows; None without such a pool.
+        tree_mask: of a tree of drafts, a number for each draft: bit j says whether the draft sees
+            draft j; None without trees.
     """
 
     cu_seqlens_q: Tensor
@@ -61,6 +66,7 @@ class CuteAttnMetadata:
     unused_rows: bool = False
     window_page_table: Tensor | None = None
     window_slots: Tensor | None = None
+    tree_mask: Tensor | None = None
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -75,20 +81,28 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        refuse(runner)
+        self.refuse(runner)
         self.page_size: int = runner.page_size
-        self.pool = runner.token_to_kv_pool
+        # Layers with latent attention, and SGLang's wrapper of hybrid models, read these two.
+        self.token_to_kv_pool = self.pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
+        self.max_context_len = self.max_seqlen_k  # EAGLE's name
         # A step may hold prefill and decode, so keys cannot be split.
         self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
         self.num_splits = 1 if self.batch_invariant else 0
+        self.has_trees = has_trees()
         self.max_pages = token_slots.num_pages(self.slots.shape[1], self.page_size)
         self.forward_metadata: CuteAttnMetadata | None = None
         # By mode and number of requests: what a CUDA graph reads, in slices of one set of tensors.
         self.captured: dict[tuple[Any, int], CuteAttnMetadata] = {}
         self.static: CuteAttnMetadata | None = None
+
+    def refuse(self, runner: Any) -> None:
+        """Raise for what has no kernel, before anything is allocated."""
+        refuse(runner)
 
     # -- metadata
 
@@ -98,6 +112,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         tokens = 0 if forward_batch.out_cache_loc is None else len(forward_batch.out_cache_loc)
         metadata = self.described(forward_batch, self.allocated(requests, tokens))
         write(metadata, forward_batch, self)
+        write_tree(metadata, forward_batch)
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -105,7 +120,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.static = self.allocated(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Choose the metadata of a CUDA graph. The graph itself writes the metadata."""
+        """Choose the metadata of a CUDA graph. The graph itself writes the metadata, but for a
+        tree's mask, whose size changes."""
         requests = forward_batch.batch_size
         key = forward_batch.forward_mode, requests
         if in_capture:
@@ -114,6 +130,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                 forward_batch, self.sliced(requests, tokens), tokens=tokens
             )
         self.forward_metadata = self.captured[key]
+        write_tree(self.forward_metadata, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Write the metadata of a CUDA graph, by kernels that the graph records."""
@@ -170,6 +187,9 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                     "SGLANG_RAGGED_VERIFY_MODE"
                 )
             each = metadata.drafts = forward_batch.spec_info.draft_token_num
+            if self.has_trees:
+                shape = requests * each
+                metadata.tree_mask = self.slots.new_empty(shape, dtype=torch.int64)
             # With data-parallel attention, SGLang may add rows to a step.
             metadata.unused_rows = forward_batch.positions.numel() > each * requests
         elif mode.is_extend() and not mode.is_dllm_extend():
@@ -203,9 +223,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> Tensor:
         """The attention of `q`, `[tokens, heads * head_dim]`, after `k` and `v` are in the pool."""
-        unknown = sorted(name for name, value in others.items() if value is not None)
-        if unknown:
-            raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
+        check_options(others)
         x = self.forward_metadata
         assert x is not None, "init_forward_metadata comes before a layer's attention"
         scales = (layer.k_scale, layer.v_scale) if self.fp8 else ()
@@ -238,6 +256,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             num_splits=self.num_splits,
             batch_invariant=self.batch_invariant,
             out=out,
+            tree_mask=x.tree_mask,
             **dict(zip(("k_descale", "v_descale"), scales, strict=False)),
         )
         return out.view(len(q), heads * layer.v_head_dim)
@@ -249,6 +268,13 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             return False
         _, in_window_pool = self.pool.layers_mapping[layer.layer_id]
         return bool(in_window_pool)
+
+
+def check_options(others: dict[str, Any]) -> None:
+    """Raise for arguments of SGLang that the attention does not have."""
+    unknown = sorted(name for name, value in others.items() if value is not None)
+    if unknown:
+        raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
 
 
 def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBackend) -> None:
@@ -273,31 +299,68 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
             )
 
 
+def write_tree(metadata: CuteAttnMetadata, forward_batch: Any) -> None:
+    """Write the mask of a step's trees from SGLang's mask, by work on the device alone. SGLang's
+    mask has a matrix of bools for each request, `[drafts, length + drafts]`, one after the other.
+    On a CPU a matrix has the last columns alone, `[drafts, drafts]`."""
+    if metadata.tree_mask is None:
+        return
+    mask, drafts = forward_batch.spec_info.custom_mask, metadata.drafts
+    lengths = forward_batch.seq_lens[: forward_batch.batch_size].long()
+    if default_tree_mask_mode() == TreeMaskMode.QLEN_ONLY:
+        lengths = torch.zeros_like(lengths)
+    columns = lengths + drafts
+    ends = torch.cumsum(columns * drafts, 0)
+    number = torch.arange(drafts, device=lengths.device)
+    rows = (ends - columns * drafts)[:, None] + (number + 1) * columns[:, None] - drafts
+    # Requests that fill up a CUDA graph's batch have no matrix.
+    at = (rows[:, :, None] + number).clamp(max=len(mask) - 1)
+    bits = mask[at].long() << number
+    torch.sum(bits.flatten(0, 1), 1, out=metadata.tree_mask)
+
+
+def has_trees() -> bool:
+    """Whether drafts are trees rather than chains."""
+    return (get_spec().speculative_eagle_topk or 0) > 1
+
+
 def refuse(runner: Any) -> None:
     """Raise for a model, or an option of the server, that has no kernel."""
     device = runner.req_to_token_pool.req_to_token.device
-    step = page_step(device)
+    check_pages(runner, page_step(device))
+    dims = forward_head_dims(device, fp8=runner.kv_cache_dtype in FP8)
+    found = ["MLA"] if runner.model_config.attention_arch == AttentionArch.MLA else []
+    found += missing_for_server(runner)
+    for layer in layers_of(runner):
+        found += missing_for_layer(layer, dims)
+    raise_for(found)
+
+
+def check_pages(runner: Any, step: int) -> None:
     if runner.page_size % step:
         raise ValueError(
             f"{NAME} needs pages of a multiple of {step} tokens on this GPU, got pages of "
             f"{runner.page_size}: start SGLang with --page-size 64"
         )
-    found = missing_for_server(runner)
-    device, fp8 = runner.req_to_token_pool.req_to_token.device, runner.kv_cache_dtype in FP8
-    dims = forward_head_dims(device, fp8=fp8)
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            found += missing_for_layer(layer, dims)
-    if found:
-        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(dict.fromkeys(found))}")
+
+
+def layers_of(runner: Any) -> list[Any]:
+    """The attention of all layers."""
+    return [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+
+
+def raise_for(missing: list[str]) -> None:
+    if missing:
+        raise NotImplementedError(f"{NAME} has no kernel for {'; '.join(dict.fromkeys(missing))}")
 
 
 def missing_for_server(runner: Any) -> list[str]:
     config, parallel = runner.model_config, get_parallel()
     # Gemma 3 has attention between an image's tokens, which SGLang computes by Triton alone.
     images = config.is_multimodal and hasattr(runner.model, "prepare_attn_masks")
+    trees, drafts = has_trees(), get_spec().speculative_num_draft_tokens or 0
+    device = runner.req_to_token_pool.req_to_token.device
     cases = {
-        "MLA": config.attention_arch == AttentionArch.MLA,
         "cross-attention of an encoder-decoder": config.is_encoder_decoder,
         "local attention in chunks (Llama 4)": config.is_local_attention_model,
         "context parallelism (--attn-cp-size)": parallel.attn_cp_size > 1,
@@ -308,8 +371,10 @@ def missing_for_server(runner: Any) -> list[str]:
         f"a KV cache of {runner.kv_cache_dtype} beside a model of {runner.dtype} "
         "(--kv-cache-dtype auto)": runner.kv_cache_dtype not in (runner.dtype, *FP8),
         f"a model of {runner.dtype} (--dtype bfloat16)": runner.dtype not in DTYPES,
-        "trees of draft tokens (--speculative-eagle-topk 1, or for NGRAM "
-        "--speculative-ngram-max-bfs-breadth 1)": (get_spec().speculative_eagle_topk or 0) > 1,
+        f"trees of draft tokens on this GPU {CHAINS}": trees and page_step(device) > 1,
+        f"trees of {drafts} draft tokens (--speculative-num-draft-tokens {MOST_TREE_QUERIES})": (
+            trees and drafts > MOST_TREE_QUERIES
+        ),
     }
     return [what for what, given in cases.items() if given]
 
@@ -323,6 +388,9 @@ def missing_for_layer(layer: Any, dims: tuple[tuple[int, int], ...]) -> list[str
         "cross-attention": layer.is_cross_attention,
         f"attention of type {layer.attn_type.value}": layer.attn_type != AttentionType.DECODER,
         f"softcap by {layer.logit_capping_method}": capped and layer.logit_capping_method != "tanh",
+        f"trees of draft tokens and sliding windows {CHAINS}": (
+            has_trees() and layer.sliding_window_size >= 0
+        ),
         "temperatures by length (Grok)": layer.xai_temperature_len > 0,
     }
     return [what for what, given in cases.items() if given]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -45,32 +45,46 @@ def use_gated_delta_rule() -> ExitStack:
     Returns:
         A context manager, whose end or `close()` brings the previous functions back.
     """
+    return replace(
+        MODELS,
+        {
+            "torch_chunk_gated_delta_rule": _chunk,
+            "torch_recurrent_gated_delta_rule": _recurrent,
+        },
+    )
+
+
+def replace(models: Iterable[str], functions: dict[str, Callable[..., Any]]) -> ExitStack:
+    """Replace functions of models' modules, by name, until the result is closed."""
     restored = ExitStack()
-    for model in MODELS:
+    for model in models:
         name = f"transformers.models.{model}"
         if importlib.util.find_spec(name) is None:
             continue  # an older release
         module = importlib.import_module(f"{name}.modeling_{model}")
-        for replaced, ours in (
-            ("torch_chunk_gated_delta_rule", _chunk),
-            ("torch_recurrent_gated_delta_rule", _recurrent),
-        ):
+        for replaced, ours in functions.items():
             restored.enter_context(mock.patch.object(module, replaced, ours))
     return restored
 
 
 def _chunk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    return _run(chunk_gated_delta_rule, *args, **kwargs)
+    return run(chunk_gated_delta_rule, *args, **kwargs)
 
 
 def _recurrent(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    needs_gradients = torch.is_grad_enabled() and query.requires_grad
-    function = chunk_gated_delta_rule if needs_gradients else fused_recurrent_gated_delta_rule
-    return _run(function, query, *args, **kwargs)
+    function = (
+        chunk_gated_delta_rule if needs_gradients(query) else fused_recurrent_gated_delta_rule
+    )
+    return run(function, query, *args, **kwargs)
 
 
-def _run(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
+def needs_gradients(query: Tensor) -> bool:
+    """Whether a call needs a kernel with a backward."""
+    return torch.is_grad_enabled() and query.requires_grad
+
+
+def run(
+    function: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -82,7 +96,8 @@ def _run(
     cu_seqlens: Tensor | None = None,
     **_: Any,  # what else the model's forward was given: transformers hands all of it on
 ) -> tuple[Tensor, Tensor | None]:
-    return function(
+    """One of our delta rules, with the arguments of transformers' layers."""
+    result: tuple[Tensor, Tensor | None] = function(
         *in_autocast(query, key, value),
         g,
         beta=beta,
@@ -91,3 +106,4 @@ def _run(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
     )
+    return result

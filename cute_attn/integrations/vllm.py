@@ -1,8 +1,9 @@
-"""vLLM: `--attention-backend CUTE_ATTN`, in older releases `--attention-backend CUSTOM`.
+"""vLLM: `--attention-backend CUTE_ATTN`, in older releases `--attention-backend CUSTOM`, and
+`--attention-backend CUTE_ATTN_MLA` for models with latent attention.
 
 vLLM loads `register` as a plugin (`vllm.general_plugins`) in each of its processes, if this package
-is installed beside vLLM. The backend itself is in `vllm_backend`, which vLLM imports once a user
-chooses the backend.
+is installed beside vLLM. The backends themselves are in `vllm_backend` and `vllm_mla_backend`,
+which vLLM imports once a user chooses a backend.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from typing import Any
 
 from ..settings import settings
 
-__all__ = ["register", "register_attention"]
+__all__ = ["register", "register_attention", "register_latent_attention"]
 
 NAME = "CUTE_ATTN"
+MLA_NAME = "CUTE_ATTN_MLA"
 BACKEND = "cute_attn.integrations.vllm_backend.CuteAttnBackend"
+MLA_BACKEND = "cute_attn.integrations.vllm_mla_backend.CuteAttnMLABackend"
+MLA_PREFILL = "cute_attn.integrations.vllm_mla_backend.CuteAttnMLAPrefill"
 
 logger = logging.getLogger(__name__)
 
 
 class BackendPath(str):
-    """The value of vLLM's enumeration member CUTE_ATTN.
+    """The value of a member of vLLM's enumerations of backends.
 
     vLLM hands its configuration to a process that it spawns before the process loads plugins. So
-    the unpickled value makes the member that the configuration then looks up.
+    the unpickled value makes the members that the configuration then looks up.
     """
 
     __slots__ = ()
@@ -35,6 +39,7 @@ class BackendPath(str):
 
 def unpickled(path: str) -> BackendPath:
     register_attention()
+    register_latent_attention()
     return BackendPath(path)
 
 
@@ -45,6 +50,7 @@ def register() -> None:
     `CUTE_ATTN_SERVER_GDN=1` for the Gated Delta Net (`vllm_gated_delta_rule.register`).
     """
     register_attention()
+    register_latent_attention()
     if settings().server_kda:
         from . import vllm_kda
 
@@ -83,3 +89,36 @@ def register_attention() -> None:
         )
         return
     register_backend(custom, BACKEND)
+
+
+def register_latent_attention() -> None:
+    """Register this package's latent attention (MLA) as vLLM's backend CUTE_ATTN_MLA, and its
+    prefill as the MLA prefill backend CUTE_ATTN.
+
+    vLLM uses the backend only on request: `vllm serve MODEL --attention-backend CUTE_ATTN_MLA`.
+    Prompts then run here too, unless `mla_prefill_backend` names another backend. Releases of vLLM
+    that have no names for plugins' backends of latent attention do not have this backend.
+
+    The backend serves decoder layers on Hopper, in bfloat16 or float16, with a latent cache of the
+    same dtype, in blocks of any multiple of 16 tokens. A cached token has 576 columns with a latent
+    vector of 512, 512 with 512, or 320 with 256. Prefill needs a kernel for the expanded heads,
+    such as 192 with values of 128. The backend serves prefill, chunked prefill, prefix caching,
+    decode, up to 15 draft tokens of a request, and CUDA graphs of decode and verification. vLLM or
+    the backend refuses, and names what is missing, for quantised caches, sparse attention
+    (DeepSeek V3.2), sliding windows and decode context parallelism.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    try:
+        from vllm.v1.attention.backends.mla.prefill.registry import (
+            MLAPrefillBackendEnum,
+            register_mla_prefill_backend,
+        )
+    except ImportError:  # an older release
+        return
+    for members, name, add, path in (
+        (AttentionBackendEnum, MLA_NAME, register_backend, MLA_BACKEND),
+        (MLAPrefillBackendEnum, NAME, register_mla_prefill_backend, MLA_PREFILL),
+    ):
+        if name not in members.__members__:
+            add(name, BackendPath(path))

@@ -38,7 +38,7 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
 # Head sizes that have a kernel, by the compute capability's major number.
-HEAD_SIZES = equal_head_dims()
+HEAD_SIZES, FP8_HEAD_SIZES = equal_head_dims(), equal_head_dims(fp8=True)
 # vLLM makes the blocks of a hybrid model a multiple of this number.
 BLOCK_STEP = 16
 # The fp8 of a cache by vLLM's names; vLLM allocates such a cache as bytes.
@@ -60,6 +60,17 @@ def is_batch_invariant() -> bool:
     except ImportError:
         return False
     return bool(vllm_is_batch_invariant())
+
+
+def write_to_slots(pages: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Write tokens' rows, `[tokens, ...]`, to pages, `[num_blocks, block_size, ...]`.
+
+    A token without a slot rewrites the present contents of block 0, which vLLM gives to no request.
+    """
+    slots = slot_mapping.clamp(min=0)
+    where = slots // pages.shape[1], slots % pages.shape[1]
+    valid = (slot_mapping >= 0).view(-1, *[1] * (rows.dim() - 1))
+    pages[where] = torch.where(valid, rows[: len(slots)], pages[where])
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -150,9 +161,16 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         if of_cache in FP8:
             if capability.major != FP8_MAJOR:
                 return f"a KV cache of {of_cache} has no kernel on this GPU, only on Hopper"
+            if head_size not in FP8_HEAD_SIZES[FP8_MAJOR]:
+                return _no_fp8(of_cache, head_size)
         elif of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
             return f"a KV cache of {of_cache} beside a model of {dtype} has no kernel"
         return None
+
+
+def _no_fp8(of_cache: str, head_size: int) -> str:
+    sizes = FP8_HEAD_SIZES[FP8_MAJOR]
+    return f"a KV cache of {of_cache} has no kernel for head_size {head_size}, there are: {sizes}"
 
 
 @dataclass
@@ -261,6 +279,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
                 f"cute_attn has no KV cache of dtype {kv_cache_dtype!r}, there are: "
                 f"{KV_CACHE_DTYPES}"
             )
+        if kv_cache_dtype in FP8 and head_size not in FP8_HEAD_SIZES[FP8_MAJOR]:
+            raise NotImplementedError(f"cute_attn: {_no_fp8(kv_cache_dtype, head_size)}")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(
                 f"cute_attn has no attention of type {attn_type!r} in vLLM: decoders only"
@@ -349,19 +369,12 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
                 key, value, k, v, slot_mapping, name, layer._k_scale, layer._v_scale
             )
             return
-        block_size = k.shape[1]
-        # A token without a slot rewrites the present contents of block 0, which vLLM gives to no
-        # request.
-        slots = slot_mapping.clamp(min=0)
-        where = slots // block_size, slots % block_size
-        valid = (slot_mapping >= 0)[:, None, None]
         for name, pages, rows in (("_k_scale", k, key), ("_v_scale", v, value)):
-            rows = rows[: len(slots)]
             if self.fp8:
                 most = torch.finfo(self.fp8).max
                 rows = (rows / getattr(layer, name)).clamp(-most, most).to(self.fp8)
                 pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
-            pages[where] = torch.where(valid, rows, pages[where])
+            write_to_slots(pages, rows, slot_mapping)
 
     def factors(self, layer: Any) -> dict[str, Any]:
         """The factors of the keys and values in a layer's cache, for the operator."""

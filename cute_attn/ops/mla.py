@@ -60,7 +60,8 @@ from .operator import (
     is_dynamo_compiling,
 )
 
-__all__ = ["mla_decode", "plan_mla_decode"]
+# The limits of the kernel, for callers that choose their kernels beforehand, and the operator.
+__all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
 
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
 

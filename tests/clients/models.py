@@ -38,6 +38,32 @@ def heads(heads: int, heads_k: int, head_dim: int) -> dict[str, int]:
     }
 
 
+LATENT = {
+    "hidden_size": 96,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,  # no experts
+    "moe_layer_freq": 1,
+}
+DEEPSEEK = {
+    **LATENT,
+    "rope_parameters": {  # which change the softmax scale too
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
 # Name -> transformers' model_type and what differs from COMMON.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", heads(4, 2, 64)),
@@ -110,6 +136,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [0, 1],
         },
     ),
+    # As the large models, but for the number of heads and the ranks: (192, 128), tokens of 576.
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": 32}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **LATENT,
+            "mla_use_nope": True,  # which vLLM reads
+            "linear_attn_config": {
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+                "head_dim": 64,
+                "num_heads": 2,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {
@@ -137,7 +180,18 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **chan
         if key.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     model.save_pretrained(directory / name)
+    if name == "kimi_linear":
+        rename_layers_without_experts(directory / name)
     return directory / name
+
+
+def rename_layers_without_experts(path: Path) -> None:
+    """transformers saves every layer of Kimi Linear as if it had experts."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    weights = {key.replace("block_sparse_moe", "mlp"): x for key, x in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def logits(path: Path, tokens: Sequence[int], dtype: torch.dtype, **change: Any) -> Tensor:

@@ -15,6 +15,7 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -25,10 +26,17 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from cute_attn.integrations import sglang_backend
+from cute_attn.integrations import sglang_backend, sglang_mla_backend
 
 # Nobody reads what a scheduler sends to other processes, for which its context would wait.
 zmq.Context.__del__ = lambda self: None
+
+
+def buffers_of(pool: Any) -> list[Tensor]:
+    """Keys and values of all layers, or latent vectors with rotated keys."""
+    if hasattr(pool, "kv_buffer"):
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]
 
 
 @dataclass
@@ -90,11 +98,13 @@ class Server:
     def fill(self, value: float, first_slot: int = 16) -> None:
         """Fill the pools' slots from first_slot on."""
         pool = self.runner.token_to_kv_pool
-        for part in (getattr(pool, "full_kv_pool", pool), getattr(pool, "swa_kv_pool", pool)):
-            for buffer in (*part.k_buffer, *part.v_buffer):
+        full = getattr(pool, "full_kv_pool", pool)
+        for part in (full, getattr(pool, "swa_kv_pool", full)):
+            for buffer in buffers_of(part):
                 buffer[first_slot:] = value
 
     def close(self) -> None:
+        set_global_expert_location_metadata(None, allow_overwrite=True)
         destroy_model_parallel()
         destroy_distributed_environment()
 
@@ -164,21 +174,36 @@ class Server:
                 continue
             at = slice(i * drafts, (i + 1) * drafts)
             draft, places = batch.input_ids[at].tolist(), batch.positions[at].tolist()
-            for j, place in enumerate(places):
-                if place == length + j:  # other rows fill up the request's drafts
-                    rows.append(Row(mode.name, tokens + draft[: j + 1], logits[i * drafts + j]))
+            paths = self.paths(batch, i, drafts)
+            for j, (place, path) in enumerate(zip(places, paths, strict=True)):
+                if place == length + len(path) - 1:  # other rows fill up the request's drafts
+                    seen = [draft[node] for node in path]
+                    rows.append(Row(mode.name, tokens + seen, logits[i * drafts + j]))
         return rows
+
+    def paths(self, batch: Any, number: int, drafts: int) -> list[list[int]]:
+        """For each draft of a request, the draft's ancestors and the draft: all drafts before it in
+        a chain, in a tree by SGLang's mask, which has the drafts alone on a CPU."""
+        if (self.runner.server_args.speculative_eagle_topk or 0) <= 1:
+            return [list(range(j + 1)) for j in range(drafts)]
+        of_drafts = batch.spec_info.custom_mask.view(-1, drafts, drafts)[number].bool()
+        return [row[: j + 1].nonzero().flatten().tolist() for j, row in enumerate(of_drafts)]
 
 
 class Recorder(TorchDispatchMode):
     """Records what a step computes on tensors, as a CUDA graph does, and repeats it.
 
-    A repetition has the same tensors, and the same numbers of the host, as the recorded step.
+    A repetition has the same tensors, and the same numbers of the host, as the recorded step. Our
+    operators, and the writes to a pool of latent vectors by a Triton kernel, are recorded as calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Any) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
+        owners = [*OPERATORS]
+        if hasattr(pool, "set_mla_kv_buffer"):
+            owners.append((pool, "set_mla_kv_buffer"))
+        self.operators = [(owner, name, getattr(owner, name)) for owner, name in owners]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -196,19 +221,25 @@ class Recorder(TorchDispatchMode):
         return made
 
     def __enter__(self) -> Any:
-        sglang_backend.flash_attn_varlen_func = self.attention
+        for owner, name, operator in self.operators:
+            setattr(owner, name, self.recorded(operator))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        sglang_backend.flash_attn_varlen_func = flash_attn_varlen_func
+        for owner, name, operator in self.operators:
+            setattr(owner, name, operator)
 
-    def attention(self, *args: Any, **kwargs: Any) -> Any:
-        """`flash_attn_varlen_func`, of which only the call is recorded."""
-        with _disable_current_modes():
-            found = flash_attn_varlen_func(*args, **kwargs)
-        self.calls.append(lambda: flash_attn_varlen_func(*args, **kwargs))
-        return found
+    def recorded(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """The operator, of which only the call is recorded."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                found = operator(*args, **kwargs)
+            self.calls.append(lambda: operator(*args, **kwargs))
+            return found
+
+        return call
 
     @torch.inference_mode()
     def repeat(self) -> None:
@@ -216,7 +247,11 @@ class Recorder(TorchDispatchMode):
             call()
 
 
-flash_attn_varlen_func = sglang_backend.flash_attn_varlen_func
+OPERATORS: tuple[tuple[Any, str], ...] = (
+    (sglang_backend, "flash_attn_varlen_func"),
+    (sglang_mla_backend, "flash_attn_varlen_func"),
+    (sglang_mla_backend, "mla_decode"),
+)
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -250,7 +285,7 @@ class Graph:
             setattr(self.batch, name, torch.full((size,), pad, dtype=torch.int64))
         backend.init_cuda_graph_state(requests, requests * self.each)
         backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.recorder = Recorder()
+        self.recorder = Recorder(server.runner.token_to_kv_pool)
         with self.recorder, forward_context(ForwardContext(attn_backend=backend)):
             backend.init_forward_metadata_in_graph(self.batch)
             output = server.runner.model.forward(
@@ -267,6 +302,7 @@ class Graph:
         for name, pad in {**self.INPUTS, "seq_lens": fill, "req_pool_indices": 0}.items():
             given = getattr(batch, name)
             getattr(self.batch, name).fill_(pad)[: len(given)] = given
+        self.batch.spec_info = batch.spec_info
         self.backend.init_forward_metadata_out_graph(self.batch)
         self.recorder.repeat()
         logits = self.logits[: batch.batch_size * self.each].float().clone()

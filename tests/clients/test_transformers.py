@@ -18,7 +18,12 @@ import transformers
 
 import cute_attn
 from cute_attn.emulator import Emulator
-from cute_attn.integrations.transformers import register, use_gated_delta_rule
+from cute_attn.integrations import transformers as integration
+from cute_attn.integrations.transformers import (
+    register,
+    use_gated_delta_rule,
+    use_kimi_delta_attention,
+)
 from tests.integrations.transformers_cases import (
     COMMON,
     PACKED,
@@ -55,6 +60,16 @@ def emulated() -> Iterator[None]:
     torch._dynamo.reset()
     with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
         yield
+
+
+# Latent attention, whose expanded form has q and k of 192 and v of 128.
+LATENT = {
+    "num_key_value_heads": SMALL["num_attention_heads"],
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 32,
+}
 
 
 def of(name: str, **given: Any) -> Callable[[], Any]:
@@ -105,20 +120,55 @@ MODELS: dict[str, Callable[[], Any]] = {
     "MiniMax": of(
         "MiniMax", layer_types=["linear_attention", "full_attention"], block_size=4, **EXPERTS
     ),
+    "DeepSeek V2": of("DeepseekV2", **LATENT, q_lora_rank=32, first_k_dense_replace=2),
+    "DeepSeek V3": of("DeepseekV3", **LATENT, q_lora_rank=None, first_k_dense_replace=2),
+    **{
+        name: of(
+            "KimiLinear",
+            **LATENT,
+            layer_types=["linear_attention", "full_attention"],
+            linear_head_dim=64,
+            linear_num_heads=1,
+            mlp_layer_types=["dense", "dense"],
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        for name in ("Kimi Linear", "Kimi Linear, linear layers")
+    },
+    "LongCat-Flash": of(
+        "LongcatFlash",
+        **LATENT,
+        q_lora_rank=32,
+        num_layers=1,  # of two attentions
+        n_routed_experts=2,
+        zero_expert_num=1,
+        moe_topk=3,
+        expert_ffn_hidden_size=32,
+    ),
+    "MiMo-V2": of(
+        "MiMoV2Flash",
+        **WINDOWS | {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 1},
+        mlp_layer_types=["dense", "dense"],
+    ),
+}
+LATENT_ROWS = ("DeepSeek V2", "DeepSeek V3", "Kimi Linear", "LongCat-Flash", "MiMo-V2")
+
+
+LINEAR_ROWS = {
+    name: use_kimi_delta_attention if name.startswith("Kimi") else use_gated_delta_rule
+    for name in MODELS
+    if name.endswith(", linear layers")
 }
 
 
-LINEAR_ROWS = tuple(name for name in MODELS if name.endswith(", linear layers"))
-
-
-def use_linear(model: Any) -> None:
+def use_linear(model: Any, use: Callable[[], ExitStack]) -> None:
     """Make this model's linear layers run on our kernels, and no other model's."""
-    model.linear_layers_are_ours = True
+    model.use_ours = use
     entered: list[ExitStack] = []
     for module in model.modules():
-        if type(module).__name__.endswith("GatedDeltaNet"):
+        if type(module).__name__.endswith(("GatedDeltaNet", "DeltaAttention")):
             module.register_forward_pre_hook(
-                lambda *_: entered.append(use_gated_delta_rule()) if not tracing() else None
+                lambda *_: entered.append(use()) if not tracing() else None
             )
             module.register_forward_hook(
                 lambda *_: entered.pop().close() if not tracing() else None, always_call=True
@@ -132,8 +182,7 @@ def tracing() -> bool:
 
 def kernels_of(trio: Trio) -> Any:
     """A context in which the first model may be traced."""
-    linear = getattr(trio.models[0], "linear_layers_are_ours", False)
-    return use_gated_delta_rule() if linear else nullcontext()
+    return getattr(trio.models[0], "use_ours", nullcontext)()
 
 
 def assert_no_worse(found: list[torch.Tensor]) -> None:
@@ -167,17 +216,48 @@ EVERYWHERE: dict[tuple[str, str], tuple[type[Exception], str, str]] = {
             "Invalid layer type: linear_attention",
             "continuous batching has no linear layers",
         )
-        for name in ("Qwen3-Next", "MiniMax")
+        for name in ("Qwen3-Next", "MiniMax", "Kimi Linear")
         for feature in ("generate_batch", "generate_batch, pages")
     },
+    **{
+        ("Gemma 4", feature): (
+            RuntimeError,
+            "'head_dim' is a per-layer attribute",
+            "continuous batching has one head_dim for all layers",
+        )
+        for feature in ("generate_batch", "generate_batch, pages")
+    },
+    **{
+        (name, feature): (
+            RuntimeError,
+            "Source/destination tensor must have same slice shapes",
+            "continuous batching keeps equally many heads of k and v, of one width, in all layers",
+        )
+        for name in LATENT_ROWS
+        if name != "Kimi Linear"
+        for feature in ("generate_batch", "generate_batch, pages")
+    },
+    **{
+        ("LongCat-Flash", feature): (
+            RuntimeError,
+            "data-dependent expression",
+            "the loop over experts does not trace",
+        )
+        for feature in ("torch.compile of training", "torch.compile of decoding", "torch.export")
+    },
 }
+# The features that need gradients.
+TRAINING = ("training with autocast", "gradient checkpointing", "torch.compile of training")
 # What does not work with ours.
 OURS: dict[tuple[str, str], tuple[type[Exception], str, str]] = {
-    ("Gemma 4", "forward"): (
-        NotImplementedError,
-        "layer 1: head_dim of q is 512",
-        "there is no kernel for the global layers' head_dim of 512",
-    ),
+    **{
+        ("Gemma 4", feature): (
+            NotImplementedError,
+            "there is no attention backward for head_dim 512 on sm_90a",
+            "there is no backward for the global layers' head_dim of 512",
+        )
+        for feature in TRAINING
+    },
     ("MiniMax", "generate with padding"): (
         NotImplementedError,
         r"a mask of shape \[2, 1, 1, 3\] .* for 1 queries and 10 keys",
@@ -333,11 +413,11 @@ def cells() -> list[Any]:
         (name, feature)
         for name in MODELS
         for feature in FEATURES
-        if name != "Gemma 4" and not (name in LINEAR_ROWS and feature in NOT_OF_LINEAR)
+        if not (name in LINEAR_ROWS and feature in NOT_OF_LINEAR)
     ]
     return [
         pytest.param(name, feature, marks=pytest.mark.clients(f"{name}: {feature}"))
-        for name, feature in (*names, ("Gemma 4", "forward"))
+        for name, feature in names
     ]
 
 
@@ -347,7 +427,7 @@ def cells() -> list[Any]:
 def test_feature(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trio, cell = Trio(MODELS[name]), (name, feature)
     if name in LINEAR_ROWS:
-        use_linear(trio.models[0])
+        use_linear(trio.models[0], LINEAR_ROWS[name])
     if cell in EVERYWHERE:
         for implementation in ("cute_attn", "eager"):
             trio.models[0].set_attn_implementation(implementation)
@@ -356,6 +436,27 @@ def test_feature(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
     if cell in OURS:
         pytest.xfail(fails(FEATURES[feature], trio, monkeypatch, *OURS[cell]))
     FEATURES[feature](trio, monkeypatch)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", LATENT_ROWS)
+def test_v_keeps_its_width(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' flash path pads v to the width of q and k; ours has kernels for both widths."""
+    seen = []
+    original = integration.flash_attn_func
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        o, lse = original(q, k, v, **options)
+        seen.append(tuple(x.shape[-1] for x in (q, k, v, o)))
+        return o, lse
+
+    monkeypatch.setattr(integration, "flash_attn_func", call)
+    trio = Trio(MODELS[name])
+    forward(trio, monkeypatch)
+    training(trio, monkeypatch)
+    layers = 1 if name == "Kimi Linear" else 2
+    assert seen == [(192, 192, 128, 128)] * 2 * layers
 
 
 def fails(

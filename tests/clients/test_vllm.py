@@ -132,7 +132,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def vllm() -> Any:
-    vllm_emulated.install()
+    if "vllm" not in sys.modules:
+        vllm_emulated.install()
     import vllm
 
     return vllm
@@ -510,6 +511,18 @@ GEMMA4 = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
+
+
+@pytest.mark.clients("Gemma 4: layers of head sizes 256 and 512")
+def test_layers_of_two_head_sizes(start: Start):
+    server = start("gemma4")
+    server.check(prompt(40), prompt(9, 1))
+    layers = list(server.layers().values())
+    assert [(x.head_size, x.backend.name) for x in layers] == [
+        (256, "CUTE_ATTN"),
+        (512, "CUTE_ATTN"),
+    ]
+    assert len(server.steps) == NEW_TOKENS * len(layers)
 
 
 @pytest.mark.clients("Gemma 4: sliding layers, beside another backend for head size 512")

@@ -36,11 +36,13 @@ class Stub(NamedTuple):
         schema: as `torch.library` writes it.
         reason: why the engine calls the function.
         function: computes what the compiled function does, or nothing if `reason` says so.
+        library: what `torch.ops` calls the extension.
     """
 
     schema: str
     reason: str
     function: Callable[..., Any]
+    library: str = "_C"
 
     @property
     def name(self) -> str:
@@ -120,6 +122,74 @@ def convolution_step(
     return (found if bias is None else found + bias).to(x.dtype)
 
 
+def insert_latent(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write tokens' latent vectors and rotated keys to the cache."""
+    assert (slots >= 0).all()
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.cat((kv_c, k_pe), dim=-1)
+
+
+def concat_keys_and_insert(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    k: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    block_size: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+) -> None:
+    """The keys of all heads, and the latent vectors in the cache."""
+    if positions is not None:
+        raise NotImplementedError("the stub has no rotary embedding")
+    concat_keys(k_nope, k_pe, k)
+    insert_latent(kv_c, k_pe, cache, slots)
+
+
+def concat_keys(k_nope: Tensor, k_pe: Tensor, k: Tensor) -> None:
+    k.copy_(torch.cat((k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)), dim=-1))
+
+
+def concat_queries_and_insert(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    block_size: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+) -> None:
+    """The absorbed queries of all heads, and the latent vectors in the cache."""
+    if positions is not None:
+        raise NotImplementedError("the stub has no rotary embedding")
+    q.copy_(torch.cat((q_nope, q_pe), dim=-1))
+    insert_latent(kv_c, k_pe, cache, slots)
+
+
+def gather_latent(
+    cache: Tensor,
+    out: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    token_to_seq: Tensor,
+    num_tokens: int,
+    dtype: str,
+    scale: Tensor,
+    starts: Tensor | None,
+) -> None:
+    """Write the cached rows of sequences, from `starts` on, one after another."""
+    sequences = token_to_seq[:num_tokens].long()
+    at = torch.arange(num_tokens) - cu_seq_lens[sequences]
+    if starts is not None:
+        at = at + starts[sequences]
+    blocks = block_table[sequences, at // cache.shape[1]].long()
+    out[:num_tokens] = cache[blocks, at % cache.shape[1]]
+
+
 STUBS = (
     Stub(
         "init_cpu_memory_env(int[] nodes) -> ()",
@@ -155,6 +225,33 @@ STUBS = (
         "str? activation, Tensor slots, Tensor? query_start_loc, int padding_slot) -> Tensor",
         "of LFM2's convolutions, which are a Triton kernel on a GPU",
         convolution_step,
+    ),
+    Stub(
+        "fused_kimi_k3_mla_key_concat_kv_cache_insert(Tensor q, Tensor k_nope, Tensor k_pe, "
+        "Tensor kv_c, Tensor(a!) k, Tensor(b!) cache, Tensor slots, int block_size, "
+        "Tensor? positions, Tensor? cos_sin) -> ()",
+        "of Kimi Linear's latent attention: writes a prompt's keys, and the cache",
+        concat_keys_and_insert,
+    ),
+    Stub(
+        "fused_kimi_k3_mla_kv_concat(Tensor k_nope, Tensor k_pe, Tensor(a!) k) -> ()",
+        "likewise: writes the keys of earlier tokens",
+        concat_keys,
+    ),
+    Stub(
+        "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert(Tensor q_nope, Tensor q_pe, "
+        "Tensor kv_c, Tensor k_pe, Tensor(a!) q, Tensor(b!) cache, Tensor slots, "
+        "int block_size, Tensor? positions, Tensor? cos_sin) -> ()",
+        "likewise: writes the queries of decode, and the cache",
+        concat_queries_and_insert,
+    ),
+    Stub(
+        "gather_and_maybe_dequant_cache(Tensor cache, Tensor(a!) out, Tensor block_table, "
+        "Tensor cu_seq_lens, Tensor token_to_seq, int num_tokens, str dtype, Tensor scale, "
+        "Tensor? starts) -> ()",
+        "likewise: reads earlier tokens from the cache",
+        gather_latent,
+        "_C_cache_ops",
     ),
 )
 
@@ -237,7 +334,7 @@ IN_TESTS = (
 
 def stand_ins() -> list[tuple[str, str]]:
     """(what, why) for the table in docs/clients.md."""
-    found = [(f"torch.ops._C.{stub.name}", stub.reason) for stub in STUBS]
+    found = [(f"torch.ops.{stub.library}.{stub.name}", stub.reason) for stub in STUBS]
     found += [(f"{x.module.__name__}.{x.name}", x.reason) for x in ANSWERS]
     return found + list(IN_TESTS)
 
@@ -250,9 +347,9 @@ def install() -> None:
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     for answer in ANSWERS:
         setattr(answer.module, answer.name, lambda *_, value=answer.value: value)
-    library = torch.library.Library("_C", "FRAGMENT")
-    KEPT.append(library)
     for stub in STUBS:
+        library = torch.library.Library(stub.library, "FRAGMENT")
+        KEPT.append(library)
         library.define(stub.schema)
         library.impl(stub.name, stub.function, "CompositeExplicitAutograd")
 
@@ -266,6 +363,21 @@ def install() -> None:
 
         get_attn_backend_cls = classmethod(CudaPlatformBase.get_attn_backend_cls.__func__)
         get_valid_backends = classmethod(CudaPlatformBase.get_valid_backends.__func__)
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            """As the CPU's, which with MLA changes what its own kernel does not have."""
+            of = vllm_config.cache_config, vllm_config.scheduler_config
+            names = (
+                ("block_size", "enable_prefix_caching"),
+                ("enable_chunked_prefill", "max_num_batched_tokens"),
+            )
+            given = [[getattr(x, name) for name in of_x] for x, of_x in zip(of, names, strict=True)]
+            super().check_and_update_config(vllm_config)
+            if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+                for x, of_x, values in zip(of, names, given, strict=True):
+                    for name, value in zip(of_x, values, strict=True):
+                        setattr(x, name, value)
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:

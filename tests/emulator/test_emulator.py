@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ from cute_attn.emulator import (
     build,
     coverage,
 )
+from cute_attn.emulator.report import causes
+from cute_attn.emulator.runner import run_ptx
 from cute_attn.ops.lightning import plan_decode
 from cute_attn.reference.lightning import lightning_attn_decode_reference
+
+from . import planted_kernels
 
 B, H, D = 2, 2, 64
 SCALE = D**-0.5
@@ -101,6 +106,24 @@ def test_runs_what_the_compiler_returned():
     )
     with pytest.raises(ValueError, match="--keep-ptx"):
         Emulator().load(without_ptx)
+
+
+def test_all_ctas_of_a_cooperative_launch_are_resident():
+    """Each of six CTAs waits for all others, on a machine of two SMs."""
+    from cutlass import Int32, cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    from . import grid_barrier
+
+    count = grid_barrier.CTAS
+    stand_ins = [make_fake_compact_tensor(Int32, (n,)) for n in (1, count)]
+    options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx"
+    compiled = cute.compile(grid_barrier.run, *stand_ins, options=options)
+    counter, seen = (torch.zeros(n, dtype=torch.int32) for n in (1, count))
+    emulator = Emulator(num_sms=2)
+    emulator.load(compiled)(counter, seen)
+    assert seen.tolist() == [count] * count
+    assert emulator.report.findings == []
 
 
 def test_report(entry: cache.Entry):
@@ -259,3 +282,38 @@ def test_the_coverage_page_is_up_to_date():
     forms = "tests/data/silicon/forms.json"
     page = (root / "docs" / "emulator_instructions.md").read_text()
     assert page == coverage.page(root / forms), f"run python -m cute_attn.emulator.coverage {forms}"
+
+
+# ---- findings by cause
+
+
+def finding(check: str, line: int, other: int | None = None, severity: str = "error") -> Finding:
+    return Finding(check, severity, f"{check} at {line}", "k", line, "x;", other_line=other)
+
+
+def test_findings_at_common_instructions_have_one_cause():
+    """A missed barrier: two races with one store, and what the unwritten value leads to."""
+    stored = finding("uninitialised", 30, 20)
+    note, race, late = finding("race", 20, 9, "note"), finding("race", 20, 10), finding("race", 11)
+    apart = finding("barrier", 40)
+    other_kernel = replace(finding("race", 20), kernel="other")
+    found = causes([stored, note, apart, race, late, other_kernel])
+    assert found == [[apart], [race, stored, note], [late], [other_kernel]]
+
+
+def test_an_early_dealloc_is_one_cause():
+    kernel = planted_kernels.TCGEN05
+    lines = [x for x in kernel.text.splitlines() if "// @dealloc" not in x]
+    at = next(i for i, x in enumerate(lines) if "// @stored" in x)
+    lines.insert(at + 1, "@!%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r4, 32;")
+    run = run_ptx(
+        "\n".join(lines),
+        block=kernel.block,
+        args=kernel.arguments(),
+        dynamic_shared=kernel.dynamic_shared,
+    )
+    ((root, *others),) = causes(run.errors)
+    assert root.check == "tmem" and "tcgen05.dealloc" in root.other_ptx
+    assert len(others) >= 2
+    text = str(FindingsError(run.findings))
+    assert text.count("  at CTA ") == 1 and all(f.message in text for f in others)

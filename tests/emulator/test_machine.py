@@ -499,6 +499,58 @@ def test_errors_that_make_up_values_end_no_launch_that_gets_on() -> None:
     assert (out == 200000).all() and sum(run.by_opcode.values()) > 4_000_000
 
 
+def test_a_cooperative_launch_that_is_too_large_is_refused() -> None:
+    run = run_ptx(module("", parameters=""), grid=3000, block=1024, cooperative=True)
+    (error,) = run.errors
+    assert run.stopped and "a cooperative launch of 3000 clusters" in error.message
+
+
+def initialised_by_all(count: str = "128", between: str = "bar.sync 0;", second: str = "") -> Run:
+    """All threads of four warps initialise two mbarriers, arrive at one, and wait for it."""
+    text = module(
+        f"""
+        .shared .align 8 .b64 bars[2];
+        mov.u32 %r1, %tid.x; mov.u32 %r8, bars;
+        mbarrier.init.shared::cta.b64 [%r8], {count};
+        mbarrier.init.shared::cta.b64 [%r8+8], 1;
+        {between}
+        {second}
+        mbarrier.arrive.shared::cta.b64 %rd4, [%r8];
+        WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r8], 0;
+        @!%p1 bra WAIT;
+        """,
+        parameters="",
+    )
+    return run_ptx(text, block=128, schedule=1, seed=3)
+
+
+def test_all_threads_may_initialise_an_mbarrier_to_one_count() -> None:
+    (note,) = initialised_by_all().findings
+    assert note.severity == "note"
+    assert note.message.startswith("several threads initialise shared memory at ")
+
+
+def test_a_barrier_orders_all_initialisations_before_a_use() -> None:
+    run = initialised_by_all(between="")
+    assert any("is not ordered before" in finding.message for finding in run.errors)
+
+
+def test_threads_that_initialise_an_mbarrier_to_different_counts_race() -> None:
+    run = initialised_by_all("%r1")
+    assert {"barrier", "race"} & {finding.check for finding in run.errors}
+
+
+def test_an_mbarrier_in_use_is_not_initialised_again() -> None:
+    again = """
+        setp.ge.u32 %p2, %r1, 32;
+        @!%p2 mbarrier.arrive.shared::cta.b64 %rd5, [%r8];
+        @%p2 mbarrier.init.shared::cta.b64 [%r8], 128;
+    """
+    run = initialised_by_all("128", second=again)
+    assert {"barrier", "race"} & {finding.check for finding in run.errors}
+
+
 # ---- the interface
 
 

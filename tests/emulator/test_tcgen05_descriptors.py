@@ -387,7 +387,14 @@ def test_descriptors_that_the_dsl_makes(operation: Operation) -> None:
 # ---- what is refused
 
 
-def messages(operation: Operation, group: int = 1, *, more: str = "", mask: str = "") -> list[str]:
+def messages(
+    operation: Operation,
+    group: int = 1,
+    *,
+    more: str = "",
+    mask: str = "",
+    target: str = "sm_100a",
+) -> list[str]:
     """What is said of the descriptors of an operation that only one thread of one CTA issues.
 
     Args:
@@ -398,7 +405,8 @@ def messages(operation: Operation, group: int = 1, *, more: str = "", mask: str 
     kind = f"kind::{operation.kind}" + (".block_scale" if operation.scaled else "")
     where = f"{more}.cta_group::{group}" if more == ".ws" else f".cta_group::{group}"
     suffix = operation.suffix + (more if more == ".ashift" else "")
-    text = module(f"""
+    text = module(
+        f"""
     mov.u32 %r1, dynamic;
     tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r1], 64;
     ld.shared.u32 %r2, [%r1];
@@ -408,7 +416,9 @@ def messages(operation: Operation, group: int = 1, *, more: str = "", mask: str 
     @!%p1 tcgen05.mma{where}.{kind}{suffix} [%r2], %rd3, %rd3, {operation.descriptor:#x}{scales},
         %p4{mask and ", " + mask};
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-""")
+""",
+        target,
+    )
     args = [np.zeros(1, np.uint32), np.zeros(1, np.uint32)]
     result = run_ptx(text, grid=group, cluster=group, args=args, dynamic_shared=1 << 16)
     return [f.message for f in result.errors if f.check == "descriptor"]
@@ -434,7 +444,7 @@ REFUSED = [
     *((replace(o, more=1 << 3), "saturation") for o in (HALF, TENSOR_FLOAT, F8)),
     *((replace(o, more=1 << 2), "sparse") for o in (HALF, F8, MXF8, MXF4, NVF4)),
     *((replace(o, more=1 << bit), "no shape M") for o in (MXF8, MXF4) for bit in (24, 25, 26)),
-    *((replace(o, more=1 << 31), "sm_103a") for o in (MXF4, NVF4)),
+    *((replace(o, more=1 << 31), "K = 96 is for sm_103a only") for o in (MXF4, NVF4)),
     *((replace(F8, b=replace(E4M3, code=code)), "types") for code in (2, 6, 7)),
     *((replace(MXF4, b=replace(FP4, code=code)), "types 1 of A") for code in (0, 2, 3)),
     *((replace(MXF4, a=replace(FP4, code=code)), "and 1 of B") for code in (0, 2, 3, 5)),
@@ -460,6 +470,13 @@ REFUSED = [
 )
 def test_what_a_kind_does_not_have(operation: Operation, text: str) -> None:
     assert any(text in message for message in messages(operation))
+
+
+def test_96_columns_of_fp4_are_not_emulated() -> None:
+    assert any(
+        "K = 96 is not emulated" in x
+        for x in messages(replace(MXF4, more=1 << 31), target="sm_103a")
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch):
-    choices: list[list[str]] = [["triton"], ["fa3"], []]
+    choices: list[list[str]] = [["triton"], ["fa3"], [], ["flashmla"]]
     backends: dict[str, Any] = {}
     modules = {
         "sglang.srt.arg_groups.choices": {
@@ -35,6 +35,8 @@ def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch):
             "add_deterministic_attention_backend_choices": choices[1].extend,
             "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": choices[2],
             "add_radix_supported_deterministic_attention_backend_choices": choices[2].extend,
+            "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": choices[3],
+            "add_chunked_prefix_cache_attention_backend": choices[3].append,
         },
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": lambda name: lambda made: backends.update({name: made}),
@@ -52,7 +54,9 @@ def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch):
     name, _, function = path.partition(":")
     for _ in range(2):
         getattr(importlib.import_module(name), function)()
-    assert choices == [["triton", "cute_attn"], ["fa3", "cute_attn"], ["cute_attn"]]
+    assert choices == [
+        ["triton", "cute_attn"], ["fa3", "cute_attn"], ["cute_attn"], ["flashmla", "cute_attn"],
+    ]  # fmt: skip
     assert list(backends) == ["cute_attn"]
     assert "cute_attn.integrations.sglang_backend" not in sys.modules
 
@@ -83,7 +87,13 @@ def test_starts():
 
 @pytest.mark.parametrize(
     ("arch", "found"),
-    [("sm_90a", [(64, 64), (128, 128), (192, 128), (256, 256)]), ("sm_100a", [(256, 256)])],
+    [
+        (
+            "sm_90a",
+            [(64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512)],
+        ),
+        ("sm_100a", [(256, 256)]),
+    ],
 )
 def test_head_dims(arch: str, found: list[tuple[int, int]]):
     with cute_attn.emulated(arch, Emulator()):

@@ -186,6 +186,7 @@ def test_generate(padded: bool, cache: str) -> None:
     assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
+@pytest.mark.slow  # tests/clients has models with each
 def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
     """Gemma 3 and Qwen3-Next use only the scaling."""
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cute_attn"]
@@ -213,6 +214,7 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
 # -- packed sequences
 
 
+@pytest.mark.slow  # the next test packs too, and tests/clients compares with eager attention
 def test_packed_sequences() -> None:
     """Positions that start again start a sequence: in a sliding layer and in a full one."""
     positions = positions_of(PACKED)

@@ -174,6 +174,9 @@ def answers(
         generation_config=greedily(max_new_tokens=length),
         continuous_batching_config=config,
     )
+    for answer in found.values():
+        if answer.error is not None:
+            raise RuntimeError(answer.error)
     return [x.generated_tokens for x in found.values()]
 
 

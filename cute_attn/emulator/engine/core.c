@@ -624,9 +624,10 @@ static void clear_machine(Emu *e) {
   }
 }
 
-static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *params,
+static bool set_up(Emu *e, Program *p, const uint32_t dims[11], const void *params,
                    uint64_t param_bytes) {
   e->program = p;
+  e->nclusters = 0;  // until there is room for them
   memcpy(e->grid, dims, sizeof e->grid);
   memcpy(e->block, dims + 3, sizeof e->block);
   memcpy(e->cluster_dim, dims + 6, sizeof e->cluster_dim);
@@ -652,12 +653,19 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->params = aligned_alloc(128, (param_bytes + 255) & ~127ull);
   memcpy(e->params, params, param_bytes);
   e->warps_per_cta = (int)((threads + 31) / 32);
-  e->nclusters = e->num_sms / (int)size > 0 ? e->num_sms / (int)size : 1;
   e->total_clusters = (uint64_t)e->grid[0] * e->grid[1] * e->grid[2] / size;
-  if ((uint64_t)e->nclusters > e->total_clusters) e->nclusters = (int)e->total_clusters;
   // A mark has 16 bits for its agent: enough for 170 SMs with CTAs of 1024 threads.
   int agents_per_slot = e->warps_per_cta * AGENTS_PER_WARP + MBARRIERS_PER_CTA;
-  while (e->nclusters > 1 && e->nclusters * (int)size * agents_per_slot > 0xFFF0) e->nclusters--;
+  uint64_t most = 0xFFF0 / (size * (uint64_t)agents_per_slot), resident = (uint64_t)e->num_sms / size;
+  if (dims[10]) resident = e->total_clusters;  // a cooperative launch
+  if (dims[10] && resident > most) {
+    machine_finding(e, CK_BOUNDS, "a cooperative launch of %llu clusters, of which the emulator can "
+                    "hold %llu", (unsigned long long)resident, (unsigned long long)most);
+    return false;
+  }
+  if (resident > e->total_clusters) resident = e->total_clusters;
+  if (resident > most) resident = most;
+  e->nclusters = resident ? (int)resident : 1;
   e->nslots = e->nclusters * (int)size;
   e->agents_used = e->nslots * e->warps_per_cta * AGENTS_PER_WARP;
   e->nagents = (e->agents_used + e->nslots * MBARRIERS_PER_CTA + 7) & ~7;
@@ -671,6 +679,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->executed = calloc((size_t)p->ncode + 1, sizeof(uint64_t));
   e->stop = false;
   e->astray = 0;
+  e->noted_inits = false;
   e->tcgen05_fences[0] = e->tcgen05_fences[1] = -1;
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;
@@ -679,7 +688,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   return true;
 }
 
-int emu_launch(Emu *e, Program *p, const uint32_t dims[10], const void *params,
+int emu_launch(Emu *e, Program *p, const uint32_t dims[11], const void *params,
                uint64_t param_bytes, int (*report)(uint64_t, uint64_t)) {
   bool good = set_up(e, p, dims, params, param_bytes);
   if (good) main_loop(e, report);

@@ -271,7 +271,9 @@ struct Mbarrier {
   View done;             // published by the completed phases
   Clock init_clock;      // clock of the initialisation, an event of the mbarrier's own agent
   int init_warp;
+  uint64_t init_epoch;   // sync_epoch of that warp
   const Insn *init_insn;
+  View also;             // further initialisations by the same instruction, to the same count
   const Insn *expect_insn;  // the latest instruction with an expect_tx
   int nsignals;
   Signal signals[SIGNALS];  // in order; the latest signal is the last
@@ -408,6 +410,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
+  bool noted_inits;                // of mbarriers, by several threads
   int tcgen05_fences[2];  // before-fences, after-fences; -1: not counted, -2: none, reported
   int numerics;                    // arithmetic of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;

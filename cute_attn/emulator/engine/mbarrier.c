@@ -43,8 +43,18 @@ static Mbarrier *mbarrier_at(Cta *cta, uint32_t offset) {
   return b;
 }
 
+// Whether all initialisations are ordered before what the warp does next.
+static bool initialised_before(const Warp *w, const Mbarrier *b) {
+  if (w->view.vc[b->agent] < b->init_clock) return false;
+  if (!b->also.vc) return true;
+  uint32_t own = agent_of(w, AG_GENERIC), count = (uint32_t)emu_of(w)->agents_used;
+  for (uint32_t agent = 0; agent < count; agent++)
+    if (agent != own && w->view.vc[agent] < b->also.vc[agent]) return false;
+  return true;
+}
+
 static void check_initialised(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
-  if (!ordering(cta->emu) || w->view.vc[b->agent] >= b->init_clock) return;
+  if (!ordering(cta->emu) || initialised_before(w, b)) return;
   finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
                "uses %s, whose initialisation by warp %d (%s) is not ordered before: a barrier "
                "between them is missing", mbarrier_name(w, cta, b->offset), b->init_warp,
@@ -328,13 +338,35 @@ static void check_reuse(Warp *w, const Insn *I, Cta *cta, const Mbarrier *b) {
                  "%s is initialised again without mbarrier.inval", name);
 }
 
+// Whether threads initialise an unused mbarrier at one place of the program, to one count. Which of
+// them is last does not matter.
+static bool again_the_same(const Warp *w, const Insn *I, const Cta *cta, const Mbarrier *b,
+                           uint32_t count) {
+  bool unused = b->clock == b->init_clock && b->pending == b->expected && !b->tx && !b->nsignals;
+  bool unordered = b->init_warp == w->index ? b->init_epoch == w->sync_epoch
+                   : !ordering(cta->emu) || w->view.vc[b->agent] < b->init_clock;
+  return b->valid && b->init_insn == I && b->expected == (int32_t)count && unused && unordered &&
+         !someone_waits(cta, b->offset);
+}
+
 static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32_t count) {
   if (count == 0 || count > COUNT_LIMIT)
     finding(w, I, CK_BARRIER, SEV_ERROR, "%s is initialised with a count of %u: it must be 1 to %d",
             address_name(cta, offset), count, COUNT_LIMIT);
   if (!shared_pointer(w, I, cta, offset, 8, 8)) return;
   Mbarrier *b = mbarrier_at(cta, offset);
+  if (again_the_same(w, I, cta, b, count)) {
+    if (!b->also.vc) b->also = view_new(cta->emu);
+    if (ordering(cta->emu)) view_add(&b->also, agent_of(w, AG_GENERIC), w->agent_clock[AG_GENERIC]);
+    if (!cta->emu->noted_inits)
+      finding(w, I, CK_BARRIER, SEV_NOTE, "several threads initialise %s, to the same count: one "
+              "thread should. Further mbarriers like it are not reported",
+              address_name(cta, offset));
+    cta->emu->noted_inits = true;
+    return;
+  }
   if (b->valid) check_reuse(w, I, cta, b);
+  view_clear(cta->emu, &b->also);
   Access a = access_of(w, I, "mbarrier.init");
   shared_write(&a, cta, offset, 8);
   b->valid = true;
@@ -344,6 +376,7 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   b->init_clock = ++b->clock;
   b->init_insn = I;
   b->init_warp = w->index;
+  b->init_epoch = w->sync_epoch;
   b->nsignals = 0;
   b->expect_insn = NULL;
   view_clear(cta->emu, &b->next);
@@ -584,6 +617,7 @@ static void free_mbarriers(Cta *c) {
   for (int i = 0; i < c->nmbarriers; i++) {
     view_free(&c->mbarriers[i].next);
     view_free(&c->mbarriers[i].done);
+    view_free(&c->mbarriers[i].also);
     free_mbarrier_agent(c->emu, c->mbarriers[i].agent, c->mbarriers[i].clock);
   }
   free(c->mbarriers);

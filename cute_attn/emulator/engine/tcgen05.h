@@ -37,7 +37,12 @@ typedef struct {
 
 struct Tmem {
   uint32_t words[LANES][COLUMNS];
-  struct { bool used, freed; int first, columns; Warp *warp; const Insn *insn; } slices[SLICES];
+  struct {
+    bool used;
+    int first, columns;
+    Warp *warp;
+    const Insn *insn, *freed;  // that allocated, and that freed
+  } slices[SLICES];
   Request request;
   int deallocations;  // number of deallocations so far with cta_group::2
   View released;      // effects that deallocations publish to the next allocation

@@ -366,7 +366,8 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
     m->scale_type = d >> 23 & 1 ? FT_UE8M0 : FT_UE4M3;
     m->scale_b_id = d >> 4 & 3, m->scale_a_id = d >> 29 & 3;
     if (fp4 && d >> 31) {
-      fatal(w, I, CK_DESCRIPTOR, "instruction descriptor 0x%08x: K = 96 is for sm_103a only", d);
+      fatal(w, I, CK_DESCRIPTOR, "instruction descriptor 0x%08x: K = 96 is %s", d,
+            emu_of(w)->program->arch == 103 ? "not emulated" : "for sm_103a only");
       return false;
     }
     if (m->scale_a_id % m->vectors || m->scale_b_id % m->vectors) {

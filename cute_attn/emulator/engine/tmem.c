@@ -164,9 +164,10 @@ static void deallocate(Warp *w, const Insn *I, Cta *cta, uint32_t address, int c
   int first = (int)(address & 0xFFFF) / SLICE, s0 = first < SLICES ? first : 0;
   bool known = address % SLICE == 0 && address < COLUMNS && t->slices[s0].used;
   if (!known || t->slices[s0].first != first) {
-    finding(w, I, CK_TMEM, SEV_ERROR,
-            "tcgen05.dealloc of address 0x%x, at which no allocation of CTA %u starts%s", address,
-            cta->linear, known ? "" : t->slices[s0].freed ? " (it has been freed)" : "");
+    const Insn *freed = known ? NULL : t->slices[s0].freed;
+    finding_with(w, I, freed, CK_TMEM, SEV_ERROR,
+                 "tcgen05.dealloc of address 0x%x, at which no allocation of CTA %u starts%s",
+                 address, cta->linear, freed ? " (it has been freed)" : "");
     return;
   }
   if (t->slices[first].columns != columns)
@@ -181,7 +182,7 @@ static void deallocate(Warp *w, const Insn *I, Cta *cta, uint32_t address, int c
   view_free(&seen);
   tmem_forget(cta, first * SLICE, held);
   for (int s = first; s < first + held / SLICE; s++)
-    t->slices[s].used = false, t->slices[s].freed = true;
+    t->slices[s].used = false, t->slices[s].freed = I;
 }
 
 static int exec_dealloc(Warp *w, const Insn *I, Mask m) {
@@ -229,10 +230,11 @@ bool check_block(const Access *a, Cta *cta, const char *role, int lane, int colu
   }
   for (int s = column / SLICE; s <= (column + columns - 1) / SLICE; s++) {
     if (cta->tmem->slices[s].used) continue;
-    finding(a->warp, a->insn, CK_TMEM, SEV_ERROR,
-            "%s: columns %d to %d of CTA %u, of which %d to %d are not allocated%s", role, column,
-            column + columns - 1, cta->linear, s * SLICE, s * SLICE + SLICE - 1,
-            cta->tmem->slices[s].freed ? " (they have been freed)" : "");
+    const Insn *freed = cta->tmem->slices[s].freed;
+    finding_with(a->warp, a->insn, freed, CK_TMEM, SEV_ERROR,
+                 "%s: columns %d to %d of CTA %u, of which %d to %d are not allocated%s", role,
+                 column, column + columns - 1, cta->linear, s * SLICE, s * SLICE + SLICE - 1,
+                 freed ? " (they have been freed)" : "");
     break;
   }
   return true;

@@ -27,14 +27,14 @@ typedef struct {
 } Configuration;
 
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, LAUNCH_FAILURE = 719 };
-enum { ATTRIBUTE_CLUSTER = 4 };
+enum { ATTRIBUTE_COOPERATIVE = 2, ATTRIBUTE_CLUSTER = 4 };
 enum {  // of the device
   MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_MEMORY_LIMIT = 97
 };
 #define SHARED_BYTES 232448  // most bytes of one CTA on sm_90 and sm_100
 
-// kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if the
-// launch ran
+// kernel, grid + block + cluster + dynamic shared memory + whether all CTAs have to be resident
+// together, pointers to the arguments; 0 if the launch ran
 typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
 static Hook hook;
 static int device_values[4];  // number of SMs, major, minor, shared memory
@@ -47,16 +47,20 @@ void emulator_set_hook(Hook h, int num_sms, int major, int minor) {
 }
 
 int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **arguments) {
-  uint32_t dims[10];
+  uint32_t dims[11];
   for (int i = 0; i < 3; i++) {
     dims[i] = c->grid[i];
     dims[3 + i] = c->block[i];
     dims[6 + i] = 1;
   }
   dims[9] = (uint32_t)c->dynamic_shared;
-  for (uint32_t a = 0; a < c->count; a++)
-    for (int i = 0; i < 3 && c->attributes[a].id == ATTRIBUTE_CLUSTER; i++)
-      dims[6 + i] = c->attributes[a].value.dims[i];
+  dims[10] = 0;
+  for (uint32_t a = 0; a < c->count; a++) {
+    const Attribute *attribute = &c->attributes[a];
+    for (int i = 0; i < 3 && attribute->id == ATTRIBUTE_CLUSTER; i++)
+      dims[6 + i] = attribute->value.dims[i];
+    if (attribute->id == ATTRIBUTE_COOPERATIVE) dims[10] = attribute->value.value != 0;
+  }
   for (int i = 0; i < 6; i++)
     if (!dims[i]) return 1;  // invalid value, as on a device
   return hook && hook(kernel, dims, arguments) == 0 ? SUCCESS : LAUNCH_FAILURE;
