@@ -158,9 +158,9 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
     "case",
     [
         {"lengths": [130], "gate": "mixed", "heads": (1, 4)},
-        {"lengths": [1, 1], "gate": "weak", "l2norm": False, "sigmoid": False, "initial": False},
+        slow(lengths=[1, 1], gate="weak", l2norm=False, sigmoid=False, initial=False),
         {"lengths": [70, 0, 64, 1, 130], "packed": True, "gate": "raw", "v_first": True},
-        {"lengths": [65], "dtype": torch.float16, "gate": "mixed"},
+        slow(lengths=[65], dtype=torch.float16, gate="mixed"),
         slow(lengths=[192], similar=True, gate="weak"),
         {"lengths": [100], "dims": (128, 128), "heads": (2, 2), "gate": "strong"},
         slow(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
@@ -229,7 +229,11 @@ def test_rows_of_other_sequences_do_not_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "split"), [((64, 64), False), pytest.param((128, 128), True, marks=pytest.mark.slow)]
+    ("dims", "split"),
+    [
+        pytest.param((64, 64), False, marks=pytest.mark.slow),
+        pytest.param((128, 128), True, marks=pytest.mark.slow),
+    ],
 )
 def test_states_in_a_pool(
     dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch

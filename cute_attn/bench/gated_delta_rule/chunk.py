@@ -206,7 +206,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     for row in rows:
         which = str(row["pass"])
         sizes = tuple(row[name] for name in ("heads", "heads_v", "batch", "tokens"))
-        goal = GOALS[which].get(sizes)  # type: ignore[call-overload]
+        goal = GOALS[which].get(sizes)  # type: ignore[arg-type]
         if goal is None or row["mode"] != JUDGED[which] or row["gate"] != GATES[0]:
             continue
         time_us = row["time_us"]

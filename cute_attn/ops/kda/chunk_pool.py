@@ -359,13 +359,13 @@ class Pool(Operator[PoolArguments]):
                 num_sms=ready.num_sms,
             )
         states = carried_states(a)
-        given = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens
+        read = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens
         scalars = ready.scale, ready.lower_bound, ready.beta_scale
         records = tiles, decay, None
         if length:
-            run_in_segments(ready.split, length, given, records, scalars, a.v, (o,), states)
+            run_in_segments(ready.split, length, read, records, scalars, a.v, (o,), states)
         else:
-            ready.prepare(*given, *records, *scalars, None, None)
+            ready.prepare(*read, *records, *scalars, None, None)
             ready.pool_pass(
                 a.v, tiles, decay, o, *states, a.cu_seqlens, None, None, 0, 1, None, None
             )

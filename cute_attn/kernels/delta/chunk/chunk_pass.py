@@ -489,10 +489,12 @@ class ChunkPass:
         elif segment == 0:
             self.load_start(state, x, sequence, head, column)
         else:
+            starts = x.segment_states[None, segment - 1, None, None, None]
+            loaded = first < end
             if cutlass.const_expr(self.short_starts):
                 state.fill(0.0)
-            if first < end and first == begin:
-                starts = x.segment_states[None, segment - 1, None, None, None]
+                loaded = loaded and first == begin
+            if loaded:
                 self.state.load(state, starts, True, sequence, head, column)
 
         held = self.hold(state)
