@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import import_module
-
 import pytest
 
 from docs import clients_page
 from tests.clients import results, unpack
-
-
-def features(client: str) -> Iterator[str]:
-    """The features that a client's tests name."""
-    for path in sorted(unpack.LISTS.glob(f"test_{client}*.py")):
-        for test in vars(import_module(f"tests.clients.{path.stem}")).values():
-            for mark in getattr(test, "pytestmark", ()):
-                if mark.name == "clients":
-                    yield mark.args[0]
-                elif mark.name == "parametrize":
-                    for case in mark.args[1]:
-                        yield from (
-                            m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
-                        )
 
 
 def test_the_page_is_current():
@@ -34,7 +17,7 @@ def test_the_outcomes_are_those_of_the_present_tests(client: str):
     found = results.read()[client]
     if client in unpack.CLIENTS:
         assert found["version"] == unpack.version(client)
-    assert list(found["features"]) == list(dict.fromkeys(features(client))), (
+    assert list(found["features"]) == list(dict.fromkeys(results.features(client))), (
         f"make test-clients CLIENTS={client} CLIENTS_ARGS=--record-clients"
     )
 

@@ -1,20 +1,29 @@
-"""The outcomes of tests with real servers, as results.json keeps them."""
+"""The outcomes of tests with real servers, as results.json keeps them.
+
+A run of some of a client's files keeps the outcomes of the others, as long as the client and the
+packages beside it have the same versions.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 FILE = Path(__file__).parent / "results.json"
 # Packages whose versions a row of the table depends on, beside the client's own.
 BESIDE = ("torch", "transformers", "nvidia-cutlass-dsl")
+OF_CLIENT = {"fla": ("triton",)}
+DISTRIBUTIONS = {"fla": "fla-core"}  # where the package on the registry has another name
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -23,12 +32,34 @@ def read() -> dict[str, dict[str, Any]]:
     return known
 
 
+def features(client: str) -> Iterator[str]:
+    """The features that a client's tests name, in the order of the tests."""
+    for path in sorted(Path(__file__).parent.glob(f"test_{client}*.py")):
+        for test in vars(import_module(f"tests.clients.{path.stem}")).values():
+            if not isinstance(test, FunctionType):
+                continue
+            for mark in getattr(test, "pytestmark", ()):
+                if mark.name == "clients":
+                    yield mark.args[0]
+                elif mark.name == "parametrize":
+                    for case in mark.args[1]:
+                        yield from (
+                            m.args[0] for m in getattr(case, "marks", ()) if m.name == "clients"
+                        )
+
+
 class Recorder:
-    """A plugin of pytest that writes a client's outcomes at the end of a run of all its tests."""
+    """A plugin of pytest that writes a client's outcomes at the end of a run. Features of which the
+    run left out tests are not recorded."""
 
     def __init__(self, client: str):
         self.client = client
         self.features: dict[str, dict[str, Any]] = {}
+        self.left_out: set[str] = set()
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        markers = (item.get_closest_marker("clients") for item in items)
+        self.left_out |= {marker.args[0] for marker in markers if marker}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -45,12 +76,33 @@ class Recorder:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        known = read()
-        known[self.client] = {
-            "version": version(self.client),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "beside": {name: version(name) for name in BESIDE},
-            "python": platform.python_version(),
-            "features": self.features,
-        }
-        FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        found = {name: row for name, row in self.features.items() if name not in self.left_out}
+        write(self.client, found)
+
+
+def write(client: str, found: dict[str, dict[str, Any]]) -> None:
+    """Keep the outcomes of a client's features, with the versions that they are true of."""
+    known = read()
+    names = (*BESIDE, *OF_CLIENT.get(client, ()))
+    beside = {name: x for name in names if (x := installed(name))}
+    if torch.cuda.is_available():
+        beside["on"] = torch.cuda.get_device_name()
+    versions = {
+        "version": version(DISTRIBUTIONS.get(client, client)),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "beside": beside,
+        "python": platform.python_version(),
+    }
+    before = known.get(client, {})
+    kept = all(before.get(name) == x for name, x in versions.items() if name != "date")
+    rows = (before["features"] if kept else {}) | found
+    ordered = {name: rows[name] for name in features(client) if name in rows}
+    known[client] = {**versions, "features": ordered}
+    FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -7,6 +7,7 @@ for this platform and its list of packages leaves out. Of these modules, FUNCTIO
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ENVIRONMENT = {
@@ -216,6 +219,107 @@ def import_gated_delta_net() -> None:
 
     with mock.patch.object(utils, "is_cpu", return_value=False):
         from sglang.srt.layers.attention.linear import gdn_backend  # noqa: F401
+
+
+def convolve(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """silu of the convolution of x, `[channels, tokens]`, after `past`; and x with its past."""
+    inputs = torch.cat([past, x], dim=1)
+    y = F.conv1d(inputs[None].float(), weight[:, None].float(), groups=len(weight))[0]
+    return F.silu(y).to(x.dtype), inputs
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: None,
+    *,
+    activation: str,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_cpu: Any,
+) -> Tensor:
+    """Stands in for SGLang's function of this name, on `[channels, tokens]`."""
+    out = torch.empty_like(x)
+    spans = itertools.pairwise(query_start_loc.tolist())
+    for i, (start, end) in enumerate(spans):
+        state = conv_states[cache_indices[i]]
+        past = state if has_initial_state[i] else torch.zeros_like(state)
+        out[:, start:end], inputs = convolve(x[:, start:end], past, weight)
+        state.copy_(inputs[:, inputs.shape[1] - state.shape[1] :])
+    return out
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: None,
+    activation: str,
+    *,
+    conv_state_indices: Tensor,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    **trees: None,
+) -> Tensor:
+    """Stands in for SGLang's function of this name, on `[batch, channels]` or, for drafts,
+    `[batch, channels, tokens]`. Drafts leave the state as it is, and write a window for each."""
+    assert not any(x is not None for x in trees.values())
+    rows = x.unsqueeze(-1) if x.dim() == 2 else x
+    out = torch.empty_like(rows)
+    for i, slot in enumerate(conv_state_indices.tolist()):
+        if slot < 0:
+            continue
+        state = conv_state[slot]
+        out[i], inputs = convolve(rows[i], state, weight)
+        width = state.shape[1]
+        if intermediate_conv_window is None:
+            state.copy_(inputs[:, inputs.shape[1] - width :])
+            continue
+        for t in range(rows.shape[2]):
+            at = intermediate_state_indices[i], t
+            intermediate_conv_window[at] = inputs[:, t + 1 : t + 1 + width]
+    return out.view(x.shape)
+
+
+def scatter_mamba_states_after_mtp_verify(
+    caches: Any, slots: Tensor, last_steps: Tensor, *tracked: None, src_indices_raw: None = None
+) -> None:
+    """Stands in for SGLang's Triton kernel, which copies each request's state after its last
+    accepted draft to the pool."""
+    rows = torch.arange(len(last_steps))
+    pairs = [(caches.temporal, caches.intermediate_ssm)]
+    pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
+    for pool, drafts in pairs:
+        pool[:, slots.long()] = drafts[:, rows, last_steps]
+
+
+def replace_in_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backends of linear layers need: see IN_TESTS."""
+    import_gated_delta_net()
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
+
+    for stub in (causal_conv1d_fn, causal_conv1d_update):
+        for module in (gdn_backend, kda_backend):
+            monkeypatch.setattr(module, stub.__name__, stub)
+    name = scatter_mamba_states_after_mtp_verify.__name__
+    monkeypatch.setattr(hybrid_linear_attn_backend, name, scatter_mamba_states_after_mtp_verify)
+
+
+def refuse_their_kernels(monkeypatch: pytest.MonkeyPatch, kernels: type) -> list[str]:
+    """Make calls of a class of SGLang's kernels for linear layers raise; returns a list that will
+    name such calls."""
+    called: list[str] = []
+    for name in ("decode", "packed_decode", "extend", "target_verify"):
+
+        def refuse(*_: Any, name: str = name, **__: Any) -> None:
+            called.append(name)
+            raise NotImplementedError(name)
+
+        monkeypatch.setattr(kernels, name, refuse)
+    return called
 
 
 # What a single test file replaces.

@@ -33,6 +33,22 @@ CHAINS = {
     "speculative_num_draft_tokens": 4,
 }
 
+TREES = CHAINS | {"speculative_ngram_max_bfs_breadth": 2, "page_size": 1}
+
+
+# What SGLang reads of a model's configuration, and transformers' default has not.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "qwen3_next": {  # SGLang's has experts in every layer
+        "full_attention_interval": 2,
+        "mlp_only_layers": [],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+
 
 class Served:
     """A server, and transformers with the same weights."""
@@ -89,9 +105,7 @@ def start(sglang: Any, tmp_path: Path) -> Iterator[Start]:
     started: list[Any] = []
 
     def start(model: str, weights: torch.dtype = torch.bfloat16, **options: Any) -> Served:
-        # SGLang reads hidden_act of every model.
-        change = {"hidden_act": "gelu_pytorch_tanh"} if model == "gemma2" else {}
-        path = models.make(model, tmp_path, weights, **change)
+        path = models.make(model, tmp_path, weights, **CHANGES.get(model, {}))
         started.append(sglang.Server(path, **options))
         return Served(path, weights, started[-1])
 
@@ -158,7 +172,7 @@ def test_the_engine(sglang: Any, tmp_path: Path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
@@ -305,6 +319,54 @@ def test_speculative_decoding(start: Start, model: str):
     served.check()
 
 
+@pytest.mark.clients("Speculative decoding (NGRAM): trees of draft tokens are verified")
+def test_trees(start: Start):
+    """With pages of one token, as SGLang demands."""
+    served = start("llama", **TREES | {"speculative_num_draft_tokens": 6})
+    server = served.server
+    text = [*prompt(12), *prompt(12), *prompt(6, 1), *prompt(12)]
+    requests = [server.send(text, 40), server.send([*text[6:30], *text[:11]], 30)]
+    server.run()
+    steps = [b for b in server.batches if b.forward_mode.is_target_verify()]
+    rows = [row for row in server.rows if row.mode == "TARGET_VERIFY"]
+    places = [b.positions.view(len(b.seq_lens), -1) for b in steps]
+    assert any((x.diff() != 1).any() for x in places), "no step has a tree that branches"
+    assert len(rows) > sum(len(b.seq_lens) for b in steps)
+    assert sum(len(x.output_ids) for x in requests) == 70
+    served.check()
+
+
+@pytest.mark.clients("Speculative decoding (NGRAM): trees of draft tokens are verified")
+def test_masks_of_trees_on_a_gpu(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """SGLang's mask on a GPU has all columns of each request, and none of padding requests."""
+    from cute_attn.integrations import sglang_backend
+
+    start("llama", **TREES)
+    drafts, lengths = 6, [3, 0, 9, 5]
+    bits = torch.randint(0, 2**drafts, (3, drafts))
+    last = (bits[:, :, None] >> torch.arange(drafts)) & 1 == 1
+    whole = [
+        torch.cat([torch.ones(drafts, n, dtype=torch.bool), own], 1).flatten()
+        for n, own in zip(lengths, last, strict=False)
+    ]
+    for mode, mask in (("FULL_MASK", torch.cat(whole)), ("QLEN_ONLY", last.flatten())):
+        monkeypatch.setattr(
+            sglang_backend,
+            "default_tree_mask_mode",
+            lambda mode=mode: sglang_backend.TreeMaskMode[mode],
+        )
+        step = types.SimpleNamespace(
+            spec_info=types.SimpleNamespace(custom_mask=mask),
+            seq_lens=torch.tensor(lengths),
+            batch_size=4,
+        )
+        metadata = types.SimpleNamespace(
+            drafts=drafts, tree_mask=torch.full((4 * drafts,), -1, dtype=torch.int64)
+        )
+        sglang_backend.write_tree(metadata, step)
+        assert torch.equal(metadata.tree_mask.view(4, drafts)[:3], bits)
+
+
 @pytest.mark.clients("Prefill here and decode in another backend, and the reverse")
 @pytest.mark.parametrize("ours", ["prefill", "decode"])
 def test_beside_another_backend(start: Start, ours: str):
@@ -342,6 +404,81 @@ def test_idle_batch(start: Start):
     k = torch.empty(0, 2, 64, dtype=torch.bfloat16)
     assert server.backend.forward(x, k, k, layer, idle[0]).shape == (0, 256)
     server.run()
+    served.check()
+
+
+# -- linear layers
+
+
+@pytest.fixture
+def our_gated_delta_net(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The plugin replaces SGLang's Gated Delta Net. Names SGLang's own kernels that are called."""
+    import cute_attn
+    from cute_attn.integrations import sglang as plugin
+
+    sglang_emulated.replace_in_linear_layers(monkeypatch)
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+
+    for name in ("TritonGDNKernel", "flashinfer_gdn_prefill_default"):  # undone at the end
+        monkeypatch.setattr(gdn_backend, name, getattr(gdn_backend, name))
+    theirs = sglang_emulated.refuse_their_kernels(monkeypatch, TritonGDNKernel)
+    monkeypatch.setenv("CUTE_ATTN_SERVER_GDN", "1")
+    cute_attn.reload_settings()
+    plugin.register()
+    yield theirs
+    monkeypatch.delenv("CUTE_ATTN_SERVER_GDN")
+    cute_attn.reload_settings()
+
+
+# SGLang's states without copies for the radix cache go with pages of one token.
+SMALL_PAGES = {"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}
+ALL_OURS = "Qwen3-Next: a model of Gated Delta Net and attention layers, all on our kernels"
+
+
+@pytest.mark.clients(ALL_OURS)
+@pytest.mark.parametrize(
+    "options", [SMALL_PAGES, {"page_size": 64, "disable_radix_cache": True}], ids=["1", "64"]
+)
+def test_qwen3_next(start: Start, our_gated_delta_net: list[str], options: dict[str, Any]):
+    served = start("qwen3_next", chunked_prefill_size=64, **options)
+    server = served.server
+    assert type(server.backend.full_attn_backend).__name__ == "CuteAttnBackend"
+    for seed, length in enumerate((150, 3, 16)):
+        server.send(prompt(length, seed), 6)
+    server.run()
+    assert server.modes.count("EXTEND") > 1 and server.modes.count("DECODE") > 4
+    assert not our_gated_delta_net
+    served.check()
+
+
+@pytest.mark.clients("Qwen3-Next: prefixes of the radix cache start from cached states")
+def test_qwen3_next_prefixes(start: Start, our_gated_delta_net: list[str]):
+    served = start("qwen3_next", **SMALL_PAGES)
+    server = served.server
+    first = server.send(prompt(60), 4)
+    server.run()
+    server.rows.clear()
+    again = server.send([*first.origin_input_ids, *first.output_ids, *prompt(20, 1)], 4)
+    server.run()
+    assert again.cached_tokens >= 60
+    assert not our_gated_delta_net
+    served.check()
+
+
+@pytest.mark.clients("Qwen3-Next: drafts are verified in both kinds of layers")
+def test_qwen3_next_drafts(start: Start, our_gated_delta_net: list[str]):
+    served = start("qwen3_next", **SMALL_PAGES, **CHAINS)
+    server = served.server
+    first = server.send(prompt(20), 12)
+    server.run()
+    server.batches.clear()
+    again = server.send(prompt(20), 12)  # whose drafts are the first request's tokens
+    server.run()
+    steps = [b for b in server.batches if b.forward_mode.is_target_verify()]
+    assert again.output_ids == first.output_ids
+    assert len(steps) <= 6  # of 11 tokens after the prefill's
+    assert not our_gated_delta_net
     served.check()
 
 
@@ -388,7 +525,7 @@ def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, fp8: torch.dt
         for key, x in (("k", k), ("v", v)):
             args[key] = x.view(torch.uint8)[pages].view(x.dtype).flatten(1, 2)
         out = args.pop("out")
-        for unused in ("num_splits", "max_seqlen_k", "max_seqlen_q"):
+        for unused in ("batch_invariant", "num_splits", "max_seqlen_k", "max_seqlen_q"):
             args.pop(unused)
         assert_agrees(args, out, None)
         seen.append(k.dtype)
@@ -449,9 +586,9 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
     runner = start("llama").server.runner
     layer = runner.model.model.layers[0].self_attn.attn
     refuse(runner)
-    trees = types.SimpleNamespace(speculative_eagle_topk=4)
+    trees = types.SimpleNamespace(speculative_eagle_topk=4, speculative_num_draft_tokens=65)
     for changed, name, value, message in (
-        (sglang_backend, "get_spec", lambda: trees, "trees of draft tokens"),
+        (sglang_backend, "get_spec", lambda: trees, "trees of 65 draft tokens"),
         (runner.model_config, "attention_arch", AttentionArch.MLA, "MLA"),
         (runner.model_config, "is_encoder_decoder", True, "cross-attention of an encoder-decoder"),
         (runner.model_config, "is_local_attention_model", True, "local attention in chunks"),
@@ -477,8 +614,8 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
 )
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("llama", {}), ("granite", {}), ("llama", CHAINS)],
-    ids=["decode", "windows in their own pool", "verify"],
+    [("llama", {}), ("granite", {}), ("llama", CHAINS), ("llama", TREES)],
+    ids=["decode", "windows in their own pool", "verify", "verify trees"],
 )
 def test_cuda_graphs(sglang: Any, start: Start, model: str, options: dict[str, Any]):
     """Without a GPU, what SGLang's graph runner captures is recorded, and computed again."""

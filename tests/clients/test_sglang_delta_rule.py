@@ -112,102 +112,17 @@ def kinds(feature: str) -> Any:
     )
 
 
-def convolve(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """silu of the convolution of x, `[channels, tokens]`, after `past`; and x with its past."""
-    inputs = torch.cat([past, x], dim=1)
-    y = F.conv1d(inputs[None].float(), weight[:, None].float(), groups=len(weight))[0]
-    return F.silu(y).to(x.dtype), inputs
-
-
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: None,
-    *,
-    activation: str,
-    conv_states: Tensor,
-    has_initial_state: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens_cpu: Any,
-) -> Tensor:
-    """Stands in for SGLang's function of this name, on `[channels, tokens]`."""
-    out = torch.empty_like(x)
-    spans = itertools.pairwise(query_start_loc.tolist())
-    for i, (start, end) in enumerate(spans):
-        state = conv_states[cache_indices[i]]
-        past = state if has_initial_state[i] else torch.zeros_like(state)
-        out[:, start:end], inputs = convolve(x[:, start:end], past, weight)
-        state.copy_(inputs[:, inputs.shape[1] - state.shape[1] :])
-    return out
-
-
-def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: None,
-    activation: str,
-    *,
-    conv_state_indices: Tensor,
-    intermediate_conv_window: Tensor | None = None,
-    intermediate_state_indices: Tensor | None = None,
-    **trees: None,
-) -> Tensor:
-    """Stands in for SGLang's function of this name, on `[batch, channels]` or, for drafts,
-    `[batch, channels, tokens]`. Drafts leave the state as it is, and write a window for each."""
-    assert not any(x is not None for x in trees.values())
-    rows = x.unsqueeze(-1) if x.dim() == 2 else x
-    out = torch.empty_like(rows)
-    for i, slot in enumerate(conv_state_indices.tolist()):
-        if slot < 0:
-            continue
-        state = conv_state[slot]
-        out[i], inputs = convolve(rows[i], state, weight)
-        width = state.shape[1]
-        if intermediate_conv_window is None:
-            state.copy_(inputs[:, inputs.shape[1] - width :])
-            continue
-        for t in range(rows.shape[2]):
-            at = intermediate_state_indices[i], t
-            intermediate_conv_window[at] = inputs[:, t + 1 : t + 1 + width]
-    return out.view(x.shape)
-
-
-def scatter_mamba_states_after_mtp_verify(
-    caches: Any, slots: Tensor, last_steps: Tensor, *tracked: None, src_indices_raw: None = None
-) -> None:
-    """Stands in for SGLang's Triton kernel, which copies each request's state after its last
-    accepted draft to the pool."""
-    rows = torch.arange(len(last_steps))
-    pairs = [(caches.temporal, caches.intermediate_ssm)]
-    pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
-    for pool, drafts in pairs:
-        pool[:, slots.long()] = drafts[:, rows, last_steps]
-
-
 @pytest.fixture
 def replaced(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """SGLang runs on our kernels; the names of those of SGLang's that are called."""
     assert kind.kit
-    from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.layers.attention.linear import gdn_backend
 
     default = gdn_backend.flashinfer_gdn_prefill_default
     monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", default)  # undone at the end
-    theirs: list[str] = []
-    for name in ("decode", "packed_decode", "extend", "target_verify"):
-
-        def refuse(*_: Any, name: str = name, **__: Any) -> None:
-            theirs.append(name)
-            raise NotImplementedError(name)
-
-        monkeypatch.setattr(kind.triton, name, refuse)
+    theirs = sglang_emulated.refuse_their_kernels(monkeypatch, kind.triton)
     monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
-    monkeypatch.setattr(kind.backend, "causal_conv1d_fn", causal_conv1d_fn)
-    monkeypatch.setattr(kind.backend, "causal_conv1d_update", causal_conv1d_update)
-    name = scatter_mamba_states_after_mtp_verify.__name__
-    monkeypatch.setattr(hybrid_linear_attn_backend, name, scatter_mamba_states_after_mtp_verify)
+    sglang_emulated.replace_in_linear_layers(monkeypatch)
     kind.integration.register()
     return theirs
 

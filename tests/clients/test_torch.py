@@ -17,6 +17,7 @@ from tests.integrations import test_torch_dtensor as dtensor
 from tests.integrations import test_torch_sdpa as sdpa
 from tests.integrations.test_torch_sdpa import active, emulated, registry
 from tests.ops import test_attention as attention
+from tests.ops import test_attention_arguments as arguments
 
 __all__ = ["active", "emulated", "registry"]  # fixtures
 
@@ -41,6 +42,7 @@ SDPA = "`scaled_dot_product_attention`: registration, forward and backward"
 SDPA_COMPILED = "`scaled_dot_product_attention` in one compiled graph"
 VARLEN = "`torch.nn.attention.varlen`: windows, and K and V in pages"
 DTENSOR = "DTensor: heads or sequences sharded over two processes"
+NESTED = "Nested tensors: an error that says how to call `flash_attn_varlen_func`"
 FLASH_ATTN_2 = "FlashAttention 2's functions: forward, backward, options, compiled"
 KV_CACHE = "`flash_attn_with_kvcache`: new rows appended, rotary, pages, compiled"
 FLASH_ATTN_3 = "FlashAttention 3's functions, with a KV cache"
@@ -53,6 +55,7 @@ test_one_graph = shows(SDPA_COMPILED, sdpa.test_a_step_compiles_into_one_graph)
 test_windows = shows(VARLEN, sdpa.test_varlen_attention_agrees_with_the_reference)
 test_pages = shows(VARLEN, sdpa.test_varlen_attention_reads_pages)
 test_shards = shows(DTENSOR, dtensor.test_dtensors_agree_with_the_reference)
+test_nested = shows(NESTED, arguments.test_nested_tensors)
 test_dense = shows(FLASH_ATTN_2, compat.test_dense_functions_agree_with_the_reference, "emulated")
 test_options = shows(FLASH_ATTN_2, compat.test_options_agree_with_the_reference, "emulated")
 test_packed = shows(FLASH_ATTN_2, compat.test_packed_functions_agree_with_the_reference, "emulated")

@@ -6,7 +6,8 @@ reads vllm.txt beside this file, and makes build/clients/vllm, or the directory 
 name. Packages are installed there without what they require, since the list is complete: torch and
 all that the list leaves out come from the interpreter's environment. A line that ends with
 "# without compiled files" is a package with extensions that need CUDA: its Python code is unpacked.
-A directory that was made from the present list stays.
+"# unless installed" leaves a package out where the environment has one, as Triton beside a torch
+for CUDA. A directory that was made from the present list stays.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from . import results
 
 LISTS = Path(__file__).parent
 CLIENTS = sorted(path.stem for path in LISTS.glob("*.txt"))
 MADE = LISTS.parents[1] / "build/clients"
 WITHOUT = "# without compiled files"
+UNLESS = "# unless installed"
 STAMP = "unpacked.txt"
 
 
@@ -32,7 +37,8 @@ def listed(client: str) -> tuple[list[str], list[str]]:
     installed, unpacked = [], []
     for line in (LISTS / f"{client}.txt").read_text().splitlines():
         requirement = line.partition("#")[0].strip()
-        if requirement:
+        name = requirement.partition("==")[0]
+        if requirement and not (line.endswith(UNLESS) and find_spec(name)):
             (unpacked if line.endswith(WITHOUT) else installed).append(requirement)
     return installed, unpacked
 
@@ -40,7 +46,8 @@ def listed(client: str) -> tuple[list[str], list[str]]:
 def version(client: str) -> str:
     """The client's own version in its list."""
     lines = (line for lines in listed(client) for line in lines)
-    (found,) = (x for x in map(Requirement, lines) if x.name == client)
+    name = results.DISTRIBUTIONS.get(client, client)
+    (found,) = (x for x in map(Requirement, lines) if x.name == name)
     (pin,) = found.specifier
     return pin.version
 

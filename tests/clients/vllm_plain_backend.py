@@ -40,7 +40,7 @@ class PlainImpl(AttentionImpl):
     ) -> None:
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale = scale
-        self.kv_cache_dtype = "auto"
+        self.kv_cache_dtype, self.fp8 = "auto", None
         self.kv_sharing_target_layer_name = None
 
     pages = CuteAttnImpl.pages
