@@ -16,7 +16,8 @@ between, dQ is in global memory in float32, in the order of the registers (`quer
     8        load         finds the tile; loads K and dS of each tile of keys
 
 At head_dim 256 a cluster handles one tile of queries, so the hardware hands out tiles as SMs become
-free. At head_dim 192 clusters are persistent, with a counter. The load warp's warpgroup gives registers to the other warpgroups; its three other warps idle.
+free. At head_dim 192 clusters are persistent, with a counter. The load warp's warpgroup gives
+registers to the other warpgroups; its three other warps idle.
 """
 
 from __future__ import annotations

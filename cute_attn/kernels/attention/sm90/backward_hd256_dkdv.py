@@ -28,8 +28,9 @@ at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these 
 
 At head_dim 256 a cluster handles one tile of keys, so the hardware hands out tiles as SMs become
 free. At head_dim 192 clusters are persistent. dK and dV then leave through the places of K and V,
-and CTA 0 takes the next tile from a counter for both CTAs. Partial sums of splits are stored from registers. The load warp's warpgroup gives registers to the other
-warpgroups; its three other warps idle.
+and CTA 0 takes the next tile from a counter for both CTAs. Partial sums of splits are stored from
+registers. The load warp's warpgroup gives registers to the other warpgroups; its three other warps
+idle.
 """
 
 from __future__ import annotations
