@@ -200,6 +200,10 @@ FAMILIES = (
         spec_files=("serving.toml",),
         pages=("operators.md",),
         benchmarks={
+            "gdn": (
+                "gated_delta_rule.chunk",
+                "chunk_gated_delta_rule, forward and backward, against FLA",
+            ),
             "gdn-decode": (
                 "gated_delta_rule.decode",
                 "gated_delta_rule_decode, with the convolution, against FLA and the copy bandwidth",

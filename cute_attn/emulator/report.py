@@ -95,15 +95,17 @@ _NO_SOURCE = (
 
 
 def by_cause(findings: Sequence[Finding]) -> list[str]:
-    """The texts of findings, each root in full and a line for each of the others."""
+    """The texts of findings, each root in full and the others in short."""
     lines = []
     for root, *others in causes(findings):
         lines.append(str(root))
         if others:
-            lines.append(f"  at the same instructions {len(others)} more, mostly of this cause:")
+            lines.append(f"  {len(others)} more at these instructions, mostly of this cause:")
         for f in others:
-            place = "" if f.line is None else f", at {_place(f.line, f.source)}: {f.ptx}"
-            lines.append(f"    {f.check} ({f.severity}): {f.message}{place}")
+            lines.append(f"    {f.check} ({f.severity}): {f.message}")
+            if f.line is not None:
+                other = f", with {_place(f.other_line, f.other_source)}" if f.other_line else ""
+                lines.append(f"      at {_place(f.line, f.source)}{other}")
     if any(f.line is not None for f in findings) and not any(f.source for f in findings):
         lines.append(_NO_SOURCE)
     return lines

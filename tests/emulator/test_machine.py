@@ -517,7 +517,7 @@ def initialised_by_all(count: str = "128", between: str = "bar.sync 0;", second:
         {second}
         mbarrier.arrive.shared::cta.b64 %rd4, [%r8];
         WAIT:
-        mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r8], 0;
+        mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r8], 0;
         @!%p1 bra WAIT;
         """,
         parameters="",

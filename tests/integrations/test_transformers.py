@@ -186,6 +186,7 @@ def test_generate(padded: bool, cache: str) -> None:
     assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
+@pytest.mark.slow  # tests/clients has models with each
 def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
     """Gemma 3 and Qwen3-Next use only the scaling."""
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cute_attn"]

@@ -231,7 +231,7 @@ def run(
         of_pass = replace(spec, segments=segments)
         names = Names(**kernel(of_pass).names(SHARED_BASE))
         emulator.load(cache.compile(definition, of_pass, arch=arch), names)(
-            rows, tiles, decay, *results, *ends, x["cu_seqlens"], *workspace
+            rows, tiles, decay, *results, *ends, x["cu_seqlens"], *workspace, None, None
         )
 
     length = case.chunks_per_segment
@@ -251,7 +251,7 @@ def run(
             **dims, index_dtype=spec.index_dtype, **segments_config(arch=arch, **dims)
         )
         emulator.load(cache.compile(SEGMENTS, combine, arch=arch))(
-            x["cu_seqlens"], states, transitions, tokens, length
+            x["cu_seqlens"], states, transitions, tokens, length, None, None
         )
         launch("outputs", results, states, None, length, count)
     assert_no_race(emulator)

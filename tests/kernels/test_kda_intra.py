@@ -129,7 +129,7 @@ def run_prepare(
         norms = torch.full((count, x["q"].shape[2], 2 * CHUNK), math.nan)
     function(PREPARE, spec, arch)(
         *(x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
-        *(cu_seqlens, tiles, decay, norms, dim_k**-0.5, lower_bound, beta_scale),
+        *(cu_seqlens, tiles, decay, norms, dim_k**-0.5, lower_bound, beta_scale, None, None),
     )
     return (tiles, decay) if norms is None else (tiles, decay, norms)
 

@@ -173,7 +173,7 @@ def check(
         names = Names(**KdaStatePass(of_pass).names(SHARED_BASE))
         emulator.load(cache.compile(STATE_PASS, of_pass, arch=arch), names)(
             x["v"], tiles, decay, o, None, None, state if initial else None, final_state,
-            x["cu_seqlens"], *workspace,
+            x["cu_seqlens"], *workspace, None, None,
         )  # fmt: skip
 
     if not chunks_per_segment:
@@ -194,7 +194,7 @@ def check(
             num_stages=chunks_per_segment,
         )
         emulator.load(cache.compile(SEGMENTS, combine, arch=arch))(
-            x["cu_seqlens"], states, transitions, tokens, chunks_per_segment
+            x["cu_seqlens"], states, transitions, tokens, chunks_per_segment, None, None
         )
         run("outputs", states, None, chunks_per_segment, count)
 

@@ -84,7 +84,9 @@ class StandIns:
         self, spec: Any, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A: Tensor | None,
         bias: Tensor | None, cu_seqlens: Tensor | None, tiles: Tensor, decay: Tensor,
         inverse_norms: Tensor | None, scale: float, bound: float, beta_scale: float,
+        *no_starts: None,
     ) -> None:  # fmt: skip
+        assert no_starts == (None, None)
         assert (spec.has_A_log, spec.has_dt_bias) == (A is not None, bias is not None)
         heads, dim_k = g.shape[2:]
         slots = q.shape[0] * -(-q.shape[1] // CHUNK)
@@ -127,7 +129,8 @@ class StandIns:
         assert of["for_backward"] == spec.store_states
         assert spec.has_initial_state == (initial_state is not None)
         assert spec.has_final_state == (final_state is not None)
-        assert is_same(rest[0], of["of"]["cu_seqlens"]) and rest[1:] == (None, None, 0, 1)
+        assert is_same(rest[0], of["of"]["cu_seqlens"])
+        assert rest[1:] == (None, None, 0, 1, None, None)
         options = {"initial_state": initial_state, "state_v_first": spec.state_v_first}
         found = kda_reference(**of["of"], v=v, **options)
         o.copy_(found.o)
@@ -151,7 +154,8 @@ class StandIns:
         assert spec.has_final_state == (dfinal_state is not None)
         assert spec.has_initial_state == (dinitial_state is not None)
         assert of["for_backward"]
-        assert is_same(rest[0], of["of"]["cu_seqlens"]) and rest[1:] == (None, None, 0, 1)
+        assert is_same(rest[0], of["of"]["cu_seqlens"])
+        assert rest[1:] == (None, None, 0, 1, None, None)
         if dinitial_state is not None:
             found = kda_gradients(
                 **of["of"], v=torch.zeros_like(do), do=do, dfinal_state=dfinal_state,

@@ -59,6 +59,7 @@ def in_segments(length: int) -> Iterator[None]:
         for module in (chunk_forward, chunk_passes):
             patch.setattr(module, "chunks_per_segment", lambda **_: length)
         patch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: length)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, chunk.BACKWARD, chunk._pool):
             patch.setattr(one, "ready", {})

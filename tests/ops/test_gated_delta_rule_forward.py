@@ -15,6 +15,7 @@ from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
 from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
+from cute_attn.ops.kda import chunk_passes
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
     gated_delta_rule_reference,
@@ -198,7 +199,7 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
 @pytest.mark.parametrize(
     "case",
     [
-        {"lengths": [330], "gate": "weak"},
+        slow(lengths=[330], gate="weak"),  # test_segments_from_zero has quick cases
         slow(lengths=[500], dims=(128, 128), gate="mixed", heads=(1, 1)),
         slow(lengths=[400, 0, 129, 64, 1], packed=True, dims=(128, 64), gate="middle"),
         slow(lengths=[200, 200], dims=(64, 128), gate="strong", v_first=True),
@@ -206,6 +207,7 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
 )
 def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 2)
+    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda **_: 2)
     check(inputs(**case), "sm_90a", split=True)
 
 
@@ -233,6 +235,7 @@ def test_states_in_a_pool(
     dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 1)
+    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda **_: 1)
     x = inputs([130, 0, 70], packed=True, dims=dims)
     pool = torch.randn(6, 2, *dims).to(torch.bfloat16)
     before = pool.clone()

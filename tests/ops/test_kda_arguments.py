@@ -722,13 +722,13 @@ def test_what_the_fused_kernels_are_given(monkeypatch: pytest.MonkeyPatch):
     q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, inverse_norms, *numbers = first
     assert q is args["q"] and k is args["k"] and g is args["g"] and beta is args["beta"]
     assert A_log is args["A_log"] and torch.equal(dt_bias, args["dt_bias"].view(4, 64))
-    assert cu_seqlens is None and inverse_norms is None and numbers == [0.25, -3.0, 2.0]
+    assert cu_seqlens is None and inverse_norms is None and numbers == [0.25, -3.0, 2.0, None, None]
     assert tiles.shape == (6, 4, 5 * 64 * 64) and tiles.dtype == torch.bfloat16
     assert decay.shape == (6, 4, 64) and decay.dtype == torch.float32
     assert second[0] is args["v"] and second[1] is tiles and second[2] is decay
     assert second[3] is o and second[4:6] == (None, None)
     assert second[6] is args["initial_state"] and second[7] is final_state
-    assert second[8:] == (None, None, None, 0, 1)
+    assert second[8:] == (None, None, None, 0, 1, None, None)
     assert final_state.shape == (2, 4, 64, 128)
 
 
@@ -881,12 +881,12 @@ def test_plans_without_a_kernel(options: dict[str, Any], message: str):
 
 def test_a_setting_leaves_out_the_kernels_that_split(monkeypatch: pytest.MonkeyPatch):
     try:
-        for value, count in (("", 5), ("0", 2), ("1", 5)):
+        for value, count in (("", 6), ("0", 2), ("1", 6)):
             monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", value)
-            assert cute_attn.reload_settings().kda_split == (count == 5)
+            assert cute_attn.reload_settings().kda_split == (count == 6)
             assert len(plan_chunk_kda("sm_90a")) == count
             assert len(plan_chunk_kda("sm_90a", split=False)) == 2
-            assert len(plan_chunk_kda("sm_90a", split=True)) == 5
+            assert len(plan_chunk_kda("sm_90a", split=True)) == 6
         monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", "no")
         with pytest.raises(ValueError, match="CUTE_ATTN_KDA_SPLIT is 'no', must be 0 or 1"):
             cute_attn.reload_settings()

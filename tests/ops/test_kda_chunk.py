@@ -21,7 +21,7 @@ from cute_attn import launch
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta.chunk import heuristics
-from cute_attn.ops.kda import chunk
+from cute_attn.ops.kda import chunk, chunk_passes
 from cute_attn.reference.kda import kda_reference
 
 from .kda_cases import (
@@ -298,6 +298,7 @@ def test_no_schedule_changes_a_bit(path: str, arch: str):
         with cute_attn.emulated(arch, emulator), pytest.MonkeyPatch.context() as patch:
             if path == "segments":
                 patch.setattr(chunk, "chunks_per_segment", lambda **_: 1)
+                patch.setattr(chunk_passes, "chunks_per_start", lambda **_: 1)
                 patch.setattr(launch, "num_sms", lambda _: 10**6)
             results.append(run(args, **PATHS.get(path, {})))
         assert len(emulator.report.launches) == {"fused": 2, "modular": 4, "segments": 4}[path]
@@ -316,6 +317,7 @@ def in_segments(args: dict[str, Any], length: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk, "chunks_per_segment", chunks_per_segment)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         patch.setattr(chunk._chunk, "ready", {})
         assert_agrees(args, *run(args))

@@ -25,7 +25,7 @@ from cute_attn import launch
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
-from cute_attn.ops.kda import chunk_pool
+from cute_attn.ops.kda import chunk_passes, chunk_pool
 
 from .kda_cases import (
     BF16,
@@ -206,6 +206,7 @@ def in_segments(length: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if length:
             patch.setattr(chunk_pool, "chunks_per_segment", lambda **_: length)
+            patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
             patch.setattr(launch, "num_sms", lambda _: 10**6)
         patch.setattr(chunk_pool._pool, "ready", {})
         yield
@@ -606,7 +607,7 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
             )
     models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
     built = set(plan_file(models, "sm_90a"))
-    assert len(loaded) == 5 * len(calls) + 2 * state_v_first
+    assert len(loaded) == 6 * len(calls) + 2 * state_v_first
     missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
     assert not missing
 

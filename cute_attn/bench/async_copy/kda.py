@@ -64,14 +64,28 @@ def state_passes(
     tiles = q.new_empty(chunks, heads, record_elements(HEAD_DIM))
     decay = torch.empty(chunks, heads, HEAD_DIM, dtype=torch.float32, device=device)
     launch.get_for(device, *prepare)(
-        q, k, g, beta, None, None, None, tiles, decay, None, HEAD_DIM**-0.5, 0.0, 1.0
+        q,
+        k,
+        g,
+        beta,
+        None,
+        None,
+        None,
+        tiles,
+        decay,
+        None,
+        HEAD_DIM**-0.5,
+        0.0,
+        1.0,
+        None,
+        None,
     )
     calls: dict[str, Call] = {}
     outputs: dict[str, torch.Tensor] = {}
     for name, request in passes.items():
         function = launch.get_for(device, *request)
         o = outputs[name] = torch.full_like(v, torch.nan)
-        rest = (None, None, None, None, None, None, None, 0, 1)
+        rest = (None, None, None, None, None, None, None, 0, 1, None, None)
         calls[name] = partial(function, v, tiles, decay, o, *rest)
     return calls, outputs
 

@@ -28,6 +28,8 @@ ELEMENT, FLOAT = 2, 4  # bytes of bfloat16 or float16, and of float32
 Path = Literal["fused", "modular"]  # the paths of `chunk_kda`
 PATHS: tuple[Path, ...] = ("fused", "modular")
 GATES = ("lower_bound", "softplus", "lower_bound-strong", "softplus-strong")
+# Gates without A_log and dt_bias, on which the time of few heads depends; see `problem.raw_gates`.
+RAW_GATES = ("lower_bound-raw", "lower_bound-weak", "lower_bound-mixed")
 LENGTHS = ("uniform", "skewed", "random")
 Slots = Literal["batch", "random"]  # values of `DecodeCase.slots`
 SLOTS: tuple[Slots, ...] = ("batch", "random")
@@ -53,7 +55,8 @@ class Case:
         sequences: packed sequences in the single row; 0 for a dense batch.
         lengths: lengths of packed sequences: "uniform", "skewed" (the last sequence has half of the
             tokens) or "random"; "" for a dense batch.
-        gate: one of GATES: the kind and its strength, see `problem.gate_parameters`.
+        gate: one of GATES or RAW_GATES: the kind and its strength, see `problem.gate_parameters`
+            and `problem.raw_gates`.
     """
 
     heads: int
@@ -83,6 +86,11 @@ class Case:
     def bounded(self) -> bool:
         """Whether the gate has a lower bound."""
         return self.gate.startswith("lower_bound")
+
+    @property
+    def raw(self) -> bool:
+        """Whether the gate has no parameters."""
+        return self.gate in RAW_GATES
 
     @property
     def strong(self) -> bool:
@@ -383,7 +391,7 @@ def tuning_cases(cases: Sequence[Case]) -> list[Case]:
     """One case for each set of kernels that the peer compiles, of the size that is judged."""
     found: dict[tuple[object, ...], Case] = {}
     for case in cases:
-        kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded)
+        kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded, case.raw)
         best = found.get(kind)
         if best is None or abs(case.tokens - JUDGED_TOKENS) < abs(best.tokens - JUDGED_TOKENS):
             found[kind] = case

@@ -1,4 +1,5 @@
-"""chunk_kda, whole prompts from raw projections to outputs and final states, against FLA.
+"""chunk_kda, whole prompts from raw projections to outputs and final states, against FLA, and where
+its frontend is installed also against cuDNN.
 
 Dense and packed sequences; the kernels apply gate, normalisation and sigmoid. Each case is checked
 against the float64 reference, then timed. The do_bench median is the cost of a call; the replay of
@@ -25,6 +26,7 @@ from .cases import (
     HEADS,
     LENGTHS,
     PATHS,
+    RAW_GATES,
     Case,
     Path,
     add_arguments,
@@ -40,6 +42,7 @@ from .cases import (
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GATE_TOKENS = 8192
+FEW_HEADS_TOKENS = (2048, 8192, 32768)
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
 # Targets of `chunk_kda`, from this many tokens on.
@@ -61,13 +64,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def all_cases() -> list[Case]:
     gates = [Case(64, 64, GATE_TOKENS, gate=gate) for gate in GATES[1:]]
-    return [*dense_cases(TOKENS), *packed_cases(LENGTHS), *gates]
+    return [*dense_cases(TOKENS), *packed_cases(LENGTHS), *gates, *few_heads()]
+
+
+def few_heads() -> list[Case]:
+    """Few heads, whose time depends on the gates: where gates are strong, segments of a sequence
+    start from a state of zero."""
+    return [Case(12, 12, tokens, gate=gate) for tokens in FEW_HEADS_TOKENS for gate in RAW_GATES]
 
 
 def short_cases() -> list[Case]:
     return [
         Case(64, 64, 512),
         Case(12, 12, 8192),
+        Case(12, 12, 8192, gate=RAW_GATES[0]),
         Case(64, 64, 8192),
         Case(32, 64, 4096),
         Case(64, 64, 8192, sequences=8, lengths="skewed"),
@@ -90,7 +100,9 @@ def run(args: argparse.Namespace) -> Report:
     with torch.no_grad():
         with_peer, peer_notes = compiled_peer("chunk", tuning_cases(cases), args)
         for case in track(cases, "kda-chunk"):
-            found, made, more = time_case(case, with_peer, args.mode, args.path, roofline, rep_ms)
+            found, made, more = time_case(
+                case, with_peer, not args.no_peer, args.mode, args.path, roofline, rep_ms
+            )
             errors.append(found)
             rows += made
             notes += [note for note in more if note not in notes]
@@ -101,7 +113,9 @@ def run(args: argparse.Namespace) -> Report:
         parameters={
             "initial_state": "given",
             "final_state": "asked for",
-            "gates": "A_log of rates 0.5 to 2, dt_bias -6 to 0, normal g; strong: 1 to 16, normal",
+            "gates": "A_log of rates 0.5 to 2, dt_bias -6 to 0, normal g; strong: 1 to 16, normal; "
+            "raw: -5 sigmoid of a normal g; weak: about -0.034 a token; mixed: raw, one channel "
+            "of 16 weak",
             "state_v_first": False,
             "rep_ms": rep_ms,
         },
@@ -116,18 +130,29 @@ def run(args: argparse.Namespace) -> Report:
 def time_case(
     case: Case,
     with_peer: bool,
+    with_cudnn: bool,
     modes: Sequence[Mode],
     paths: Sequence[Path],
     roofline: Roofline,
     rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """Return (errors, a row for each mode and path, notes)."""
-    from .problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
+    from .problem import (
+        agreed,
+        check_chunk,
+        chunk_arguments,
+        chunk_calls,
+        cudnn_calls,
+        freed,
+        time_calls,
+    )
 
     rows: list[Row] = []
     with freed():
         arguments = chunk_arguments(case)
         calls = chunk_calls(arguments, with_peer=with_peer, paths=paths)
+        if with_cudnn:
+            calls |= cudnn_calls(arguments)
         errors, calls, notes = agreed(partial(check_chunk, case, arguments), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
@@ -144,6 +169,7 @@ def time_case(
                         "path": path,
                         "mode": mode,
                         **timing_columns(of_path, moved, roofline),
+                        "cudnn_us": timings["cudnn"].median_us if "cudnn" in timings else None,
                         "inputs_and_outputs_us": least_us,
                     }
                 )

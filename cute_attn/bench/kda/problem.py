@@ -27,9 +27,12 @@ Call = Callable[[], Any]
 Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
+# The input of a weak gate, and the channels of which one is weak in mixed gates.
+WEAK_GATE, WEAK_CHANNELS = -5.0, 16
+
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
 # operator. Its error is reported, and is a failure only where rounding cannot explain the error.
-PEERS = ("fla",)
+PEERS = {"fla": "FLA", "cudnn": "cuDNN"}
 PEER_MAX_ERROR = 0.05
 
 
@@ -67,6 +70,18 @@ def gate_parameters(
     }
 
 
+def raw_gates(gate: str, g: torch.Tensor) -> torch.Tensor:
+    """The input of a gate without parameters, -5 sigmoid(g): g as it is (-2.5 a token on average),
+    weak (-0.034), or weak in one channel of 16."""
+    weak = WEAK_GATE + 0.1 * g
+    if gate.endswith("raw"):
+        return g
+    if gate.endswith("weak"):
+        return weak
+    g[..., ::WEAK_CHANNELS] = weak[..., ::WEAK_CHANNELS]
+    return g
+
+
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
     """Arguments of our and the peer's `chunk_kda`. The kernels apply gate, norms and sigmoid."""
     random = _Random(seed)
@@ -84,8 +99,11 @@ def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
-        **gate_parameters(random, case.heads_v, case.head_dim_k, strong=case.strong),
     }
+    if case.raw:
+        arguments["g"] = raw_gates(case.gate, arguments["g"])
+    else:
+        arguments |= gate_parameters(random, case.heads_v, case.head_dim_k, strong=case.strong)
     if case.bounded:
         arguments |= {"safe_gate": True, "lower_bound": LOWER_BOUND}
     if case.sequences:
@@ -167,9 +185,51 @@ def peer(path: str) -> Callable[..., Any] | None:
     module, _, name = path.partition(":")
     try:
         found: Callable[..., Any] = getattr(__import__(module, fromlist=[name]), name)
-    except ImportError:
+    except (ImportError, AttributeError):  # missing, or too old
         return None
     return found
+
+
+# Whether the gate is a head's -> the function of cuDNN's frontend, from version 1.32 on.
+CUDNN = {
+    False: "cudnn.linear_attention.ops:kimi_delta_attention",
+    True: "cudnn.linear_attention.ops:gated_delta_net",
+}
+
+
+def cudnn_calls(arguments: Arguments) -> dict[str, Call]:
+    """The call of cuDNN's function with the arguments of `chunk_kda` or `chunk_gated_delta_rule`,
+    if cuDNN has this gate and its frontend is installed. The frontend takes packed tokens and
+    states with V first; the returned tensors are views in our layout."""
+    of_head = arguments["g"].dim() == arguments["beta"].dim()
+    theirs = peer(CUDNN[of_head])
+    if theirs is None or not (of_head or "lower_bound" in arguments):
+        return {}
+    v, heads_v = arguments["v"], arguments["v"].shape[2]
+    batch, tokens = v.shape[:2]
+    offsets = arguments.get("cu_seqlens")
+    if offsets is None:
+        offsets = torch.arange(batch + 1, device=v.device, dtype=torch.int32) * tokens
+    given = {name: arguments[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    given |= {"cu_seqlens": offsets.to(torch.int32), "safe_gate": True}
+    for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state"):
+        given[name] = arguments[name]
+    if "A_log" in arguments:
+        bias = arguments["dt_bias"]
+        given |= {
+            "a_log": arguments["A_log"],
+            "dt_bias": bias if of_head else bias.view(heads_v, -1),
+        }
+    if not of_head:
+        given["gate_lower_bound"] = arguments["lower_bound"]
+    if arguments.get("initial_state") is not None:
+        given["initial_state"] = arguments["initial_state"].transpose(-1, -2).contiguous()
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o, final_state = theirs(**given)[:2]
+        return o.view(v.shape), final_state.transpose(-1, -2)
+
+    return {"cudnn": call}
 
 
 def chunk_calls(
@@ -196,11 +256,11 @@ def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
     from cute_attn import cache, warmup
     from cute_attn.ops.kda import plan_chunk_kda
 
-    kinds = {(case.bounded, bool(case.sequences)) for case in cases}
+    kinds = {(case.bounded, case.raw, bool(case.sequences)) for case in cases}
     warmup(
         request
         for path in paths
-        for lower_bound, packed in kinds
+        for lower_bound, raw, packed in kinds
         for request in plan_chunk_kda(
             cache.current_arch(),
             initial_state=True,
@@ -209,6 +269,8 @@ def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             lower_bound=lower_bound,
+            A_log=not raw,
+            dt_bias=not raw,
             return_intermediate_states=path == "modular",
             index_dtype="int64" if packed else "none",
         )
@@ -319,15 +381,24 @@ def time_calls(
     calls: Mapping[str, Call], mode: Mode, rep_ms: float
 ) -> tuple[dict[str, Timing], list[str]]:
     """Times of the contenders, and notes; a peer that cannot be timed in this mode is left out."""
+    peers = [who for who in calls if who in PEERS]
     try:
         return time_cuda_interleaved(calls, mode=mode, rep_ms=rep_ms), []
-    except (RuntimeError, ValueError) as error:
-        if "fla" not in calls or mode != "graph":
+    except (RuntimeError, ValueError):
+        if not peers or mode != "graph":
             raise
+    kept = {who: call for who, call in calls.items() if who not in peers}
+    notes = []
+    for who in peers:
         torch.cuda.synchronize()
-        ours = {name: call for name, call in calls.items() if name != "fla"}
-        timings = time_cuda_interleaved(ours, mode=mode, rep_ms=rep_ms)
-        return timings, [f"FLA's call cannot be captured in a graph: {str(error).splitlines()[0]}"]
+        try:
+            time_cuda_interleaved(kept | {who: calls[who]}, mode=mode, rep_ms=rep_ms)
+            kept[who] = calls[who]
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            notes.append(f"{PEERS[who]}'s call cannot be captured in a graph: {reason}")
+    torch.cuda.synchronize()
+    return time_cuda_interleaved(kept, mode=mode, rep_ms=rep_ms), notes
 
 
 # ---- agreement
@@ -423,8 +494,16 @@ def outcome(who: str, call: Call) -> Any:
         raise Disagreement(who, f"{who}, which failed: {reason}") from error
 
 
-def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> dict[str, float]:
-    """Compare each contender with the float64 reference, on all tokens of a few heads."""
+def check_chunk(
+    case: Case,
+    arguments: Arguments,
+    calls: Mapping[str, Call],
+    *,
+    name: str = "chunk_kda",
+    run: Callable[..., Any] = reference.kda_chunk_reference,
+) -> dict[str, float]:
+    """Compare each contender with the float64 reference, on all tokens of a few heads. `run` is the
+    reference of the operator `name`."""
     few = some_heads(case.heads, case.heads_v)[1]
     actual: dict[str, Results] = {}
     for who, call in calls.items():
@@ -433,17 +512,17 @@ def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> 
         actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
         del o, final_state
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
-    for name in ("output_final_state", "disable_recompute", "cu_seqlens_cpu"):
-        cut.pop(name, None)
+    for unused in ("output_final_state", "disable_recompute", "cu_seqlens_cpu"):
+        cut.pop(unused, None)
     if "cu_seqlens" in cut:
         cut["cu_seqlens"] = arguments["cu_seqlens_cpu"]
 
     def results(**how: Any) -> Results:
-        stages = reference.kda_chunk_reference(**cut, **how)
+        stages = run(**cut, **how)
         return {"o": stages.o, "final_state": stages.states.final_state}
 
     plain = results(dtype=torch.float32, stage_dtype=DTYPE)
-    return hold(f"chunk_kda at {case}", actual, plain, results())
+    return hold(f"{name} at {case}", actual, plain, results())
 
 
 def check_stage(

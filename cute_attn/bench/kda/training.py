@@ -153,9 +153,16 @@ def check_case(case: Case) -> Case:
 
 
 def check_gradients(
-    case: Case, given: Arguments, calls: Mapping[str, Callable[[], Results]]
+    case: Case,
+    given: Arguments,
+    calls: Mapping[str, Callable[[], Results]],
+    references: tuple[Function, Function] = (
+        reference.kda_gradients,
+        reference.kda_chunk_gradients,
+    ),
 ) -> dict[str, float]:
     """Compare the gradients of each contender with the float64 reference, on a few heads.
+    `references` are the gradients token by token, and by chunks.
 
     Raises:
         Disagreement: as `problem.hold`.
@@ -175,10 +182,9 @@ def check_gradients(
     if "cu_seqlens" in cut:
         cut["cu_seqlens"] = given["cu_seqlens_cpu"]
     do = slope(given)[:, :, few_v]
-    exact = _named(reference.kda_gradients(**cut, do=do))
-    plain = _named(
-        reference.kda_chunk_gradients(**cut, do=do, dtype=torch.float32, stage_dtype=problem.DTYPE)
-    )
+    by_token, by_chunks = references
+    exact = _named(by_token(**cut, do=do))
+    plain = _named(by_chunks(**cut, do=do, dtype=torch.float32, stage_dtype=problem.DTYPE))
     what = f"gradients at {case}"
     return problem.hold(what, actual, plain, exact, rough=FEW_NUMBERS)
 

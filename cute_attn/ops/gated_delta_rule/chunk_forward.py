@@ -15,8 +15,14 @@ from ...kernels.delta.chunk.heuristics import (
     head_chunks_per_segment,
     heads_per_cta,
 )
-from ...kernels.delta.chunk.spec import FACTORS, SUB_TILE, record_elements
-from ..kda.chunk_passes import launch_segments, num_slots
+from ...kernels.delta.chunk.spec import BOUNDS, FACTORS, SUB_TILE, record_elements
+from ..kda.chunk_passes import (
+    Starts,
+    launch_segments,
+    num_slots,
+    run_in_segments,
+    start_length,
+)
 
 _new_empty = Tensor.new_empty
 
@@ -113,17 +119,27 @@ class ChunkForward(NamedTuple):
                 self.prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
             given: tuple[Tensor, ...] = q, k, v, tiles, factors
+            if length:
+                starts = None
+                if self.split[0][1].short_starts:
+                    bounds = factors[:, :, BOUNDS]
+                    starts = Starts(bounds, start_length(v, cu_seqlens, True))
+                launch_segments(
+                    self.split, length, given, v, dim_k, written, carried, cu_seqlens, starts
+                )
+                return
         else:
             if records is None:
                 tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
                 decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
                 records = tiles, decay, None
-            self.prepare(*inputs, *records, scale, 0.0, beta_scale)
+            scalars = scale, 0.0, beta_scale
+            if length:
+                run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
+                return
+            self.prepare(*inputs, *records, *scalars, None, None)
             given = v, *records[:2]
-        if length:
-            launch_segments(self.split, length, given, v, dim_k, written, carried, cu_seqlens)
-        else:
-            self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1)
+        self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
 
     def chunks_per_segment(
         self,

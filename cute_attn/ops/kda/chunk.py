@@ -292,7 +292,7 @@ class _Ready(NamedTuple):
     lower_bound: float
     beta_scale: float
     num_sms: int  # 0 if sequences may not be split
-    # transitions, segments, outputs; loaded when a call first splits sequences
+    # prepare, transitions, segments, outputs; loaded when a call first splits sequences
     split: tuple[launch.Request, ...]
 
 
@@ -448,10 +448,6 @@ class _Chunk(Operator[ChunkArguments]):
                 final_state = _empty(
                     (sequences, heads, *matrix), dtype=torch.float32, device=device
                 )
-            prepare(
-                q, k, g, beta, A, bias, cu_seqlens, tiles, decay, inverse_norms, q_scale, bound,
-                beta_scale,
-            )  # fmt: skip
             length = 0
             if 2 * sequences * heads <= num_sms:
                 length = chunks_per_segment(
@@ -464,13 +460,18 @@ class _Chunk(Operator[ChunkArguments]):
                 )
             if length:
                 run_in_segments(
-                    split, length, v, tiles, decay, (o, states, v_new),
-                    (initial_state, final_state), cu_seqlens,
+                    split, length, (q, k, g, beta, A, bias, cu_seqlens),
+                    (tiles, decay, inverse_norms), (q_scale, bound, beta_scale), v,
+                    (o, states, v_new), (initial_state, final_state),
                 )  # fmt: skip
             else:
+                prepare(
+                    q, k, g, beta, A, bias, cu_seqlens, tiles, decay, inverse_norms, q_scale,
+                    bound, beta_scale, None, None,
+                )  # fmt: skip
                 state_pass(
                     v, tiles, decay, o, states, v_new, initial_state, final_state, cu_seqlens,
-                    None, None, 0, 1,
+                    None, None, 0, 1, None, None,
                 )  # fmt: skip
             if keep_states and disable_recompute:
                 return o, final_state, None, states, v_new, tiles, decay, inverse_norms

@@ -299,7 +299,8 @@ class Backward(Operator[BackwardArguments]):
         if ready.prepare is not None:
             given = a.q, a.v, a.cu_seqlens
             tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
-            ready.prepare(*inputs, a.cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
+            records = tiles, decay, inverse_norms
+            ready.prepare(*inputs, a.cu_seqlens, *records, *ready.scalars, None, None)
         assert tiles is not None and decay is not None
         ready.adjoint_pass.run(
             a.do, tiles, decay, written, a.dfinal_state, dinitial_state, a.cu_seqlens

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment
-from ...kernels.delta.chunk.spec import CHUNK, record_elements
+from ...kernels.delta.chunk.heuristics import chunks_per_segment, chunks_per_start
+from ...kernels.delta.chunk.spec import CHUNK, HALVES, record_elements
 
 _empty = torch.empty
 _new_empty = Tensor.new_empty
@@ -126,28 +126,68 @@ class Pass(NamedTuple):
             carried = first, last
             launch_segments(self.split, length, given, rows, dim_k, written, carried, cu_seqlens)
         else:
-            self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1)
+            self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1, None, None)
+
+
+class Starts(NamedTuple):
+    """Where segments may start from a state of zero; see `kernels/delta/chunk/starts.py`.
+
+    Attributes:
+        bounds: float32 [slots, HV, 2].
+        length: chunks of a segment.
+    """
+
+    bounds: Tensor
+    length: int
 
 
 def run_in_segments(
     split: tuple[launch.Request, ...],
     length: int,
-    rows: Tensor,
-    tiles: Tensor,
-    decay: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    records: tuple[Tensor, Tensor, Tensor | None],
+    scalars: tuple[float, ...],
+    v: Tensor,
     written: tuple[Tensor | None, ...],
     carried: tuple[Any, ...],
-    cu_seqlens: Tensor | None,
 ) -> None:
-    """Launch a pass in segments of `length` chunks.
+    """Launch KDA's `prepare`, and the pass in segments of `length` chunks.
 
     Args:
-        written: the kernel's arguments from `o` up to the carried matrices.
-        carried: the kernel's next arguments, up to cu_seqlens: the tensors with the carried
+        split: `prepare` for split sequences, then the kernels of the pass.
+        inputs: the arguments of `prepare` from q to cu_seqlens.
+        records: the next arguments, which `prepare` writes.
+        scalars: the arguments of `prepare` after `records`.
+        written: the pass's arguments from `o` up to the carried matrices.
+        carried: the pass's next arguments, up to cu_seqlens: the tensors with the carried
             matrices.
     """
+    request, *kernels = split
+    tiles, decay, _ = records
+    starts = None
+    if request[1].bounds:
+        starts = Starts(
+            _new_empty(decay, (*decay.shape[:2], HALVES)), start_length(v, inputs[-1], False)
+        )
+    prepare = launch.get_for(v.device, *request)
+    prepare(*inputs, *records, *scalars, *(starts or (None, None)))
+    given = v, tiles, decay
     launch_segments(
-        split, length, (rows, tiles, decay), rows, decay.shape[-1], written, carried, cu_seqlens
+        tuple(kernels), length, given, v, decay.shape[-1], written, carried, inputs[-1], starts
+    )
+
+
+def start_length(v: Tensor, cu_seqlens: Tensor | None, per_head: bool) -> int:
+    """Chunks of a segment that may start from zero."""
+    batch, tokens, heads, dim_v = v.shape
+    return chunks_per_start(
+        sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        tokens=tokens,
+        heads=heads,
+        head_dim_v=dim_v,
+        packed=cu_seqlens is not None,
+        num_sms=launch.num_sms(v.device),
+        per_head=per_head,
     )
 
 
@@ -160,9 +200,10 @@ def launch_segments(
     written: tuple[Tensor | None, ...],
     carried: tuple[Any, ...],
     cu_seqlens: Tensor | None,
+    starts: Starts | None = None,
 ) -> None:
-    """Launch `run_in_segments` for any kernel of a pass. `given` are the kernel's arguments up to
-    `o`, and `rows` is v."""
+    """Launch any kernel of a pass in segments of `length` chunks; see `run_in_segments`. `given`
+    are the kernel's arguments up to `o`, and `rows` is v."""
     batch, tokens, heads, dim_v = rows.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device = rows.device
@@ -175,6 +216,9 @@ def launch_segments(
     # `transitions` writes none of `written`; its o may be any tensor of this shape.
     rest = *carried, cu_seqlens
     nothing = (None,) * (len(written) - 1)
-    transitions(*given, rows, *nothing, *rest, states, moves, length, count)
-    combine(cu_seqlens, states, moves, tokens, length)
-    outputs(*given, *written, *rest, states, None, length, count)
+    short = starts or (None, None)
+    transitions(*given, rows, *nothing, *rest, states, moves, length, count, *short)
+    combine(cu_seqlens, states, moves, tokens, length, *short)
+    if starts is not None:
+        count = max(count, -(-tokens // (CHUNK * starts.length)))
+    outputs(*given, *written, *rest, states, None, length, count, *short)

@@ -149,9 +149,9 @@ def plan_chunk_kda(
             strided_slots=bool(strided_slots),
             null_slot=bool(null_slot),
         )
-        return [call.prepare(for_backward=False), *passes]
+        return call.with_prepare(passes, for_backward=False)
     keeps = bool(gradient)
-    return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
+    return call.with_prepare(call.state_pass(store_states=keeps), for_backward=keeps)
 
 
 def check_pool(state_indices: bool, *, without: dict[str, bool], needed: dict[str, bool]) -> None:
@@ -370,8 +370,21 @@ class ChunkCall:
             "decays": self.decays,
         }
 
-    def prepare(self, *, for_backward: bool) -> launch.Request:
-        return table.PREPARE, PrepareSpec(**self.inputs, for_backward=for_backward)
+    def prepare(self, *, for_backward: bool, bounds: bool = False) -> launch.Request:
+        spec = PrepareSpec(**self.inputs, for_backward=for_backward, bounds=bounds)
+        return table.PREPARE, spec
+
+    def with_prepare(
+        self, passes: list[launch.Request], *, for_backward: bool
+    ) -> list[launch.Request]:
+        """The requests of a forward: `prepare`, the pass over whole sequences, and for split
+        sequences `prepare` again and three kernels."""
+        whole, *split = passes
+        prepare = self.prepare(for_backward=for_backward)
+        if split:
+            bounds = split[0][1].short_starts
+            split = [self.prepare(for_backward=for_backward, bounds=bounds), *split]
+        return [prepare, whole, *split]
 
     def state_pass(self, *, store_states: bool) -> list[launch.Request]:
         spec = StatePassSpec(
@@ -397,19 +410,23 @@ class ChunkCall:
         return self.with_segments(table.ADJOINT_PASS, spec)
 
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
+        # With states for a backward, no segment may start earlier: two CTAs would store a state.
+        short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,
             index_dtype=spec.index_dtype,
             **segments_config(**self.dims),
+            short_starts=short,
         )
-        transitions = dataclasses.replace(spec, segments="transitions")
+        outputs = dataclasses.replace(spec, segments="outputs", short_starts=short)
+        transitions = dataclasses.replace(outputs, segments="transitions")
         if isinstance(transitions, StatePassSpec):  # a pass without results
             transitions = dataclasses.replace(transitions, store_states=False)
         return [(kernel, spec)] + self.split * [
             (kernel, transitions),
             (table.SEGMENTS, combine),
-            (kernel, dataclasses.replace(spec, segments="outputs")),
+            (kernel, outputs),
         ]
 
     def gradients(self, *, grouped: bool) -> launch.Request:

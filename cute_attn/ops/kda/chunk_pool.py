@@ -348,10 +348,6 @@ class Pool(Operator[PoolArguments]):
         else:
             o = given
             self.check_inputs("out", o, inputs)
-        ready.prepare(
-            a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens, tiles, decay, None, ready.scale,
-            ready.lower_bound, ready.beta_scale,
-        )  # fmt: skip
         length = 0
         if 2 * sequences * heads <= ready.num_sms:
             length = chunks_per_segment(
@@ -363,10 +359,16 @@ class Pool(Operator[PoolArguments]):
                 num_sms=ready.num_sms,
             )
         states = carried_states(a)
+        given = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens
+        scalars = ready.scale, ready.lower_bound, ready.beta_scale
+        records = tiles, decay, None
         if length:
-            run_in_segments(ready.split, length, a.v, tiles, decay, (o,), states, a.cu_seqlens)
+            run_in_segments(ready.split, length, given, records, scalars, a.v, (o,), states)
         else:
-            ready.pool_pass(a.v, tiles, decay, o, *states, a.cu_seqlens, None, None, 0, 1)
+            ready.prepare(*given, *records, *scalars, None, None)
+            ready.pool_pass(
+                a.v, tiles, decay, o, *states, a.cu_seqlens, None, None, 0, 1, None, None
+            )
         increment_version((o, a.initial_state))
         return o
 

@@ -47,6 +47,7 @@ from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ...common.spec import MBARRIER_BYTES, WARP_SIZE
 from .chunks import num_sequences, row_address, sequence_place
 from .spec import CHUNK, PassSpec, record_elements
+from .starts import fake_bounds, short_start
 from .state import STEP, TransposedState
 from .tiles import (
     SUB_TILE_BYTES,
@@ -92,6 +93,9 @@ class Arguments(NamedTuple):
             which is written.
         cu_seqlens: [N + 1].
         segment_states, segment_transitions: see `fake_workspace`.
+        chunks_per_segment, num_segments: segments of the exact transitions.
+        bounds, chunks_per_start: see `starts.short_start`; only with `spec.short_starts`. With
+            segments="outputs", num_segments counts segments of either kind.
     """
 
     rows: cute.Tensor
@@ -107,6 +111,8 @@ class Arguments(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class Operands(NamedTuple):
@@ -130,6 +136,8 @@ class Operands(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class Place(NamedTuple):
@@ -164,6 +172,7 @@ class ChunkPass:
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
         self.transitions = spec.segments == "transitions"
+        self.short_starts = spec.short_starts and spec.segments != "none"
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
         self.roles = (state, load)
@@ -236,8 +245,7 @@ class ChunkPass:
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                chunks_per_segment=Int32(1),
-                num_segments=Int32(1),
+                **self.fake_segments(heads, slots),
             )
         )
 
@@ -253,6 +261,16 @@ class ChunkPass:
             "segment_transitions": transitions if self.transitions else None,
         }
 
+    def fake_segments(self, heads: Any, slots: Any) -> dict[str, Any]:
+        """Placeholders of the last arguments."""
+        short = self.short_starts
+        return {
+            "chunks_per_segment": Int32(1),
+            "num_segments": Int32(1),
+            "bounds": fake_bounds(slots, heads) if short else None,
+            "chunks_per_start": Int32(1) if short else None,
+        }
+
     @entry(Arguments)
     @cute.jit
     def __call__(self, *args: Any) -> None:
@@ -261,7 +279,7 @@ class ChunkPass:
         x = Operands(
             a.rows, a.tiles, a.decay, Results(a.o, a.states, a.v_new), a.start, a.result, None,
             a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
-            a.num_segments,
+            a.num_segments, a.bounds, a.chunks_per_start,
         )  # fmt: skip
         self.kernel(x).launch(**self.launch_config(a), stream=stream)
 
@@ -291,14 +309,28 @@ class ChunkPass:
         first = Int32(0)
         end = (place.length + (CHUNK - 1)) // CHUNK
         last = end
+        begin = first
         if cutlass.const_expr(spec.segments != "none"):
-            first = segment * x.chunks_per_segment
-            end = cutlass.min(first + x.chunks_per_segment, end)
+            length = x.chunks_per_segment
+            short, warm_up = False, Int32(0)
+            if cutlass.const_expr(self.short_starts):
+                short, warm_up = short_start(
+                    x.bounds, place.slot, last, head, segment, x.chunks_per_start
+                )
+                length = x.chunks_per_start if short else length
+                warm_up = warm_up if short else Int32(0)
+            begin = segment * length
+            end = cutlass.min(begin + length, end)
+            first = begin
             if cutlass.const_expr(self.transitions):
                 # The last segment's result is not needed. Nor is M of the first segment, because
                 # its start is known.
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
+                if cutlass.const_expr(self.short_starts):
+                    needed = needed and not short
                 end = end if needed else first
+            elif cutlass.const_expr(self.short_starts):
+                first = begin - warm_up
 
         smem = self.memory.allocate()
         stages = shared_address(smem.chunk)
@@ -319,7 +351,7 @@ class ChunkPass:
             self.load_warp(x, place, head, tile_start, stages, barriers, first, end, last)
         else:
             at = Place(place, head, column)
-            self.state_warp(x, at, sequence, segment, stages, barriers, first, end, last)
+            self.state_warp(x, at, sequence, segment, stages, barriers, first, begin, end, last)
         if cutlass.const_expr(self.cluster > 1):
             # No CTA may end while the other CTA signals it or copies to it.
             cute.arch.cluster_arrive()
@@ -437,6 +469,7 @@ class ChunkPass:
         stages: Int32,
         barriers: Barriers,
         first: Int32,
+        begin: Int32,
         end: Int32,
         last: Int32,
     ) -> None:
@@ -456,8 +489,10 @@ class ChunkPass:
         elif segment == 0:
             self.load_start(state, x, sequence, head, column)
         else:
-            starts = x.segment_states[None, segment - 1, None, None, None]
-            if first < end:
+            if cutlass.const_expr(self.short_starts):
+                state.fill(0.0)
+            if first < end and first == begin:
+                starts = x.segment_states[None, segment - 1, None, None, None]
                 self.state.load(state, starts, True, sequence, head, column)
 
         held = self.hold(state)
@@ -466,8 +501,8 @@ class ChunkPass:
         for c in cutlass.range(first, end, unroll=1):
             at = stages + stage * self.stage_bytes
             mbarrier.wait(barriers.address("chunk_full", stage), phase)
-            self.chunk(state, held, at, x.results, place, self.chunk_index(c, last), c > first)
-            self.checkpoint(state, x, place, sequence, c + 1)
+            self.chunk(state, held, at, x.results, place, self.chunk_index(c, last), c > begin)
+            self.checkpoint(state, x, place, sequence, c + 1, c >= begin)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 self.release(barriers, stage)
@@ -515,10 +550,10 @@ class ChunkPass:
         self.state.store(state, x.result, self.spec.state_v_first, sequence, head, column)
 
     def checkpoint(
-        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Any
+        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Any, begun: Any
     ) -> None:
         """Store the carried matrix after `count` chunks of a sequence, if the call asks for this
-        matrix."""
+        matrix. `begun` is false for the chunks of a warm-up."""
 
     def release(self, barriers: Barriers, stage: Int32) -> None:
         """Tell the load warp that this warp has read a stage."""
@@ -534,8 +569,9 @@ class ChunkPass:
         index: Any, later: Any,
     ) -> None:  # fmt: skip
         """Update the carried matrix by chunk `index`, whose tiles are at `stage`, and store the
-        chunk's results. `later` is false for the first chunk of the pass. A branch between the
-        start and the wait of a `wgmma` would make the compiler serialise the wgmmas."""
+        chunk's results. `later` is false if the pass stores no results of the chunk before. A
+        branch between the start and the wait of a `wgmma` would make the compiler serialise the
+        wgmmas."""
         raise NotImplementedError
 
     def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:

@@ -13,6 +13,7 @@ MOST_STAGES = 3  # stages of a pass: more hide no further latency
 # 370 rather than 600 at 32768), 32 heads without segments.
 CTAS_PER_SM = 78 / 132  # target for the pass that writes outputs
 FEWEST_CHUNKS_OF_A_SEGMENT = 16
+FEWEST_CHUNKS_OF_A_START = 4
 MOST_SEGMENTS = 16
 
 
@@ -126,6 +127,29 @@ def chunks_per_segment(
     chunks = -(-tokens // CHUNK)
     length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
     return length if length < chunks else 0
+
+
+def chunks_per_start(
+    *,
+    sequences: int,
+    tokens: int,
+    heads: int,
+    head_dim_v: int,
+    packed: bool,
+    num_sms: int,
+    per_head: bool,
+) -> int:
+    """Chunks of a segment that may start from a state of zero (see `starts`), for a call that is
+    split. These segments need no transitions, so there are as many as SMs can take.
+
+    Args:
+        tokens: tokens of each sequence, or of all packed sequences together.
+        per_head: whether the passes are those of `per_head`.
+    """
+    ctas = num_sms if per_head else int(CTAS_PER_SM * num_sms)
+    columns = heads * (head_dim_v // 64) * (1 if packed else sequences)
+    segments = min(max(ctas // columns, 1), MOST_SEGMENTS)
+    return max(FEWEST_CHUNKS_OF_A_START, -(-tokens // (CHUNK * segments)))
 
 
 def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from ...common.spec import Spec
 from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 
 CHUNK = 64  # tokens
+HALVES = 2  # bounds of a chunk, each of half of its tokens (see `starts`)
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
 
 DTYPES = ("bfloat16", "float16")
@@ -95,9 +96,16 @@ class PrepareSpec(InputsSpec):
     Attributes:
         for_backward: a backward will use the records. A beta too near 0 to divide by is replaced
             (`gates.nonzero_beta`). With l2norm, the inverse norms of q and k are a result.
+        bounds: bounds of the transitions are a result (see `starts`).
     """
 
     for_backward: bool = False
+    bounds: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bounds and not self.l2norm:
+            raise ValueError("bounds is True, must be False without l2norm: keys may be long")
 
     @property
     def store_norms(self) -> bool:
@@ -126,6 +134,8 @@ class PassSpec(ChunkSpec):
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
         segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
+        short_starts: whether segments may start from a state of zero (see `starts`); without
+            segments it has no effect.
     """
 
     state_v_first: bool
@@ -136,6 +146,7 @@ class PassSpec(ChunkSpec):
     copies: str
     products: str
     segments: str
+    short_starts: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,9 +224,10 @@ class HeadPrepareSpec(InputsSpec):
 
 MOST_HEADS_PER_CTA = 8  # value heads of a CTA of `per_head.prepare`: a warp has the gates of one
 
-# float32 that `per_head.prepare` writes for a chunk and value head: 4 factors of each token, and
-# the decay of the chunk; a multiple of 16 bytes.
+# float32 that `per_head.prepare` writes for a chunk and value head: 4 factors of each token, the
+# decay of the chunk, and two bounds (see `starts`); a multiple of 16 bytes.
 FACTORS = 4 * CHUNK + 4
+BOUNDS = slice(4 * CHUNK + 1, 4 * CHUNK + 1 + HALVES)
 
 
 @dataclass(frozen=True)
@@ -450,6 +462,7 @@ class SegmentsSpec(CheckedSpec):
     Attributes:
         tile_v: columns of V of a CTA.
         num_stages: stages of the ring in shared memory, each of one transition matrix.
+        short_starts: as in `PassSpec`.
     """
 
     head_dim_k: int
@@ -457,6 +470,7 @@ class SegmentsSpec(CheckedSpec):
     index_dtype: str
     tile_v: int
     num_stages: int
+    short_starts: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,6 +54,8 @@ class Arguments(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class InPool(KdaStatePass):
@@ -133,7 +135,7 @@ class InPool(KdaStatePass):
 
     @cute.jit
     def checkpoint(
-        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Int32
+        self, state: cute.Tensor, x: Any, place: Place, sequence: Int32, count: Int32, begun: Any
     ) -> None:
         if cutlass.const_expr(self.spec.checkpoints and self.outputs):
             n = count // x.slots.checkpoint_chunks
@@ -142,6 +144,8 @@ class InPool(KdaStatePass):
             )
             # Checkpoints lie at multiples of CHUNK tokens. So the state after a partial last chunk
             # is not a checkpoint.
+            if cutlass.const_expr(self.short_starts):
+                due = due and begun
             if due and count * CHUNK <= place.sequence.length:
                 slot = x.slots.checkpoint_indices[sequence, n - 1]
                 if is_slot(slot, x.result, self.spec.null_slot):
@@ -168,8 +172,7 @@ class KdaPoolPass(InPool):
                 **self.fake_pool(heads, sequences),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                chunks_per_segment=Int32(1),
-                num_segments=Int32(1),
+                **self.fake_segments(heads, chunks),
             )
         )
 
@@ -181,6 +184,6 @@ class KdaPoolPass(InPool):
         x = Operands(
             a.rows, a.tiles, a.decay, Results(a.o, None, None), a.pool, a.pool, self.slots(a),
             a.cu_seqlens, a.segment_states, a.segment_transitions, a.chunks_per_segment,
-            a.num_segments,
+            a.num_segments, a.bounds, a.chunks_per_start,
         )  # fmt: skip
         self.kernel(x).launch(**self.config(a), stream=stream)

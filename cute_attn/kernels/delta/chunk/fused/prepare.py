@@ -52,6 +52,7 @@ from ....common.ptx.memory import (
     store_global,
     store_shared,
 )
+from ....common.smem import Buffer
 from ....common.spec import WARP_SIZE
 from ...gates import nonzero_beta, sigmoid, split_beta
 from ..chunks import Divisors, num_slots, place_of, rows_of
@@ -62,6 +63,7 @@ from ..operands import Operands
 from ..score_tiles import ScoreTiles
 from ..scores import Scores
 from ..spec import CHUNK, PrepareSpec
+from ..starts import fake_bounds, half_bound, is_before_start
 from ..sub_chunks import (
     NUM_THREADS,
     REGION,
@@ -155,6 +157,9 @@ class Arguments(NamedTuple):
             None without `spec.store_norms`.
         lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
         beta_scale: factor of the sigmoid of beta.
+        bounds: float32 [slots, HV, 2], written for chunks before boundaries: see `starts`. None
+            without `spec.bounds`.
+        chunks_per_start: chunks from one boundary to the next; None without `spec.bounds`.
     """
 
     q: cute.Tensor
@@ -170,6 +175,8 @@ class Arguments(NamedTuple):
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class KdaPrepare:
@@ -177,7 +184,11 @@ class KdaPrepare:
 
     def __init__(self, spec: PrepareSpec):
         self.spec = spec
-        self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm, scales_keys=True)
+        largest = Buffer("largest", Float32, 2 * CHUNK, holds="largest gates of 64 channels")
+        more = [largest] if spec.bounds else []
+        self.memory = ChunkMemory(
+            spec.dtype, spec.head_dim_k, *more, l2norm=spec.l2norm, scales_keys=True
+        )
         self.smem_bytes = self.memory.nbytes
         self.per_head = spec.decays == "head"
         self.inputs = HeadGateInputs(spec) if self.per_head else GateInputs(spec)
@@ -215,6 +226,8 @@ class KdaPrepare:
                 scale=Float32(1.0),
                 lower_bound=Float32(1.0),
                 beta_scale=Float32(1.0),
+                bounds=fake_bounds(slots, heads) if spec.bounds else None,
+                chunks_per_start=Int32(1) if spec.bounds else None,
             )
         )
 
@@ -268,10 +281,17 @@ class KdaPrepare:
             )
             cute.arch.cp_async_commit_group()
             self.inputs.blank(raw, place.length)
-            self.sum_gates(raw, a, bias, smem, x.lower_bound)
-            self.store_beta(own_beta, smem, place.length, x.beta_scale)
+            bounded = False
+            if cutlass.const_expr(self.spec.bounds):
+                chunks = (x.g.shape[1] + (CHUNK - 1)) // CHUNK
+                bounded = is_before_start(place.index, chunks, x.chunks_per_start)
+            self.sum_gates(raw, a, bias, smem, x.lower_bound, bounded)
+            final_beta = self.store_beta(own_beta, smem, place.length, x.beta_scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.spec.bounds):
+                if bounded and thread < CHUNK:
+                    self.store_bound(smem, final_beta, x.bounds[slot, head, None])
 
             norms, first_of_group = None, True
             if cutlass.const_expr(x.inverse_norms is not None):
@@ -313,7 +333,8 @@ class KdaPrepare:
         return x
 
     @cute.jit
-    def store_beta(self, x: Float32, smem: Int32, length: Int32, beta_scale: Float32) -> None:
+    def store_beta(self, x: Float32, smem: Int32, length: Int32, beta_scale: Float32) -> Any:
+        """Store the factors of a thread's token, and return beta; `x` is beta as given."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < CHUNK:
             if cutlass.const_expr(self.spec.beta_sigmoid):
@@ -324,6 +345,7 @@ class KdaPrepare:
             store_shared(Float32, smem + self.memory["of_columns"] + thread * 4, [m])
             if cutlass.const_expr(self.memory.of_rows is not None):
                 store_shared(Float32, smem + self.memory["of_rows"] + thread * 4, [p])
+        return x
 
     @cute.jit
     def sum_gates(
@@ -333,6 +355,7 @@ class KdaPrepare:
         bias: Any,
         smem: Int32,
         lower_bound: Float32,
+        bounded: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.spec.head_dim_k // 2
@@ -340,3 +363,42 @@ class KdaPrepare:
             sub, pair = thread // pairs, thread % pairs
             gates = self.inputs.gates(raw, self.inputs.rate(a), bias, lower_bound)
             self.sums.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
+            if cutlass.const_expr(self.spec.bounds):
+                if bounded:
+                    self.store_largest(smem, sub, pair // WARP_SIZE, gates)
+
+    # -- bounds -------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_largest(self, smem: Int32, sub: Int32, part: Int32, gates: Any) -> None:
+        """Store the largest gate of each token of a sub-chunk, of the warp's 64 channels. With
+        every exchange a lane has half as many tokens: in the end token lane // 2."""
+        lane = cute.arch.lane_idx()
+        values = [cute.arch.fmax(*pair) for pair in gates]
+        for distance in (16, 8, 4, 2):
+            half = len(values) // 2
+            upper = (lane & distance) != 0
+            halves = list(zip(values[:half], values[half:], strict=True))
+            sent = [Float32(cutlass.select_(upper, x, y)) for x, y in halves]
+            kept = [Float32(cutlass.select_(upper, y, x)) for x, y in halves]
+            got = [cute.arch.shuffle_sync_bfly(x, distance) for x in sent]
+            values = [cute.arch.fmax(x, y) for x, y in zip(kept, got, strict=True)]
+        largest = cute.arch.fmax(values[0], cute.arch.shuffle_sync_bfly(values[0], 1))
+        if (lane & 1) == 0:
+            token = sub * SUB_CHUNK + (lane >> 1)
+            at = smem + self.memory["largest"] + (part * CHUNK + token) * 4
+            store_shared(Float32, at, [largest])
+
+    @cute.jit
+    def store_bound(self, smem: Int32, beta: Float32, bounds: cute.Tensor) -> None:
+        """Store the bound of a warp's 32 tokens, a token a lane."""
+        thread, _, _ = cute.arch.thread_idx()
+        largest = load_shared(Float32, smem + self.memory["largest"] + thread * 4)[0]
+        if cutlass.const_expr(self.spec.head_dim_k > 64):
+            at = smem + self.memory["largest"] + (CHUNK + thread) * 4
+            largest = cute.arch.fmax(largest, load_shared(Float32, at)[0])
+        for bit in cutlass.range_constexpr(5):
+            largest = largest + cute.arch.shuffle_sync_bfly(largest, offset=1 << bit)
+        bound = half_bound(largest, beta)
+        if (thread & (WARP_SIZE - 1)) == 0:
+            bounds[thread // WARP_SIZE] = bound

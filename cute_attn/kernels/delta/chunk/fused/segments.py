@@ -33,6 +33,7 @@ from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import sequence_place
 from ..spec import CHUNK, SegmentsSpec
+from ..starts import fake_bounds, short_start
 
 NUM_WARPS = 4
 UNIT = 4  # floats per copy
@@ -46,6 +47,8 @@ class Arguments(NamedTuple):
     segment_transitions: cute.Tensor
     tokens: Int32
     chunks_per_segment: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class KdaSegments:
@@ -75,6 +78,8 @@ class KdaSegments:
                 segment_transitions=fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k)),
                 tokens=Int32(1),
                 chunks_per_segment=Int32(1),
+                bounds=fake_bounds(cute.sym_int(), leading[-1]) if spec.short_starts else None,
+                chunks_per_start=Int32(1) if spec.short_starts else None,
             )
         )
 
@@ -105,6 +110,11 @@ class KdaSegments:
         num_chunks = (place.length + (CHUNK - 1)) // CHUNK
         # The number of segments with chunks. All segments but the first and the last make a step.
         count = (num_chunks + (x.chunks_per_segment - 1)) // x.chunks_per_segment
+        if cutlass.const_expr(self.spec.short_starts):
+            short, _ = short_start(
+                x.bounds, place.slot, num_chunks, head, Int32(0), x.chunks_per_start
+            )
+            count = Int32(0) if short else count
 
         smem = shared_address(
             cutlass.memory.SmemAllocator().allocate(self.smem_bytes, self.memory.alignment)

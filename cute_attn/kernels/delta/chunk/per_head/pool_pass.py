@@ -35,6 +35,8 @@ class Arguments(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class HeadPoolPass(InPool, HeadStatePass):
@@ -50,8 +52,7 @@ class HeadPoolPass(InPool, HeadStatePass):
                 **self.fake_pool(heads, sequences),
                 cu_seqlens=fake_offsets(self.spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                chunks_per_segment=Int32(1),
-                num_segments=Int32(1),
+                **self.fake_segments(heads, slots),
             )
         )
 

@@ -48,7 +48,8 @@ from ....common.spec import SMEM_BYTES, WARP_SIZE
 from ...spec import L2NORM_EPSILON
 from ..chunks import num_slots, place_of_slot, rows_of
 from ..inverse import Inverse
-from ..spec import CHUNK, FACTORS, MOST_HEADS_PER_CTA, SUB_TILE, HeadPrepareSpec
+from ..spec import BOUNDS, CHUNK, FACTORS, MOST_HEADS_PER_CTA, SUB_TILE, HeadPrepareSpec
+from ..starts import half_bound
 from ..sub_chunks import (
     NUM_BLOCKS,
     NUM_THREADS,
@@ -64,7 +65,7 @@ from ..sub_chunks import (
     tile_unit,
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, copy_rows, left_fragment, right_fragments_of_rows
-from .head_gates import HeadGates, decay_between
+from .head_gates import HeadGates, decay_between, log2_between
 
 assert MOST_HEADS_PER_CTA == NUM_WARPS
 
@@ -82,7 +83,8 @@ class Arguments(NamedTuple):
             its diagonal.
         factors: float32 [slots, HV, FACTORS], written: for each token 1. exp(G) / |k|,
             2. scale exp(G) / |q|, 3. beta exp(G_e - G) / |k|, 4. beta, where e is the chunk's last
-            token, and |k| is 1 without l2norm; then exp(G_e).
+            token, and |k| is 1 without l2norm; then exp(G_e); then, except for a backward, the two
+            bounds of `starts`.
         inverse_norms: float32 [slots, HQK, 2 * 64], written: 1 / |q| of the chunk's tokens, then
             1 / |k|. None without `spec.store_norms`.
         heads_per_cta: value heads of a CTA, at most MOST_HEADS_PER_CTA.
@@ -438,6 +440,15 @@ class HeadPrepare:
             factors[3 * CHUNK + token] = beta
             if token == CHUNK - 1:
                 factors[4 * CHUNK] = decay_exp2(last[0] + last[1])
+            if cutlass.const_expr(not self.spec.for_backward):
+                warp = token // WARP_SIZE
+                between = self.gates.sums(smem, n, CHUNK // 2 - 1)[0]
+                log2_decay = between[0] + between[1]
+                if warp == 1:
+                    log2_decay = log2_between(last, between)
+                bound = half_bound(log2_decay, beta) if self.spec.l2norm else Float32.inf
+                if token % WARP_SIZE == 0:
+                    factors[BOUNDS.start + warp] = bound
 
     def copy_tile(self, tile: Any, target: Any, b: Int32, first: Any, rows: int) -> None:
         """Store rows of sub-chunk b of a tile in shared memory to a sub-tile in global memory."""

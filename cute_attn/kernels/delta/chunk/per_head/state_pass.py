@@ -75,6 +75,8 @@ class Arguments(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class HeadOperands(NamedTuple):
@@ -100,6 +102,8 @@ class HeadOperands(NamedTuple):
     segment_transitions: cute.Tensor | None
     chunks_per_segment: Int32
     num_segments: Int32
+    bounds: cute.Tensor | None
+    chunks_per_start: Int32 | None
 
 
 class Held(NamedTuple):
@@ -118,6 +122,7 @@ class HeadStatePass(KdaStatePass):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.outputs = spec.segments != "transitions"
         self.transitions = not self.outputs
+        self.short_starts = spec.short_starts and spec.segments != "none"
         self.scores = self.outputs or self.backwards  # whether the pass reads q and Aqk
         self.starts, self.ends = spec.has_initial_state, spec.has_final_state
         self.has_states = self.has_v_new = spec.store_states
@@ -180,8 +185,7 @@ class HeadStatePass(KdaStatePass):
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                chunks_per_segment=Int32(1),
-                num_segments=Int32(1),
+                **self.fake_segments(heads, slots),
             )
         )
 
@@ -221,7 +225,7 @@ class HeadStatePass(KdaStatePass):
             *self.qk_rows.atom(shared, a.q), *self.qk_rows.atom(shared, a.k),
             *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.tiles, a.factors, results,
             start, result, slots, a.cu_seqlens, a.segment_states, a.segment_transitions,
-            a.chunks_per_segment, a.num_segments,
+            a.chunks_per_segment, a.num_segments, a.bounds, a.chunks_per_start,
         )  # fmt: skip
 
     def launch_config(self, a: Any) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Segments that start from a state of zero, where the state before them has decayed.
+
+A token's transition is (I - beta k k^T) Diag(exp(g)). With |k| at most 1 and beta between 0 and 2,
+its norm is at most the largest decay of the token's channels. So the product of these largest
+decays bounds what is left of an earlier state. The product of each channel's own decays is no
+bound, because I - beta k k^T moves a state from channel to channel.
+
+`prepare` stores the base-2 logarithm of this bound for each half of a chunk. A half has +inf where
+the bound does not hold: beta is out of range, or keys have no norm of 1.
+
+A boundary between two segments is negligible, if the bound of at most `longest_warm_up` chunks
+before the boundary is at most 2^NEGLIGIBLE. The segment after the boundary then starts so many
+chunks earlier, from a state of zero, and stores no output of these chunks. If all boundaries of a
+sequence and head are negligible, no transition of a segment is needed. Otherwise the head takes
+exact transitions. Every warp computes the same decision from the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ...common.arguments import fake_rows
+from ...common.spec import WARP_SIZE
+from .spec import CHUNK, HALVES
+
+NEGLIGIBLE = -40.0  # log2 of the bound: float32 rounds at 2^-24, and v may vary by 2^16
+MOST_WARM_UP = 8  # chunks
+
+
+def fake_bounds(slots: Any, heads: Any) -> cute.Tensor:
+    """Placeholder of the tensor of bounds; its rows may be parts of longer rows."""
+    return fake_rows(Float32, (slots, heads, HALVES), align=4)
+
+
+def longest_warm_up(chunks_per_start: Any) -> Any:
+    """The most chunks that a segment of so many chunks may start earlier."""
+    return cutlass.min(cutlass.max(chunks_per_start // 4, 2), MOST_WARM_UP)
+
+
+@cute.jit
+def is_before_start(chunk: Int32, num_chunks: Int32, chunks_per_start: Int32) -> Any:
+    """Whether the boundary after a chunk needs the chunk's bound. `num_chunks` may be more than the
+    sequence has."""
+    number = chunk // chunks_per_start
+    boundary = (number + 1) * chunks_per_start
+    return chunk + longest_warm_up(chunks_per_start) >= boundary and boundary < num_chunks
+
+
+def chunks_until_negligible(bounds: cute.Tensor, end: Int32, head: Int32, most: Int32) -> Any:
+    """Return after how many chunks, back from slot `end`, a state is negligible; 0 if not within
+    `most` chunks. All loads start before the first wait."""
+    halves = []
+    for i in range(MOST_WARM_UP):
+        at = end - cutlass.min(Int32(i + 1), most)
+        halves.append((bounds[at, head, 0], bounds[at, head, 1]))
+    total, count = Float32(0.0), Int32(0)
+    for i, pair in enumerate(halves):
+        total = total + (pair[0] + pair[1])
+        found = (count == 0) & (most > i) & (total <= NEGLIGIBLE)  # false for NaN
+        count = Int32(cutlass.select_(found, Int32(i + 1), count))
+    return count
+
+
+@cute.jit
+def short_start(
+    bounds: cute.Tensor, slot: Int32, num_chunks: Int32, head: Int32, segment: Int32,
+    chunks_per_start: Int32,
+) -> Any:  # fmt: skip
+    """Return whether all boundaries of a sequence and head are negligible, and the chunks that
+    `segment` starts earlier. A whole warp calls this.
+
+    Args:
+        bounds: float32 [slots, HV, HALVES], see the module's docstring.
+        slot: the slot of the sequence's first chunk.
+        num_chunks: chunks of the sequence.
+        chunks_per_start: chunks of a segment; a boundary for each lane.
+    """
+    lane = cute.arch.lane_idx()
+    boundary = lane * chunks_per_start
+    inner = lane > 0 and boundary < num_chunks
+    most = longest_warm_up(chunks_per_start)
+    most = cutlass.min(most, boundary)
+    warm_up = Int32(0)
+    if inner:
+        warm_up = chunks_until_negligible(bounds, slot + boundary, head, most)
+    exact = cute.arch.vote_any_sync(inner and warm_up == 0)
+    own = cute.arch.shuffle_sync(warm_up, segment & (WARP_SIZE - 1))
+    return not exact, own
+
+
+@cute.jit
+def half_bound(log2_decay: Float32, beta: Float32) -> Any:
+    """Return the bound of 32 tokens with this logarithm, if beta of all of a warp's lanes is in
+    range, else +inf."""
+    outside = Boolean(not (beta >= 0.0 and beta <= 2.0))
+    outside = cute.arch.vote_any_sync(outside)
+    return Float32(cutlass.select_(outside, Float32.inf, log2_decay))
+
+
+assert CHUNK == HALVES * WARP_SIZE
