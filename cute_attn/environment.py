@@ -14,7 +14,7 @@ from pathlib import Path
 
 # Distributions that the numbers depend on; distributions that are not installed are left out.
 PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
-PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4")
+PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4", "fa3-fwd")
 
 
 def version_of(distribution: str) -> str | None:

@@ -98,7 +98,7 @@ FAMILIES = (
                     direction=direction,
                     plan=f"{_HERE}.ops.attention:{plan}",
                     measured=("sm_90a",),
-                    summary="Softmax attention, forward and backward",
+                    summary=f"Softmax attention, {direction}",
                 )
                 for direction, plan in (
                     ("forward", "plan_attention"),
@@ -113,7 +113,7 @@ FAMILIES = (
                     sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
                     unequal=True,
                     measured=("sm_90a",),
-                    summary="Softmax attention with narrower v, forward and backward",
+                    summary=f"Softmax attention with narrower v, {direction}",
                 )
                 for direction, plan in (
                     ("forward", "plan_attention"),
@@ -134,6 +134,10 @@ FAMILIES = (
             "attention": (
                 "attention.operators",
                 "attention forward, backward and decode against FlashAttention-4 and cuDNN",
+            ),
+            "context-parallel": (
+                "attention.context_parallel",
+                "attention over the machine's GPUs beside one GPU with a part of the work",
             ),
             "attention-exchange": (
                 "attention.exchange",

@@ -58,15 +58,23 @@ class Row:
         except (NotImplementedError, ValueError):
             return False
 
-    def sizes(self, archs: Iterable[str] = ARCHS) -> dict[str, tuple[int, ...]]:
-        """For each size the values for which there are kernels, in any combination."""
+    def combinations(self, archs: Iterable[str] = ARCHS) -> set[tuple[int, ...]]:
+        """The values of all sizes for which there are kernels."""
         names = list(self.support.sizes.values())
-        found = {
+        return {
             values
             for values in product(DIMS, repeat=len(names))
             if any(self.has(arch, **dict(zip(names, values, strict=True))) for arch in archs)
         }
-        each = {
+
+    def sizes(self, archs: Iterable[str] = ARCHS) -> dict[str, tuple[object, ...]]:
+        """For each size the values for which there are kernels, in any combination. Two unequal
+        sizes are one entry, with their pairs."""
+        found = self.combinations(archs)
+        if self.support.unequal:
+            first, second = self.support.sizes
+            return {f"{first} ({second})": tuple(f"{a} ({b})" for a, b in sorted(found))}
+        each: dict[str, tuple[object, ...]] = {
             name: tuple(d for d in DIMS if any(values[i] == d for values in found))
             for i, name in enumerate(self.support.sizes)
         }
@@ -75,7 +83,8 @@ class Row:
 
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes, on which all architectures that have kernels agree."""
-        dims = {name: max(self.sizes()[label]) for label, name in self.support.sizes.items()}
+        names = self.support.sizes.values()
+        dims = dict(zip(names, max(self.combinations()), strict=True))
         found = {
             tuple(dtype for dtype in DTYPES if self.has(arch, **dims | {self.support.dtype: dtype}))
             for arch in ARCHS

@@ -47,13 +47,13 @@ def register_attention() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype: prefill, chunked prefill and decode,
     prefixes of the radix cache, sliding windows with and without a pool of their own, softcap,
     sinks, GQA, and CUDA graphs. In speculative decoding, the backend verifies chains of draft
-    tokens (`--speculative-eagle-topk 1`). With `--enable-deterministic-inference`, the bits of a
-    request do not depend on the batch.
+    tokens, and on Hopper trees, in models without sliding windows. With
+    `--enable-deterministic-inference`, the bits of a request do not depend on the batch.
 
     Models with latent attention (MLA: DeepSeek V3, Kimi Linear) have the same backend on Hopper,
-    in pages of any multiple of 16 tokens: decode and the verification of up to 16 draft tokens over
-    the latent cache, CUDA graphs of both, and prefill in the expanded form, also after a cached
-    prefix.
+    in pages of any multiple of 16 tokens: decode and the verification of chains of up to 16 draft
+    tokens over the latent cache, CUDA graphs of both, and prefill in the expanded form, also after
+    a cached prefix.
 
     For anything else, the server stops at its start with an error that names what is missing.
     """

@@ -24,14 +24,17 @@ from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, NoOpMHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
+from ..ops.attention.arguments import MOST_TREE_QUERIES
 from ..ops.attention.support import forward_head_dims, page_step
 from . import token_slots
 from .sglang import NAME
 
 DTYPES = torch.bfloat16, torch.float16
+CHAINS = "(--speculative-eagle-topk 1, or for NGRAM --speculative-ngram-max-bfs-breadth 1)"
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2  # of a KV cache
 
 
@@ -50,6 +53,8 @@ class CuteAttnMetadata:
         unused_rows: whether queries may have rows that belong to no request.
         window_page_table, window_slots: the page table, and the slots of this step's tokens, in the
             pool of sliding windows; None without such a pool.
+        tree_mask: of a tree of drafts, a number for each draft: bit j says whether the draft sees
+            draft j; None without trees.
     """
 
     cu_seqlens_q: Tensor
@@ -61,6 +66,7 @@ class CuteAttnMetadata:
     unused_rows: bool = False
     window_page_table: Tensor | None = None
     window_slots: Tensor | None = None
+    tree_mask: Tensor | None = None
 
 
 class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -83,9 +89,11 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
+        self.max_context_len = self.max_seqlen_k  # EAGLE's name
         # A step may hold prefill and decode, so keys cannot be split.
         self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
         self.num_splits = 1 if self.batch_invariant else 0
+        self.has_trees = has_trees()
         self.max_pages = token_slots.num_pages(self.slots.shape[1], self.page_size)
         self.forward_metadata: CuteAttnMetadata | None = None
         # By mode and number of requests: what a CUDA graph reads, in slices of one set of tensors.
@@ -104,6 +112,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         tokens = 0 if forward_batch.out_cache_loc is None else len(forward_batch.out_cache_loc)
         metadata = self.described(forward_batch, self.allocated(requests, tokens))
         write(metadata, forward_batch, self)
+        write_tree(metadata, forward_batch)
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -111,7 +120,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.static = self.allocated(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Choose the metadata of a CUDA graph. The graph itself writes the metadata."""
+        """Choose the metadata of a CUDA graph. The graph itself writes the metadata, but for a
+        tree's mask, whose size changes."""
         requests = forward_batch.batch_size
         key = forward_batch.forward_mode, requests
         if in_capture:
@@ -120,6 +130,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                 forward_batch, self.sliced(requests, tokens), tokens=tokens
             )
         self.forward_metadata = self.captured[key]
+        write_tree(self.forward_metadata, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Write the metadata of a CUDA graph, by kernels that the graph records."""
@@ -176,6 +187,9 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                     "SGLANG_RAGGED_VERIFY_MODE"
                 )
             each = metadata.drafts = forward_batch.spec_info.draft_token_num
+            if self.has_trees:
+                shape = requests * each
+                metadata.tree_mask = self.slots.new_empty(shape, dtype=torch.int64)
             # With data-parallel attention, SGLang may add rows to a step.
             metadata.unused_rows = forward_batch.positions.numel() > each * requests
         elif mode.is_extend() and not mode.is_dllm_extend():
@@ -242,6 +256,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
             num_splits=self.num_splits,
             batch_invariant=self.batch_invariant,
             out=out,
+            tree_mask=x.tree_mask,
             **dict(zip(("k_descale", "v_descale"), scales, strict=False)),
         )
         return out.view(len(q), heads * layer.v_head_dim)
@@ -284,6 +299,31 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
             )
 
 
+def write_tree(metadata: CuteAttnMetadata, forward_batch: Any) -> None:
+    """Write the mask of a step's trees from SGLang's mask, by work on the device alone. SGLang's
+    mask has a matrix of bools for each request, `[drafts, length + drafts]`, one after the other.
+    On a CPU a matrix has the last columns alone, `[drafts, drafts]`."""
+    if metadata.tree_mask is None:
+        return
+    mask, drafts = forward_batch.spec_info.custom_mask, metadata.drafts
+    lengths = forward_batch.seq_lens[: forward_batch.batch_size].long()
+    if default_tree_mask_mode() == TreeMaskMode.QLEN_ONLY:
+        lengths = torch.zeros_like(lengths)
+    columns = lengths + drafts
+    ends = torch.cumsum(columns * drafts, 0)
+    number = torch.arange(drafts, device=lengths.device)
+    rows = (ends - columns * drafts)[:, None] + (number + 1) * columns[:, None] - drafts
+    # Requests that fill up a CUDA graph's batch have no matrix.
+    at = (rows[:, :, None] + number).clamp(max=len(mask) - 1)
+    bits = mask[at].long() << number
+    torch.sum(bits.flatten(0, 1), 1, out=metadata.tree_mask)
+
+
+def has_trees() -> bool:
+    """Whether drafts are trees rather than chains."""
+    return (get_spec().speculative_eagle_topk or 0) > 1
+
+
 def refuse(runner: Any) -> None:
     """Raise for a model, or an option of the server, that has no kernel."""
     device = runner.req_to_token_pool.req_to_token.device
@@ -318,6 +358,8 @@ def missing_for_server(runner: Any) -> list[str]:
     config, parallel = runner.model_config, get_parallel()
     # Gemma 3 has attention between an image's tokens, which SGLang computes by Triton alone.
     images = config.is_multimodal and hasattr(runner.model, "prepare_attn_masks")
+    trees, drafts = has_trees(), get_spec().speculative_num_draft_tokens or 0
+    device = runner.req_to_token_pool.req_to_token.device
     cases = {
         "cross-attention of an encoder-decoder": config.is_encoder_decoder,
         "local attention in chunks (Llama 4)": config.is_local_attention_model,
@@ -329,8 +371,10 @@ def missing_for_server(runner: Any) -> list[str]:
         f"a KV cache of {runner.kv_cache_dtype} beside a model of {runner.dtype} "
         "(--kv-cache-dtype auto)": runner.kv_cache_dtype not in (runner.dtype, *FP8),
         f"a model of {runner.dtype} (--dtype bfloat16)": runner.dtype not in DTYPES,
-        "trees of draft tokens (--speculative-eagle-topk 1, or for NGRAM "
-        "--speculative-ngram-max-bfs-breadth 1)": (get_spec().speculative_eagle_topk or 0) > 1,
+        f"trees of draft tokens on this GPU {CHAINS}": trees and page_step(device) > 1,
+        f"trees of {drafts} draft tokens (--speculative-num-draft-tokens {MOST_TREE_QUERIES})": (
+            trees and drafts > MOST_TREE_QUERIES
+        ),
     }
     return [what for what, given in cases.items() if given]
 
@@ -344,6 +388,9 @@ def missing_for_layer(layer: Any, dims: tuple[tuple[int, int], ...]) -> list[str
         "cross-attention": layer.is_cross_attention,
         f"attention of type {layer.attn_type.value}": layer.attn_type != AttentionType.DECODER,
         f"softcap by {layer.logit_capping_method}": capped and layer.logit_capping_method != "tanh",
+        f"trees of draft tokens and sliding windows {CHAINS}": (
+            has_trees() and layer.sliding_window_size >= 0
+        ),
         "temperatures by length (Grok)": layer.xai_temperature_len > 0,
     }
     return [what for what, given in cases.items() if given]

@@ -28,11 +28,13 @@ from ..ops.attention.support import forward_head_dims
 from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
 from .sglang import NAME
 from .sglang_backend import (
+    CHAINS,
     FP8,
     CuteAttnBackend,
     CuteAttnMetadata,
     check_options,
     check_pages,
+    has_trees,
     layers_of,
     missing_for_layer,
     missing_for_server,
@@ -175,6 +177,7 @@ def missing(runner: Any) -> list[str]:
             runner.server_args.enable_deterministic_inference
         ),
         f"{drafts} draft tokens of a request, at most {MOST_QUERIES}": drafts > MOST_QUERIES,
+        f"trees of draft tokens with MLA {CHAINS}": has_trees(),
         "CUDA graphs of prefill with MLA (--disable-prefill-cuda-graph)": not (
             check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
         ),

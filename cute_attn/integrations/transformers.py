@@ -61,7 +61,8 @@ def register(name: str = NAME) -> None:
     Supported are inference and training of models whose attention layers have head_dim 64, 128 or
     256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), and on Hopper also
     192 with values of 128 (DeepSeek V2 and V3, Kimi Linear, LongCat-Flash, MiMo-V2), in bfloat16,
-    float16, or float32 under autocast to either dtype. Masks may be causal, bidirectional, or
+    float16, or float32 under autocast to either dtype. Layers of 512, as in Gemma 4, have inference
+    on Hopper; a training step raises NotImplementedError. Masks may be causal, bidirectional, or
     causal sliding windows; softcap, sinks, grouped heads, dynamic and static caches, and padding on
     either side or in between work too. A sliding window counts tokens, not padding, as in
     FlashAttention; eager attention differs if there is padding in between. With padding, k and v
@@ -74,6 +75,10 @@ def register(name: str = NAME) -> None:
     `generate_batch` reads and writes its pages in place, in decoding steps of models without
     windows. Other steps gather keys and values from the pages first, as transformers does for each
     implementation.
+
+    A sequence may be split between ranks: `model(input_ids=plan.shard(ids),
+    position_ids=plan.position_ids(device)[None], cp=plan, use_cache=False)`, with a plan of
+    `cute_attn.distributed.context_parallel`. Each rank gets the outputs of its own tokens.
 
     Models compile as one graph (`torch.compile(fullgraph=True)`) and can be exported. A compiler
     cannot read `position_ids`, so packed sequences need the four arguments there. Without these
@@ -347,6 +352,7 @@ def _attend(
         sliding_window: number of keys that a query sees, including its own.
         s_aux: the learnable sink.
     """
+    over_ranks = others.pop("cp", None)
     _check_request(dropout, others)
     if (cache := others.pop("cache", None)) is not None:
         key, value = _from_pages(cache, key, value, module.layer_idx, others)
@@ -365,6 +371,8 @@ def _attend(
         "learnable_sink": s_aux,
         "softcap": softcap or 0.0,
     }
+    if over_ranks is not None:
+        return _over_ranks(over_ranks, q, k, v, attention_mask, options), None
     if others.get("block_table") is not None:
         return _decoded_in_pages(q, k, v, others, options), None
     packed = _packed(attention_mask, q, k, others)
@@ -387,6 +395,22 @@ def _attend(
         return flash_attn_varlen_func(q, k, v, seqused_k=used, **options)[0], None
     o = flash_attn_varlen_func(_take(q, rows), k, v, seqused_k=used, **options)[0]
     return _take(o, rows.argsort(dim=1)), None
+
+
+def _over_ranks(
+    plan: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, options: Any
+) -> Tensor:
+    """The output for a rank's tokens, with the plan of `model(..., cp=plan)`. The plan knows the
+    sequences; transformers may take the rank's positions for starts of sequences."""
+    if attention_mask is not None and attention_mask.dtype != torch.int64:
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} takes cp without a cache and without padding"
+        )
+    if not plan.packed:
+        return flash_attn_func(q, k, v, cp=plan, **options)[0]
+    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    o: Tensor = flash_attn_varlen_func(*flat, cp=plan, **options)[0].unflatten(0, q.shape[:2])
+    return o
 
 
 def _from_pages(

@@ -38,7 +38,7 @@ except (ImportError, AttributeError):  # vLLM without its CUDA extension
     reshape_and_cache_flash = None
 
 # Head sizes that have a kernel, by the compute capability's major number.
-HEAD_SIZES = equal_head_dims()
+HEAD_SIZES, FP8_HEAD_SIZES = equal_head_dims(), equal_head_dims(fp8=True)
 # vLLM makes the blocks of a hybrid model a multiple of this number.
 BLOCK_STEP = 16
 # The fp8 of a cache by vLLM's names; vLLM allocates such a cache as bytes.
@@ -161,9 +161,16 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         if of_cache in FP8:
             if capability.major != FP8_MAJOR:
                 return f"a KV cache of {of_cache} has no kernel on this GPU, only on Hopper"
+            if head_size not in FP8_HEAD_SIZES[FP8_MAJOR]:
+                return _no_fp8(of_cache, head_size)
         elif of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
             return f"a KV cache of {of_cache} beside a model of {dtype} has no kernel"
         return None
+
+
+def _no_fp8(of_cache: str, head_size: int) -> str:
+    sizes = FP8_HEAD_SIZES[FP8_MAJOR]
+    return f"a KV cache of {of_cache} has no kernel for head_size {head_size}, there are: {sizes}"
 
 
 @dataclass
@@ -272,6 +279,8 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
                 f"cute_attn has no KV cache of dtype {kv_cache_dtype!r}, there are: "
                 f"{KV_CACHE_DTYPES}"
             )
+        if kv_cache_dtype in FP8 and head_size not in FP8_HEAD_SIZES[FP8_MAJOR]:
+            raise NotImplementedError(f"cute_attn: {_no_fp8(kv_cache_dtype, head_size)}")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(
                 f"cute_attn has no attention of type {attn_type!r} in vLLM: decoders only"

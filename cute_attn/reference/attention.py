@@ -45,6 +45,7 @@ def attention_reference(
     seqused_k: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
     jitter: torch.Generator | None = None,
@@ -74,6 +75,8 @@ def attention_reference(
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
         seqused_q, seqused_k: `[B]`, the number of used rows of each sequence.
         k_descale, v_descale: factors of k and v, a number or `[B, HK]`.
+        tree_mask: `[B, SQ]` or `[total]`: bit j says whether query i sees the key at query j's
+            position; see `flash_attn_varlen_func`.
         dtype: dtype of the arithmetic; float64 gives the reference.
         p_dtype: dtype to which the probabilities are rounded before the product with v.
         jitter: generator of a factor in [1, 2) for each probability. A probability is rounded while
@@ -98,6 +101,9 @@ def attention_reference(
         q_b = (q if index_q is None else q[index_q])[rows_q]
         k_b, v_b = ((x if index_k is None else x[index_k])[rows_k] for x in (k, v))
         mask = visible(q_b.shape[0], k_b.shape[0], causal, window_size).to(q.device)
+        if tree_mask is not None:
+            bits = (tree_mask if index_q is None else tree_mask[index_q])[rows_q]
+            mask = mask & _tree(bits, *mask.shape)
         for head in range(heads):
             sink = None if learnable_sink is None else learnable_sink[head].to(dtype)
             o_b[rows_q, head], lse_b[rows_q, head] = _one_head(
@@ -113,6 +119,14 @@ def attention_reference(
                 by_row,
             )
     return o, lse_rows.transpose(-1, -2)
+
+
+def _tree(bits: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """The mask of the queries' bits for the keys at their positions; True for all earlier keys."""
+    seen = torch.ones(queries, max(queries, keys), dtype=torch.bool, device=bits.device)
+    if queries:
+        seen[:, -queries:] = (bits[:, None] >> torch.arange(queries, device=bits.device)) & 1 == 1
+    return seen[:, seen.shape[1] - keys :]
 
 
 def attention_gradients(

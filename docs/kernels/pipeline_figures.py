@@ -69,6 +69,7 @@ def ladder(step: int) -> Pipeline:
 
 SHOWN: dict[str, Callable[[], Pipeline]] = {
     "sm90_forward": lambda: forward("sm_90a", 128),
+    "wide_heads": lambda: forward("sm_90a", 512),
     "sm90_backward_64": lambda: backward(attention.SM90_BACKWARD, "sm_90a", 64),
     "sm90_backward_128": lambda: backward(attention.SM90_HD128_BACKWARD, "sm_90a", 128),
     "sm90_backward_dkdv": lambda: backward(

@@ -174,10 +174,20 @@ class Server:
                 continue
             at = slice(i * drafts, (i + 1) * drafts)
             draft, places = batch.input_ids[at].tolist(), batch.positions[at].tolist()
-            for j, place in enumerate(places):
-                if place == length + j:  # other rows fill up the request's drafts
-                    rows.append(Row(mode.name, tokens + draft[: j + 1], logits[i * drafts + j]))
+            paths = self.paths(batch, i, drafts)
+            for j, (place, path) in enumerate(zip(places, paths, strict=True)):
+                if place == length + len(path) - 1:  # other rows fill up the request's drafts
+                    seen = [draft[node] for node in path]
+                    rows.append(Row(mode.name, tokens + seen, logits[i * drafts + j]))
         return rows
+
+    def paths(self, batch: Any, number: int, drafts: int) -> list[list[int]]:
+        """For each draft of a request, the draft's ancestors and the draft: all drafts before it in
+        a chain, in a tree by SGLang's mask, which has the drafts alone on a CPU."""
+        if (self.runner.server_args.speculative_eagle_topk or 0) <= 1:
+            return [list(range(j + 1)) for j in range(drafts)]
+        of_drafts = batch.spec_info.custom_mask.view(-1, drafts, drafts)[number].bool()
+        return [row[: j + 1].nonzero().flatten().tolist() for j, row in enumerate(of_drafts)]
 
 
 class Recorder(TorchDispatchMode):
@@ -292,6 +302,7 @@ class Graph:
         for name, pad in {**self.INPUTS, "seq_lens": fill, "req_pool_indices": 0}.items():
             given = getattr(batch, name)
             getattr(self.batch, name).fill_(pad)[: len(given)] = given
+        self.batch.spec_info = batch.spec_info
         self.backend.init_forward_metadata_out_graph(self.batch)
         self.recorder.repeat()
         logits = self.logits[: batch.batch_size * self.each].float().clone()

@@ -33,6 +33,8 @@ CHAINS = {
     "speculative_num_draft_tokens": 4,
 }
 
+TREES = CHAINS | {"speculative_ngram_max_bfs_breadth": 2, "page_size": 1}
+
 
 # What SGLang reads of a model's configuration, and transformers' default has not.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -317,6 +319,54 @@ def test_speculative_decoding(start: Start, model: str):
     served.check()
 
 
+@pytest.mark.clients("Speculative decoding (NGRAM): trees of draft tokens are verified")
+def test_trees(start: Start):
+    """With pages of one token, as SGLang demands."""
+    served = start("llama", **TREES | {"speculative_num_draft_tokens": 6})
+    server = served.server
+    text = [*prompt(12), *prompt(12), *prompt(6, 1), *prompt(12)]
+    requests = [server.send(text, 40), server.send([*text[6:30], *text[:11]], 30)]
+    server.run()
+    steps = [b for b in server.batches if b.forward_mode.is_target_verify()]
+    rows = [row for row in server.rows if row.mode == "TARGET_VERIFY"]
+    places = [b.positions.view(len(b.seq_lens), -1) for b in steps]
+    assert any((x.diff() != 1).any() for x in places), "no step has a tree that branches"
+    assert len(rows) > sum(len(b.seq_lens) for b in steps)
+    assert sum(len(x.output_ids) for x in requests) == 70
+    served.check()
+
+
+@pytest.mark.clients("Speculative decoding (NGRAM): trees of draft tokens are verified")
+def test_masks_of_trees_on_a_gpu(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """SGLang's mask on a GPU has all columns of each request, and none of padding requests."""
+    from cute_attn.integrations import sglang_backend
+
+    start("llama", **TREES)
+    drafts, lengths = 6, [3, 0, 9, 5]
+    bits = torch.randint(0, 2**drafts, (3, drafts))
+    last = (bits[:, :, None] >> torch.arange(drafts)) & 1 == 1
+    whole = [
+        torch.cat([torch.ones(drafts, n, dtype=torch.bool), own], 1).flatten()
+        for n, own in zip(lengths, last, strict=False)
+    ]
+    for mode, mask in (("FULL_MASK", torch.cat(whole)), ("QLEN_ONLY", last.flatten())):
+        monkeypatch.setattr(
+            sglang_backend,
+            "default_tree_mask_mode",
+            lambda mode=mode: sglang_backend.TreeMaskMode[mode],
+        )
+        step = types.SimpleNamespace(
+            spec_info=types.SimpleNamespace(custom_mask=mask),
+            seq_lens=torch.tensor(lengths),
+            batch_size=4,
+        )
+        metadata = types.SimpleNamespace(
+            drafts=drafts, tree_mask=torch.full((4 * drafts,), -1, dtype=torch.int64)
+        )
+        sglang_backend.write_tree(metadata, step)
+        assert torch.equal(metadata.tree_mask.view(4, drafts)[:3], bits)
+
+
 @pytest.mark.clients("Prefill here and decode in another backend, and the reverse")
 @pytest.mark.parametrize("ours", ["prefill", "decode"])
 def test_beside_another_backend(start: Start, ours: str):
@@ -536,9 +586,9 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
     runner = start("llama").server.runner
     layer = runner.model.model.layers[0].self_attn.attn
     refuse(runner)
-    trees = types.SimpleNamespace(speculative_eagle_topk=4)
+    trees = types.SimpleNamespace(speculative_eagle_topk=4, speculative_num_draft_tokens=65)
     for changed, name, value, message in (
-        (sglang_backend, "get_spec", lambda: trees, "trees of draft tokens"),
+        (sglang_backend, "get_spec", lambda: trees, "trees of 65 draft tokens"),
         (runner.model_config, "attention_arch", AttentionArch.MLA, "MLA"),
         (runner.model_config, "is_encoder_decoder", True, "cross-attention of an encoder-decoder"),
         (runner.model_config, "is_local_attention_model", True, "local attention in chunks"),
@@ -564,8 +614,8 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
 )
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("llama", {}), ("granite", {}), ("llama", CHAINS)],
-    ids=["decode", "windows in their own pool", "verify"],
+    [("llama", {}), ("granite", {}), ("llama", CHAINS), ("llama", TREES)],
+    ids=["decode", "windows in their own pool", "verify", "verify trees"],
 )
 def test_cuda_graphs(sglang: Any, start: Start, model: str, options: dict[str, Any]):
     """Without a GPU, what SGLang's graph runner captures is recorded, and computed again."""

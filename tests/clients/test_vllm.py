@@ -513,6 +513,18 @@ GEMMA4 = {
 }
 
 
+@pytest.mark.clients("Gemma 4: layers of head sizes 256 and 512")
+def test_layers_of_two_head_sizes(start: Start):
+    server = start("gemma4")
+    server.check(prompt(40), prompt(9, 1))
+    layers = list(server.layers().values())
+    assert [(x.head_size, x.backend.name) for x in layers] == [
+        (256, "CUTE_ATTN"),
+        (512, "CUTE_ATTN"),
+    ]
+    assert len(server.steps) == NEW_TOKENS * len(layers)
+
+
 @pytest.mark.clients("Gemma 4: sliding layers, beside another backend for head size 512")
 @pytest.mark.parametrize("change", GEMMA4)
 def test_a_backend_for_each_kind_of_layer(start: Start, change: str):

@@ -3,7 +3,8 @@
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dense" (causal, with lse; two stages of Q, O through shared
 memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), "splits", "few"
-(the tile of few rows), "pieces", and "gather" (rows from pages of any size).
+(the tile of few rows), "pieces", "gather" (rows from pages of any size), and "pair" (two CTAs share
+a tile's columns).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.attention.configs import PART_COLUMNS
+from cute_attn.kernels.attention.configs import PART_COLUMNS, forward
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
@@ -84,6 +85,9 @@ SPECS = {
         v_descale=True,
     ),
     "gather": Sm90ForwardSpec(**PLAIN | {"tile_m": 64, "seqused_k": True, "page_rows": GATHERED}),
+    "pair": Sm90ForwardSpec(
+        **PLAIN | {"tile_m": 64, "lse": True, "head_dim": 512, "head_dim_v": 512}
+    ),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
@@ -91,6 +95,7 @@ SPECS = {
 SIZES = {
     "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
     "few": (20, 130, 2), "pieces": (20, 400, 1), "fp8": (20, 300, 2), "gather": (20, 193, 3),
+    "pair": (20, 190, 3),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -130,8 +135,9 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     if spec.scheduler == "pieces":
         counter = torch.zeros(2 + 2 * SMS, dtype=torch.int32)
         parts = torch.full((2 * SMS, spec.tile_m, spec.head_dim_v + PART_COLUMNS), float("nan"))
+    clusters = SMS // forward("sm_90a", spec.head_dim, spec.head_dim_v).cluster
     arguments = [
-        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter, parts,
+        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, clusters, counter, parts,
         *factors,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
@@ -154,7 +160,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits, few, pieces, fp8, gather = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few, pieces, fp8, gather, pair = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -654,9 +660,71 @@ def _(p: Edged) -> Planted:
     return p.changed_operand(line, lane, "xor.b32", 1), [line]
 
 
+# -- what a pair of CTAs shares
+
+REMOTE = r"st\.async"
+REMOTE_ARRIVE = r"mbarrier\.arrive\S*\.shared::cluster"
+CLUSTER_WAIT = r"barrier\.cluster\.wait"
+
+
+for name, touched in (("scores", (REMOTE, SHARED)), ("number", (REMOTE, SHARED, LOAD))):
+
+    @pair(f"wait for {name}_full dropped", "race uninitialised value deadlock")
+    def _(p: Edged, name: str = name, touched: tuple[str, ...] = touched) -> Planted:
+        lines = [*lines_of(p, *touched), *all_waits(p)]
+        return p.drop(*p.of(f"{name}_full", WAIT)), lines
+
+    @pair(f"release of {name}_empty dropped", "deadlock")
+    def _(p: Edged, name: str = name) -> Planted:
+        return p.drop(*p.of(f"{name}_empty", REMOTE_ARRIVE)), range(1, len(p.lines))
+
+    @pair(f"expect_tx of {name}_full 16 too many", "deadlock")
+    def _(p: Edged, name: str = name) -> Planted:
+        line = p.of(f"{name}_full", EXPECT)[0]
+        changed = p.changed_operand(line, operand(p, line), "add.s32", 16)
+        return changed, range(1, len(p.lines))
+
+
+# The wait for number_empty is needed only where tiles without keys follow one another.
+@pair("wait for scores_empty dropped", "race barrier value")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.of("scores_empty", WAIT)), lines_of(p, REMOTE, SHARED, EXPECT, REMOTE_ARRIVE)
+
+
+@pair("a vector of the scores is not sent", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(p.all(REMOTE)[1]), range(1, len(p.lines))
+
+
+@pair("the scores go to the CTA's own memory", "value race uninitialised deadlock barrier")
+def _(p: Edged) -> Planted:
+    line = p.before(r"mapa", p.one(REMOTE))
+    rank = p[line].split(",")[2].strip(" ;")
+    return p.changed_operand(line, rank, "xor.b32", 1), range(1, len(p.lines))
+
+
+@pair("a part of the scores is not added", "value")
+def _(p: Edged) -> Planted:
+    adds = [n for n in p.all(r"^\s*add(\.rn)?\.f32") if n > p.one(REMOTE)]
+    target, source, _ = re.findall(r"%\w+", p[adds[0]])
+    return p.with_line(adds[0], f"mov.b32 {target}, {source};"), [adds[0]]
+
+
+@pair("both CTAs load the same columns of v", "value")
+def _(p: Edged) -> Planted:
+    line = p.of("v_full", LOAD)[0]
+    column = re.findall(r"\{(.*?)\}", p[line])[0].split(",")[0].strip()
+    return p.changed_operand(line, column, "and.b32", 255), [line]
+
+
+@pair("the cluster's barrier after the initialisation dropped", "barrier race deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(CLUSTER_WAIT)), range(1, len(p.lines))
+
+
 BUGS = [
     *dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs, *pieces.bugs, *fp8.bugs,
-    *gather.bugs,
+    *gather.bugs, *pair.bugs,
 ]  # fmt: skip
 QUICK = {
     "dense: wait for k_full dropped",
@@ -675,7 +743,7 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
                                              for n in ("pages", "hd256", "splits", "few", "fp8",
-                                                       "gather"))])  # fmt: skip
+                                                       "gather", "pair"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)

@@ -87,7 +87,13 @@ def test_starts():
 
 @pytest.mark.parametrize(
     ("arch", "found"),
-    [("sm_90a", [(64, 64), (128, 128), (192, 128), (256, 256)]), ("sm_100a", [(256, 256)])],
+    [
+        (
+            "sm_90a",
+            [(64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512)],
+        ),
+        ("sm_100a", [(256, 256)]),
+    ],
 )
 def test_head_dims(arch: str, found: list[tuple[int, int]]):
     with cute_attn.emulated(arch, Emulator()):

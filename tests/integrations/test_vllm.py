@@ -132,6 +132,10 @@ def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
             {"kv_cache_dtype": "fp8", "head_size": 256, "device_capability": BLACKWELL},
             "a KV cache of fp8 has no kernel on this GPU",
         ),
+        (
+            {"kv_cache_dtype": "fp8", "head_size": 512},
+            "a KV cache of fp8 has no kernel for head_size 512, there are: (64, 128, 256)",
+        ),
         ({"kv_cache_dtype": "float16"}, "a KV cache of float16 beside a model of torch.bfloat16"),
         (
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
@@ -172,7 +176,12 @@ GOOD = {"num_heads": 4, "head_size": 128, "scale": 0.1, "num_kv_heads": 2}
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"head_size": 80}, NotImplementedError, r"head_size 80, there are: \[64, 128, 256\]"),
+        ({"head_size": 80}, NotImplementedError, r"head_size 80, there are: \[64, 128, 256, 512\]"),
+        (
+            {"head_size": 512, "kv_cache_dtype": "fp8"},
+            NotImplementedError,
+            "a KV cache of fp8 has no kernel for head_size 512",
+        ),
         ({"alibi_slopes": [0.5] * 4}, NotImplementedError, "no ALiBi"),
         ({"kv_cache_dtype": "fp8_inc"}, NotImplementedError, "KV cache of dtype 'fp8_inc'"),
         ({"attn_type": AttentionType.ENCODER}, NotImplementedError, "attention of type"),

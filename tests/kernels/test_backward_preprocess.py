@@ -54,6 +54,7 @@ def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
     ],
     ids=["dense, sums", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse, sums"],
 )
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch: str) -> None:
     """Rows of no sequence hold NaN and are not read."""
@@ -135,7 +136,10 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
 
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (None, 40), (-30, 2**30), (-10, 60)])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90a", 64), ("sm_100a", 256)])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [("sm_90a", 64), pytest.param("sm_100a", 256, marks=pytest.mark.slow)],
+)
 def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
     arch: str, head_dim: int, packed: bool, left: int | None, right: int
 ) -> None:

@@ -38,7 +38,7 @@ def definition(kernel: str, head_dim: int) -> cache.KernelDef:
 
 def exists(kernel: str, head_dim: int, *, softcap: bool) -> bool:
     if kernel in ("ds_dq", "dkdv with ds"):
-        return head_dim == 256
+        return table.has("backward_ds_dq", ARCH, head_dim, HEAD_DIM_V[head_dim])
     return kernel != "fused" or has_fused_dq(ARCH, head_dim, HEAD_DIM_V[head_dim], softcap=softcap)
 
 

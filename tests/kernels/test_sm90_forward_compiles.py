@@ -10,7 +10,7 @@ import pytest
 
 from cute_attn import cache
 from cute_attn.bench.ladder.machine_code import key_tile
-from cute_attn.kernels.attention.configs import SM90, shapes
+from cute_attn.kernels.attention.configs import SM90, has_fp8, shapes
 from cute_attn.kernels.attention.heuristics import forward_spec
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
@@ -72,6 +72,7 @@ SPECS = [
     )
     for head_dim, head_dim_v in shapes("forward", SM90)
     for name, fields in KINDS.items()
+    if "fp8" not in fields or has_fp8(ARCH, head_dim, head_dim_v)
 ]  # fmt: skip
 specialisations = pytest.mark.parametrize("spec", SPECS)
 
@@ -90,9 +91,8 @@ def test_the_loop_without_a_mask(spec: Sm90ForwardSpec) -> None:
 def test_spills_elsewhere(spec: Sm90ForwardSpec) -> None:
     (use,) = cache.compile(SM90_FORWARD, spec, arch=ARCH).kernels
     masked = spec.window_right or spec.window_left
-    allowed = (
-        {64: 256, 128: 0, 192: 0, 256: 16}[spec.head_dim] if masked and spec.tile_m > 64 else 0
-    )
+    most = {64: 256, 256: 16, 320: 160, 576: 32}.get(spec.head_dim, 0)
+    allowed = most if masked and spec.tile_m > 64 else 0
     if spec.page_rows == GATHERED and spec.head_dim == 256:  # 8 registers less for the consumers
         allowed += 32
     assert use.spills <= allowed

@@ -1,4 +1,4 @@
-"""docs/kernels/sm90_forward.md agrees with the kernel's declarations."""
+"""docs/kernels/sm90_forward.md and wide_heads.md agree with the kernel's declarations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from docs.kernels.page_tables import filled
 
 
 def test_the_tables_are_current() -> None:
-    text = page.PAGE.read_text()
-    assert filled(text, page.tables()) == text, "python -m docs.kernels.sm90_forward_page"
+    for path, wide in ((page.PAGE, False), (page.WIDE_PAGE, True)):
+        text = path.read_text()
+        assert filled(text, page.tables(wide)) == text, "python -m docs.kernels.sm90_forward_page"
 
 
 def test_the_text_has_the_kernels_registers() -> None:

@@ -31,6 +31,7 @@ from cute_attn.reference.attention import (
 )
 
 ARCH = "sm_100a"
+SM90_HEAD_DIMS = configs.head_dims("forward", configs.SM90)
 SHORT = 128  # dense calls with so many queries pack heads; packed sequences follow max_seqlen_q
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 DTYPE_NAMES = {

@@ -2,9 +2,8 @@
 
 Their lengths, numbers of heads and sequences, masks, softcap, sinks, pages and splits are those of
 its tests/cute/test_flash_attn.py (of 15 August 2026). Left out is what has no counterpart here:
-other head dimensions, such as 96 and 192, and those of v that differ from q's; qv; fp8; queries
-that are padded and not packed; and windows with a negative bound, such as (5, -1), which is an
-offset there and no bound here.
+head dimensions other than 64, 128 and 256; those of v that differ from q's, but for 192 and 128;
+and qv. A bound of -1, an offset there, is no bound here: these points have -2 instead.
 
 Results are compared by the error rule with the reference, and, where PyTorch has the function, with
 its scaled_dot_product_attention in float64: a second opinion of what the masks mean.
@@ -36,6 +35,7 @@ HEADS_K = (6, 3, 1)
 SPLITS = (1, 3)
 SOFTCAPS = (0.0, 15.0)
 MASKS = ("full", "causal", "local", "local right", "local left")
+DENSE_MASKS = ("full", "causal", "local", "negative right", "negative left")
 DRAWN = 12  # points of each shape; HYPOTHESIS_PROFILE=full takes them all
 
 DENSE_SHAPES = (
@@ -63,7 +63,7 @@ class Point:
         lengths: of packed sequences: "full", at most 20 less than that ("random"), or at least a
             third of it; None: not packed.
         zeros_q, zeros_k: every fifth sequence, and the last one, is empty.
-        packed_k: k is packed too, rather than padded with seqused_k.
+        packed_q, packed_k: q and k are packed, rather than padded with seqused_q and seqused_k.
         page_size: of k, with seqused_k; 0: no pages.
     """
 
@@ -78,6 +78,7 @@ class Point:
     lengths: str | None = None
     zeros_q: bool = False
     zeros_k: bool = False
+    packed_q: bool = True
     packed_k: bool = False
     seqused_k: bool = False
     page_size: int = 0
@@ -95,19 +96,19 @@ def dense_points(shape: tuple[int, int]) -> list[Point]:
     batch = 9 if shape[1] <= 2048 else 2
     return [
         Point(*shape, batch, *rest)
-        for rest in itertools.product(HEADS_K, MASKS, SPLITS, SOFTCAPS, (False, True))
+        for rest in itertools.product(HEADS_K, DENSE_MASKS, SPLITS, SOFTCAPS, (False, True))
     ]
 
 
 def varlen_points(shape: tuple[int, int]) -> list[Point]:
     batch, flags = 49 if shape[0] <= 512 else 7, (False, True)
-    values = HEADS_K, MASKS, SPLITS, SOFTCAPS, ("random", "third", "full"), flags, flags, flags
+    values = HEADS_K, MASKS, SPLITS, SOFTCAPS, ("random", "third", "full"), *[flags] * 4
     return [
         Point(
             *shape, batch, heads_k, mask, splits, softcap, False, lengths, zeros_q, zeros_k,
-            packed_k, not packed_k,
+            packed_q, packed_k, not packed_k,
         )
-        for heads_k, mask, splits, softcap, lengths, zeros_q, zeros_k, packed_k in (
+        for heads_k, mask, splits, softcap, lengths, zeros_q, zeros_k, packed_q, packed_k in (
             itertools.product(*values)
         )
     ]  # fmt: skip
@@ -158,7 +159,9 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
 
     def rows(side: str, seqlen: int, heads: int, dims: list[int]) -> list[Tensor]:
         """Tensors of one side, of these head dimensions, packed if the side is."""
-        batch, packed = point.batch, point.lengths is not None and (side == "q" or point.packed_k)
+        batch, packed = point.batch, point.packed_q if side == "q" else point.packed_k
+        packed = packed and point.lengths is not None
+        used = point.lengths is not None if side == "q" else point.seqused_k
         lengths = [seqlen] * batch
         if point.lengths is not None:
             zeros = point.zeros_q if side == "q" else point.zeros_k
@@ -173,8 +176,8 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
         if packed:
             bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
             args[f"cu_seqlens_{side}"] = bounds.to(device)
-        elif side == "k" and point.seqused_k:
-            args["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        elif used:
+            args[f"seqused_{side}"] = torch.tensor(lengths, dtype=torch.int32, device=device)
             for x in found:
                 for own, length in zip(x, lengths, strict=True):
                     own[length:] = torch.nan
@@ -189,9 +192,11 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
     if point.sink:
         args["learnable_sink"] = torch.randn(point.heads, generator=generator, device=device)
     left, right = (numbers.randrange(point.seqlen_k) for _ in range(2))
+    if point.mask.startswith("negative"):
+        left, right = (-2 if n == 1 else -n for n in (left, right))
     args["window_size"] = (
-        left if "local" in point.mask and point.mask != "local right" else None,
-        right if point.mask in ("local", "local right") else None,
+        left if point.mask in ("local", "local left", "causal local", "negative left") else None,
+        right if point.mask in ("local", "local right", "negative right") else None,
     )
     args["causal"] = "causal" in point.mask
     return args

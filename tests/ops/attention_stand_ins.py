@@ -72,7 +72,7 @@ def _forward(
     *shared: Tensor | None,
 ) -> None:  # fmt: skip
     assert bool(spec.page_rows) == (pages is not None)
-    *shared, k_descale, v_descale = shared or (None, None)
+    *shared, k_descale, v_descale, tree_mask = shared or (None, None, None)
     if spec.scheduler == "pieces":
         counters, parts = shared
         assert counters is not None and parts is not None
@@ -84,6 +84,7 @@ def _forward(
         k, v = (x.view(torch.uint8)[where].view(x.dtype).flatten(1, 2) for x in (k, v))
     for name, factor in (("k_descale", k_descale), ("v_descale", v_descale)):
         assert getattr(spec, name, False) == (factor is not None)
+    assert getattr(spec, "tree_mask", False) == (tree_mask is not None)
     if k_descale is not None:
         k = k.double() * k_descale[:, None, :, None]
     if v_descale is not None:
@@ -94,12 +95,16 @@ def _forward(
         o, lse = o[0], lse[0]
     exact_o, exact_lse = attention_reference(
         q, k, v, softmax_scale=scale, learnable_sink=sink, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
-        seqused_q=used_q, seqused_k=used_k, **_options(spec, softcap, left, right),
+        seqused_q=used_q, seqused_k=used_k, tree_mask=tree_mask,
+        **_options(spec, softcap, left, right),
     )  # fmt: skip
     assert spec.lse == (lse is not None)
-    o.copy_(exact_o)
-    if lse is not None:
-        lse.copy_(exact_lse)
+    for index_q, rows_q, _, _ in sequences(q, k, cu_q, cu_k, used_q, used_k):
+        at = (rows_q,) if index_q is None else (index_q, rows_q)
+        o[at].copy_(exact_o[at])
+        if lse is not None:
+            of_rows = lse[(*at[:-1], slice(None), rows_q)]
+            of_rows.copy_(exact_lse[(*at[:-1], slice(None), rows_q)])
 
 
 def _padded(q: Tensor, cu_q: Tensor | None, sequence: int) -> int:
@@ -202,7 +207,7 @@ def _dkdv(
     *rest: Any,
 ) -> None:  # fmt: skip
     *lengths, scale, softcap, left, right, splits, clusters = rest
-    assert clusters >= 1 and (splits > 1) == spec.partial
+    assert clusters >= 1 and (splits == 1 or spec.partial)
     group = q.shape[-2] // k.shape[-2]
     assert group % splits == 0
     exact_k, exact_v = (torch.zeros(splits, *k.shape, dtype=torch.float64) for _ in range(2))

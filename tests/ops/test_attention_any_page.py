@@ -21,7 +21,18 @@ from cute_attn.kernels.attention import heuristics
 from cute_attn.kernels.attention.spec import GATHERED
 from cute_attn.ops.attention import plan_attention
 
-from .attention_cases import CACHE, FULL, Kind, Machine, Target, assert_agrees, on_target, run, same
+from .attention_cases import (
+    CACHE,
+    FULL,
+    SM90_HEAD_DIMS,
+    Kind,
+    Machine,
+    Target,
+    assert_agrees,
+    on_target,
+    run,
+    same,
+)
 from .test_attention_pages import (
     CAUSAL,
     PLAIN,
@@ -59,6 +70,7 @@ def test_a_decode_step_from_pages_of_one_token():
         assert_agrees(args, *first)
 
 
+@pytest.mark.slow
 def test_prefill_from_pages_of_five_tokens():
     """Tiles of three warpgroups, a causal mask, and entries without a page."""
     with on_target(Target(ARCH, 64)):
@@ -67,7 +79,7 @@ def test_prefill_from_pages_of_five_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @pytest.mark.parametrize("kind", [CAUSAL, WINDOW], ids=["causal", "window"])
 def test_prefill_of_two_and_three_warpgroups(head_dim: int, kind: Kind):
     """More than a warpgroup's rows: warpgroups trade registers with the gathering warps."""
@@ -77,7 +89,7 @@ def test_prefill_of_two_and_three_warpgroups(head_dim: int, kind: Kind):
 
 def test_all_sizes_of_small_pages_share_a_kernel():
     sizes = (1, 2, 3, 4, 8, 17, 40)
-    for head_dim in (64, 128, 192, 256):
+    for head_dim in SM90_HEAD_DIMS:
         plans = [
             plan_attention(
                 ARCH, head_dim=head_dim, head_dim_v=Target(ARCH, head_dim).head_dim_v,
@@ -90,7 +102,7 @@ def test_all_sizes_of_small_pages_share_a_kernel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=150 if FULL else 20)
 @given(
     kind=st.sampled_from([PLAIN, CAUSAL, WINDOW, CACHE, SINK]),
@@ -117,7 +129,7 @@ def test_any_size_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=60 if FULL else 8)
 @given(
     kind=st.sampled_from([CACHE, replace(CACHE, sink=None), SINK]),

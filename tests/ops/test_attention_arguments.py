@@ -248,7 +248,7 @@ def test_sizes_that_int32_cannot_hold():
         cute_attn.flash_attn_func(many, many, many)
 
 
-ALONE = ("scheduler", "out", "k_descale", "v_descale", "batch_invariant")
+ALONE = ("scheduler", "out", "k_descale", "v_descale", "batch_invariant", "tree_mask")
 
 
 def test_signatures_are_flash_attentions():
@@ -460,10 +460,10 @@ def test_on_hopper_every_scheduler_is_the_counter(
             cute_attn.flash_attn_func(**dense(dim=128, scheduler=scheduler))
     assert [spec.scheduler for spec in specs[::2]] == ["counter"] * 3
     assert [spec.head_dim for spec in specs[::2]] == [128] * 3
-    for *_, ctas, counter, parts, k_descale, v_descale in specs[1::2]:
+    for *_, ctas, counter, parts, k_descale, v_descale, tree_mask in specs[1::2]:
         assert ctas == 7
         assert counter.dtype == torch.int32 and counter.tolist() == [0]
-        assert parts is k_descale is v_descale is None
+        assert parts is k_descale is v_descale is tree_mask is None
     (record,) = caplog.records
     assert "sm_90a has no cluster launch control" in record.getMessage()
 

@@ -1,6 +1,6 @@
-"""Gradients of attention on sm_90a at head_dim 256 with other limits of the workspace for dS: of
-a part of the heads at once, and without one, where dQ's kernel computes dS itself. The usual limit
-is that of `test_attention_gradients_sm90`."""
+"""Gradients of attention on sm_90a at head_dim 192 and 256 with other limits of the workspace for
+dS: of a part of the heads at once, and without one, where dQ's kernel computes dS itself. The usual
+limit is that of `test_attention_gradients_sm90`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_attn.kernels.attention import ds_tiles
+from cute_attn.kernels.attention.configs import SM90, head_dims
 from cute_attn.kernels.attention.statistics import padded_rows
 from cute_attn.ops.attention import backward
 
@@ -25,6 +26,7 @@ from .attention_cases import (
     Machine,
     Target,
     on_target,
+    target,
 )
 from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same, workspace
 from .test_attention_gradients import (
@@ -39,7 +41,11 @@ from .test_attention_gradients import (
 SINK = Kind(window_right=True, sink=torch.float32)
 
 
-@pytest.fixture(scope="module", autouse=True, params=[pytest.param(256, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=[pytest.param(dim, marks=pytest.mark.slow) for dim in head_dims("backward_ds_dq", SM90)],
+)
 def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
     with on_target(Target("sm_90a", request.param)), workspace(0):
         yield
@@ -124,7 +130,8 @@ def test_dS_of_a_part_of_the_keys_at_once(case: Case) -> None:
     keys = args["k"].shape[-3]
     rows = padded_rows(args["q"].shape[-3], case.batch, case.kind.varlen_q)
     at_once = 2 // case.batch or 1  # blocks of keys that keep two clusters busy
-    limit = ds_tiles.nbytes(1, rows, at_once * ds_tiles.CLUSTER_KEYS) + 4 * rows * 256
+    limit = ds_tiles.nbytes(1, rows, at_once * ds_tiles.CLUSTER_KEYS)
+    limit += 4 * rows * target().head_dim
     parts = -(-keys // (at_once * ds_tiles.CLUSTER_KEYS))
     names, found = launches(case, limit, machine)
     assert names == ["dkdv", "ds_dq"] * (parts * case.heads_k * case.group)

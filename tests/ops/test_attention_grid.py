@@ -28,7 +28,8 @@ def smallest() -> list[grid.Point]:
         *grid.cache_points((1, 128)),
     ]
     kinds = {
-        (x.mask, x.lengths, x.splits, x.packed_k, bool(x.page_size), x.sink): x for x in points
+        (x.mask, x.lengths, x.splits, x.packed_q, x.packed_k, bool(x.page_size), x.sink): x
+        for x in points
     }
     return list(kinds.values())
 
@@ -43,7 +44,7 @@ def test_the_grids_are_whole():
         )
         for shape in shapes
     ]
-    assert sum(counts) == 26 * 120 + 21 * 1440 + (4 * 4 + 2 * 3 + 2 * 2) * 96
+    assert sum(counts) == 26 * 120 + 21 * 2880 + (4 * 4 + 2 * 3 + 2 * 2) * 96
     for mask in grid.MASKS:
         assert any(p.mask == mask for p in grid.drawn(grid.varlen_points((64, 128))))
 

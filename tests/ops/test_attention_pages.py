@@ -19,6 +19,7 @@ from cute_attn.ops.attention import plan_attention
 from .attention_cases import (
     CACHE,
     FULL,
+    SM90_HEAD_DIMS,
     Case,
     Kind,
     Machine,
@@ -95,7 +96,7 @@ def test_a_few_calls(on: Target, page_size: int):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "on",
-    [*(Target(ARCH, head_dim) for head_dim in (64, 128, 192, 256)), Target("sm_100a")],
+    [*(Target(ARCH, head_dim) for head_dim in SM90_HEAD_DIMS), Target("sm_100a")],
     ids=str,
 )
 @settings(max_examples=150 if FULL else 25)

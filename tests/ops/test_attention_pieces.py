@@ -20,6 +20,7 @@ from cute_attn.ops.attention import call, forward, plan_attention
 from .attention_cases import (
     CACHE,
     FULL,
+    SM90_HEAD_DIMS,
     Case,
     Kind,
     Machine,
@@ -49,10 +50,12 @@ def launched(emulator: Emulator) -> list[str]:
     return [launch.kernel for launch in emulator.report.launches]
 
 
-@pytest.mark.parametrize("queries", [1, 50])
+@pytest.mark.slow  # test_attention_wide has a quick one
+@pytest.mark.parametrize("queries", [1, 50, 100])
 def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
     """With a sink, a log-sum-exp, sequences without keys and without queries, in one warpgroup of
-    rows and in two. The bits depend on the lengths and the number of CTAs, not on the schedule."""
+    rows, in two, and in two tiles. The bits depend on the lengths and the number of CTAs, not on
+    the schedule."""
     with on_target(Target(ARCH, 64)):
         args = of_kind(replace(CACHE, packed_heads=2), LENGTHS, queries, group=2).arguments()
         args["max_seqlen_q"] = queries
@@ -69,12 +72,14 @@ def test_one_launch_agrees_with_the_reference_and_repeats(queries: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=150 if FULL else 20)
 @given(
     kind=st.sampled_from([CACHE, WINDOWED, replace(CACHE, sink=None, lse=False)]),
     lengths=st.lists(
-        st.tuples(st.sampled_from([0, 1, 1, 2, 40, 64]), st.sampled_from([0, 1, 64, 300, 900])),
+        st.tuples(
+            st.sampled_from([0, 1, 1, 2, 40, 64, 100]), st.sampled_from([0, 1, 64, 300, 900])
+        ),
         min_size=2,
         max_size=70,
     ),
@@ -176,7 +181,7 @@ def test_lengths_change_between_launches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=100 if FULL else 10)
 @given(
     data=st.data(),

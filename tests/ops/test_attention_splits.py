@@ -25,6 +25,7 @@ from .attention_cases import (
     CAPPED,
     CAUSAL,
     FULL,
+    SM90_HEAD_DIMS,
     USED,
     VARLEN,
     WINDOW,
@@ -46,11 +47,12 @@ from .test_attention_pages import in_pages, of_kind
 ARCH = "sm_90a"
 
 
+@pytest.mark.slow  # `make gpu-check` covers Hopper; the next tests are quick
 @pytest.mark.parametrize(
     ("head_dim", "case", "splits"),
     [
         (64, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
-        pytest.param(256, Case(CAUSAL, (70,), (300,), heads_k=2), 3, marks=pytest.mark.slow),
+        (256, Case(CAUSAL, (70,), (300,), heads_k=2), 3),
     ],
     ids=["decode", "prefill"],
 )
@@ -62,7 +64,9 @@ def test_splits_agree_with_the_reference(head_dim: int, case: Case, splits: int)
         assert same(args, first, run(args, on=Machine(num_sms=7), num_splits=splits))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "value", [-math.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.nan, math.inf))]
+)
 def test_special_values_of_the_sink_propagate_like_the_reference(value: float):
     """The second sequence has no key: its output is 0 and its log-sum-exp the sink."""
     with on_target(Target(ARCH, 64)):
@@ -120,8 +124,8 @@ def test_nothing_but_the_number_of_splits_changes_a_bit(scheduler: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
-    [*(Target(ARCH, head_dim) for head_dim in (64, 128, 192, 256)), BLACKWELL],
-    ids=["64", "128", "192", "256", "blackwell"],
+    [*(Target(ARCH, head_dim) for head_dim in SM90_HEAD_DIMS), BLACKWELL],
+    ids=[*map(str, SM90_HEAD_DIMS), "blackwell"],
 )
 @settings(max_examples=150 if FULL else 25)
 @given(
@@ -210,7 +214,16 @@ def combined(o: torch.Tensor, lse: torch.Tensor, **options: Any) -> Any:
     return result
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 3, 2, 128), (70, 4, 3, 64), (1, 1, 1, 1, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (70, 4, 3, 64),
+        pytest.param((5, 2, 3, 2, 128), marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 1, 256), marks=pytest.mark.slow),
+        pytest.param((3, 2, 5, 2, 512), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_combines_as_the_formula_says(shape: tuple[int, ...]):
     o, lse = torch.randn(shape), 5 * torch.randn(shape[:-1])
     lse[0, 0] = -math.inf
@@ -233,8 +246,9 @@ def test_combines_as_the_formula_says(shape: tuple[int, ...]):
     assert none is None and torch.equal(rounded, out.bfloat16())
 
 
+@pytest.mark.slow
 def test_attention_over_parts_of_the_keys_is_attention_over_all():
-    """As a cascade or a context-parallel group does it."""
+    """As a cascade does it. tests/distributed has the quick test, over ranks."""
     with on_target(Target(ARCH, 128)):
         args = Case(lengths_q=(9,), lengths_k=(150,), heads_k=2).arguments()
         whole = run(args)

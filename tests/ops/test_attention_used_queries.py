@@ -17,13 +17,14 @@ TARGETS = [
     *(pytest.param(Target("sm_90a", n), marks=pytest.mark.slow) for n in (128, 192, 256)),
     pytest.param(Target("sm_100a", 256), marks=pytest.mark.slow),
 ]
+WIDE = [pytest.param(Target("sm_90a", n), marks=pytest.mark.slow) for n in (320, 512, 576)]
 CAUSAL = Kind(window_right=True, seqused_q=True, seqused_k=True)
 DRAFTS = Kind(
     window_right=True, seqused_q=True, seqused_k=True, sink=torch.float32, packed_heads=4
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("on", TARGETS)
+@pytest.mark.parametrize("on", [*TARGETS, *WIDE])
 def test_agrees_with_the_reference(on: Target):
     """Counts of used queries that are less than none, none, some, and more than all. Unused rows
     hold NaN."""
@@ -35,7 +36,7 @@ def test_agrees_with_the_reference(on: Target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", TARGETS)
+@pytest.mark.parametrize("on", [*TARGETS, *WIDE])
 def test_drafts_of_a_decode_step(on: Target):
     with on_target(on):
         few = Case(

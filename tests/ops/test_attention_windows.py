@@ -22,6 +22,7 @@ TARGETS = [
     *(pytest.param(Target("sm_90a", n), marks=pytest.mark.slow) for n in (128, 192, 256)),
     pytest.param(Target("sm_100a", 256), marks=pytest.mark.slow),
 ]
+WIDE = [pytest.param(Target("sm_90a", n), marks=pytest.mark.slow) for n in (320, 512, 576)]
 
 
 def case(left: int | None, right: int | None, packed: bool, seed: int = 0) -> Case:
@@ -33,7 +34,7 @@ def case(left: int | None, right: int | None, packed: bool, seed: int = 0) -> Ca
     return Case(kind, queries, keys, left=left or 0, right=right or 0, seed=seed)
 
 
-@pytest.mark.parametrize("on", TARGETS)
+@pytest.mark.parametrize("on", [*TARGETS, *WIDE])
 def test_agrees_with_the_reference(on: Target):
     """Windows on one side, that hide K/V tiles at the beginning or at the end, or all keys."""
     with on_target(on):
@@ -43,7 +44,7 @@ def test_agrees_with_the_reference(on: Target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", TARGETS)
+@pytest.mark.parametrize("on", [*TARGETS, *WIDE])
 def test_any_window(on: Target):
     with on_target(on):
         for left, right in ((None, -20), (None, -1000), (90, -17), (-10, 70), (-40, 40)):

@@ -20,7 +20,16 @@ from cute_attn.kernels.attention import heuristics
 from cute_attn.kernels.attention.configs import SM90, shapes
 from cute_attn.ops.attention import plan_attention
 
-from .attention_cases import FULL, Machine, Target, allocate, is_known, on_target, target
+from .attention_cases import (
+    FULL,
+    SM90_HEAD_DIMS,
+    Machine,
+    Target,
+    allocate,
+    is_known,
+    on_target,
+    target,
+)
 from .attention_gradient_cases import poisoned
 
 GROUP, HEADS_K = 2, 2
@@ -128,11 +137,11 @@ def splits_of(keys: int) -> Iterator[None]:
 
 # -- attention
 
-HEAD_DIMS = [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 192, 256))]
+HEAD_DIMS = [64, *(pytest.param(n, marks=pytest.mark.slow) for n in SM90_HEAD_DIMS if n != 64)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 def test_alone_as_in_a_batch(head_dim: int):
     """In any order, with other hints, with and without a log-sum-exp, in a cache and in pages."""
     with on_target(Target("sm_90a", head_dim)):
@@ -239,7 +248,7 @@ def test_gradients_alone_as_in_a_batch(on: Target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", SM90_HEAD_DIMS)
 @settings(max_examples=60 if FULL else 10)
 @given(
     lengths=st.lists(

@@ -1,15 +1,16 @@
-"""Softmax attention, forward, backward and decode, beside FlashAttention-4, cuDNN and PyTorch's
-flash backend.
+"""Softmax attention, forward, backward and decode, beside FlashAttention-4, FlashAttention-3, cuDNN
+and PyTorch's flash backend.
 
 Forward and backward have 16k tokens in sequences of several lengths (or one sequence of 32k), with
-2048 columns of query heads. Decode has one query of 16 heads and 2 K/V heads over a cache,
-contiguous and in pages. A part has caches of unequal lengths in pages. A further part shows the
-cost of pages. Every contender is checked before
-it is timed. Outputs of some heads are compared with float64: our error may be twice plain
-arithmetic's error, a peer's at most 2 %. Gradients of few tokens are compared with float64, and the
-case's gradients with the peers'. An H200 lowers its clocks under load, so each contender is timed
-after a rest, in rounds. On Hopper FlashAttention-4 has no split-KV: decode is compared with
-FlashAttention-4's single pass.
+2048 columns of query heads. Decode has caches of equal and unequal lengths, of few bytes, with
+several queries, with pages of one token, and in fp8. The part "batches" has one query of 16 heads
+and 2 K/V heads over caches of equal lengths, contiguous and in pages. A further part shows the cost
+of pages. Every contender is checked before it is timed. Outputs of some heads are compared with
+float64: our error may be twice plain arithmetic's error, a peer's at most 2 %. Gradients of few
+tokens are compared with float64, and the case's gradients with the peers'. An H200 lowers its
+clocks under load, so each contender is timed after a rest, in rounds. On Hopper FlashAttention-4
+has no split-KV: decode is compared with FlashAttention-4's single pass. FlashAttention-3's package
+has no pages: FlashAttention-3 reads the same K and V in one piece.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from .cases import (
     PEERS,
     Case,
     all_cases,
-    decode_plots,
+    batches_plots,
     decode_row,
-    fp8_row,
     pages_row,
     short_cases,
     verdicts,
@@ -48,20 +48,19 @@ if TYPE_CHECKING:
 PARTS = {
     "forward": "Forward",
     "backward": "Backward",
-    "decode": "Decode, one query",
-    "ragged": "Decode, one query, over caches of unequal lengths",
+    "decode": "Decode",
+    "batches": "Decode, one query, equal lengths by batch",
     "pages": "K and V in pages beside the same in one piece",
-    "fp8": "Decode, one query, over fp8 caches beside the same in bfloat16",
 }
 # The time that a caller waits, and for a decode step also the device's part of this time.
 DEFAULT_MODES: Mapping[str, Mode] = {
-    "forward": "do_bench", "backward": "do_bench", "decode": "graph", "ragged": "graph",
-    "pages": "graph", "fp8": "graph",
+    "forward": "do_bench", "backward": "do_bench", "decode": "graph", "batches": "graph",
+    "pages": "graph",
 }  # fmt: skip
 # A flush with zeros leaves dirty lines in L2. A decode step writes almost nothing, and would wait
 # for the write-back of all these lines, 9 us on an H200; a copy waits for 2 to 4 us.
 DEFAULT_FLUSHES: Mapping[str, Flush] = {
-    "decode": "read", "ragged": "read", "pages": "read", "fp8": "read",
+    "decode": "read", "batches": "read", "pages": "read",
 }  # fmt: skip
 ROUNDS, SHORT_ROUNDS = 3, 1
 REP_MS, SHORT_REP_MS = 25.0, 15.0
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="default: graph for decode, ragged, pages and fp8, otherwise do_bench",
+        help="default: graph for decode, batches and pages, otherwise do_bench",
     )
     parser.add_argument(
         "--flush", choices=FLUSHES, help="default: read where the mode is graph, otherwise zero"
@@ -187,7 +186,8 @@ class Timer:
         if mode == "graph" and contenders:
             contenders, notes = problem.capturable(case, contenders)
             self.keep({}, notes)
-        if case.part in ("decode", "ragged") and contenders:
+        copied = case.part in ("decode", "batches")
+        if copied and contenders:
             contenders = {**contenders, **copies(case.min_bytes, problem.DEVICE)}
         short = self.args.short
         flush = self.args.flush or DEFAULT_FLUSHES.get(case.part, "zero")
@@ -200,10 +200,8 @@ class Timer:
             rest_s=self.args.rest,
             rep_ms=SHORT_REP_MS if short else REP_MS,
         )
-        if case.part in ("decode", "ragged"):
+        if copied:
             row = decode_row(case, timings, self.roofline) | copy_columns(timings, mode)
-        elif case.part == "fp8":
-            row = fp8_row(case, timings, self.roofline)
         elif case.part == "pages":
             row = pages_row(case, timings)
         else:
@@ -223,7 +221,7 @@ def report(
     plots = {
         "forward": whole_plots(timer.tables["forward"], roofline),
         "backward": whole_plots(timer.tables["backward"], roofline),
-        "decode": decode_plots(timer.tables["decode"]),
+        "batches": batches_plots(timer.tables["batches"]),
     }
     errors = ", ".join(f"{who} {error:.3g}" for who, error in timer.worst.items())
     whole = Report(

@@ -6,6 +6,8 @@ Imports torch, so the benchmark's module imports this module only when the bench
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +26,7 @@ from .agreement import (
     expected_in,
     peer_error,
 )
-from .cases import CUDNN, FA2, FA4, PEERS, SHORT_QUERIES, WIDE, Case
+from .cases import CUDNN, FA2, FA3, FA3_PLANNED, FA4, PEERS, SHORT_QUERIES, WIDE, Case
 
 DEVICE = "cuda"
 SEED = 20261122
@@ -122,18 +124,36 @@ def _no_kernel(case: Case) -> str | None:
 
 
 def peer_functions() -> tuple[dict[str, Callable[..., Any]], list[str]]:
-    """FlashAttention-4's functions by name, or a note if FlashAttention-4 is not installed."""
+    """Functions of FlashAttention-4 and FlashAttention-3 by name, and a note on each package that
+    cannot be imported."""
+    found: dict[str, Callable[..., Any]] = {}
+    notes = []
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
-        return {}, [f"FlashAttention-4 was left out: {error}"]
-    return {"dense": flash_attn_func, "varlen": flash_attn_varlen_func}, []
+        notes.append(f"FlashAttention-4 was left out: {error}")
+    else:
+        found |= {"dense": flash_attn_func, "varlen": flash_attn_varlen_func}
+    try:
+        # The package fa3-fwd installs its configuration under another name than it imports.
+        sys.modules["flash_attn_config"] = importlib.import_module("fa3_fwd_config")
+        fa3 = importlib.import_module("fa3_fwd_interface")
+    except ImportError as error:
+        notes.append(f"FlashAttention-3 was left out: {error}")
+    else:
+        found |= {
+            "fa3_dense": fa3.flash_attn_func,
+            "fa3_cache": fa3.flash_attn_with_kvcache,
+            "fa3_plan": fa3.get_scheduler_metadata,
+        }
+    return found, notes
 
 
 def calls(
     case: Case, given: Inputs, theirs: Mapping[str, Callable[..., Any]] | None
 ) -> dict[str, Call]:
-    """A forward of each contender; `theirs` are FlashAttention-4's functions, None for no peer."""
+    """A forward of each contender; `theirs` are functions of `peer_functions`, None for no
+    peer."""
     from cute_attn import flash_attn_func, flash_attn_varlen_func
 
     found: dict[str, Call] = {}
@@ -141,8 +161,10 @@ def calls(
     tensors = given.q, given.k, given.v
     if not case.cached:
         found["ours"] = partial(flash_attn_func, *tensors, **options)
-        if theirs:
+        if theirs and "dense" in theirs:
             found[FA4] = partial(theirs["dense"], *tensors, **options)
+        if theirs and "fa3_dense" in theirs and case.part == "forward":
+            found[FA3] = partial(theirs["fa3_dense"], *tensors, **options)
     else:
         options["seqused_k"] = given.seqused_k
         pages: dict[str, Any] = {}
@@ -150,7 +172,7 @@ def calls(
             pages["page_table"] = given.page_table
         ours = partial(flash_attn_varlen_func, num_splits=case.num_splits, **options)
         found["ours"] = partial(ours, *tensors, **pages)
-        if case.part == "fp8":
+        if case.kv_dtype:
             found[WIDE] = found["ours"]
             kv = (x.to(getattr(torch, case.kv_dtype)) for x in (given.k, given.v))
             one = torch.ones((), device=DEVICE)
@@ -160,11 +182,26 @@ def calls(
         if case.part == "pages":
             whole = given.q, *given.in_one_piece()
             found["contiguous"] = partial(ours, *whole)
-        if theirs:
+        if theirs and "varlen" in theirs and not case.kv_dtype:
             found[FA4] = partial(theirs["varlen"], *tensors, **options, **pages)
+        if theirs and "fa3_cache" in theirs and case.part == "decode" and not case.kv_dtype:
+            found |= _flash_attention_3(case, given, theirs)
     if theirs is not None and given.page_table is None:
         found |= {who: partial(_sdpa, who, *tensors, case) for who in (CUDNN, FA2)}
     return found
+
+
+def _flash_attention_3(
+    case: Case, given: Inputs, theirs: Mapping[str, Callable[..., Any]]
+) -> dict[str, Call]:
+    """FlashAttention-3 over the cache in one piece, without and with a schedule made beforehand."""
+    k, v = given.in_one_piece()
+    sizes = case.batch, case.seqlen_q, k.shape[1], case.heads, case.heads_k, case.head_dim
+    plan = theirs["fa3_plan"](*sizes, given.seqused_k, causal=case.causal)
+    call = partial(
+        theirs["fa3_cache"], given.q, k, v, cache_seqlens=given.seqused_k, causal=case.causal
+    )
+    return {FA3: call, FA3_PLANNED: partial(call, scheduler_metadata=plan)}
 
 
 def _sdpa(who: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:

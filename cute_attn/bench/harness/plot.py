@@ -31,6 +31,7 @@ SERIES = {  # a column's name without its unit -> the name of its line
     "backward": f"{OURS}, backward",
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "flash_attention_2": "FlashAttention-2",
     "flash_attention_4": "FlashAttention-4",

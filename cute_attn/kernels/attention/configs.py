@@ -12,8 +12,11 @@ from typing import NamedTuple, TypeVar
 
 from .statistics import STATS_ROWS
 
-# Columns of a row of a piece's results, beside o: the log-sum-exp, and padding to 16 bytes.
+# Columns of a row of a piece's results, beside o: a log-sum-exp for each CTA of a pair, and padding
+# to 16 bytes.
 PART_COLUMNS = 4
+
+BOX = 64  # columns that TMA loads at a time
 
 SM90 = ("sm_90a",)
 SM100 = ("sm_100a", "sm_103a")
@@ -44,6 +47,7 @@ class Fp8Tiles(NamedTuple):
         loaded_few: `loaded` beside `few`.
         held: columns of Q that a thread holds in registers.
         k_warps: warps that convert K; half as many convert V.
+        k_warps_few: `k_warps` beside `few`.
     """
 
     tile: Tile
@@ -52,6 +56,7 @@ class Fp8Tiles(NamedTuple):
     loaded_few: int
     held: int
     k_warps: int = 2
+    k_warps_few: int = 2
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,9 @@ class ForwardRow(Row):
         page_keys: the most keys that TMA loads from a page at once.
         page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
+        v_stages: the number of V tiles in shared memory at once, where it differs from the number
+            of K tiles.
+        turns: the warpgroups of `tile` take turns to start products.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -138,9 +146,21 @@ class ForwardRow(Row):
     page_keys: int
     page_step: int = 1
     held: int = 0
+    v_stages: int = 0
+    turns: bool = True
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of q and k that a CTA of SM90 has: whole boxes of TMA."""
+        return -(-self.head_dim // (self.cluster * BOX)) * BOX
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of v and o that a CTA of SM90 has."""
+        return self.head_dim_v // self.cluster
 
     def tile_for(self, few: bool, pieces: bool = False, fp8: bool = False) -> Tile:
         """The tile for few query rows of a K/V head, or for more rows: with pieces, or for any
@@ -194,7 +214,7 @@ FORWARD = _by_key(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), pieces=Tile(128, 128, 4), capped_m=128,
         most_packed_heads=32, page_keys=128, fma_step=8, sums_by_product=True,
-        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64),
+        fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64, k_warps_few=4),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
     ForwardRow(
@@ -205,14 +225,31 @@ FORWARD = _by_key(
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), pieces=Tile(128, 128, 2),
-        most_packed_heads=32, page_keys=64, sums_by_product=True,
+        tile=Tile(192, 64, 2), few=Tile(64, 64, 4), pieces=Tile(128, 64, 4),
+        most_packed_heads=32, page_keys=64, turns=False, sums_by_product=True,
         fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 2, 4, held=192),
     ),
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), pieces=Tile(128, 64, 2), most_packed_heads=32,
-        page_keys=64, held=64, fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0),
+        page_keys=64, held=64,
+        fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0, k_warps_few=4),
+    ),
+    # A pair of CTAs has a tile, and each CTA a half of the columns.
+    ForwardRow(
+        "forward", SM90, 320, 256, kernel="sm90_forward", scheduler="counter",
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
+        page_keys=64, held=64,
+    ),
+    ForwardRow(
+        "forward", SM90, 512, 512, kernel="sm90_forward", cluster=2, scheduler="counter",
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
+        page_keys=64,
+    ),
+    ForwardRow(
+        "forward", SM90, 576, 512, kernel="sm90_forward", cluster=2, scheduler="counter",
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
+        page_keys=64, v_stages=1,
     ),
     ForwardRow(
         "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),
@@ -258,14 +295,13 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
-    BackwardRow(
-        "backward_dkdv", SM90, 192, 128, kernel="sm90_backward_dkdv", scheduler="counter",
-        tile=Tile(32, 128), costs=ESTIMATED,
-    ),
     # "single": with a counter, the two CTAs of a cluster would have to share each number read.
-    BackwardRow(
-        "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
-        tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+    *(
+        BackwardRow(
+            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler="single",
+            tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
     BackwardRow(
         "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
@@ -293,9 +329,12 @@ BACKWARD = _by_key(
         "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
     ),
     # Kernels of dQ from the dS that the dK/dV kernel has stored.
-    BackwardRow(
-        "backward_ds_dq", SM90, 256, 256, kernel="sm90_backward_ds_dq", scheduler="single",
-        tile=Tile(256, 64), cluster=2,
+    *(
+        BackwardRow(
+            "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler="single",
+            tile=Tile(256, 64), cluster=2,
+        )
+        for dims in ((192, 128), (256, 256))
     ),
 )  # fmt: skip
 

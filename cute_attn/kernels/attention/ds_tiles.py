@@ -1,4 +1,5 @@
-"""The layout of dS in global memory, between the SM90 dK/dV and dQ kernels at head_dim 256.
+"""The layout of dS in global memory, between the SM90 dK/dV and dQ kernels at head_dim 192
+and 256.
 
 A tile is dS^T of 64 keys and 64 queries in 16 bits. The tile has the layout that `wgmma` reads from
 shared memory: a row of 128 bytes for each key, with TMA's swizzle of 16-byte units. So one bulk

@@ -43,6 +43,7 @@ SHORT_SEQLEN_Q = TILE_M // 2
 # Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
 PIECE_ROWS = max(row.pieces.m for row in configs.FORWARD.values() if row.pieces)
+MOST_PIECE_ROWS = 2 * PIECE_ROWS  # query rows of a K/V head whose keys are cut into pieces
 MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 
 # How `sum_partials` adds up the few partial sums of dk and dv, and the many, of few elements, of
@@ -235,13 +236,15 @@ def forward_spec(
     k_descale: bool = False,
     v_descale: bool = False,
     batch_invariant: bool = False,
+    tree_mask: bool = False,
     **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, with `fields` as in `ForwardSpec`. The caller's
     scheduler is "static" or "clc"; SM90 uses "counter" for both, which gives the same bits. `few`
     selects the small tile, see `has_few_rows`. `pieces` selects pieces of long sequences; without
-    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. The
-    parameters of fp8 K and V are as in `Sm90ForwardSpec`; see `configs.has_fp8`."""
+    `few`, in tiles of PIECE_ROWS. With `batch_invariant`, splits have INVARIANT_SPLIT keys. On
+    SM100 no kernel takes a `tree_mask`. The parameters of fp8 K and V are as in `Sm90ForwardSpec`;
+    see `configs.has_fp8`."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     row = configs.forward(arch, head_dim, head_dim_v)
     rows = 0
@@ -257,7 +260,7 @@ def forward_spec(
     if fp8 != "none" and row.fp8:
         fields |= {"fp8": fp8, "k_descale": k_descale, "v_descale": v_descale}
         fields["loaded"] = row.fp8.loaded_few if few else row.fp8.loaded
-        fields["k_warps"] = row.fp8.k_warps
+        fields["k_warps"] = row.fp8.k_warps_few if few else row.fp8.k_warps
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
     if pieces:
@@ -270,6 +273,7 @@ def forward_spec(
         tile_n=tile_n,
         stages=stages,
         batch_invariant=batch_invariant,
+        tree_mask=tree_mask,
         **fields,
     )
 

@@ -144,6 +144,8 @@ class Sm90ForwardSpec(ForwardSpec):
         loaded: fp8 tiles of K in shared memory at once, and as many of V; 0 without fp8.
         k_warps: warps that convert K, an even number; half as many convert V; 0 without fp8.
         batch_invariant: a row's bits depend neither on other rows nor on `lse`.
+        tree_mask: an argument has, for each query, the keys that the query sees among the last
+            keys of its sequence; only with window_right.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -174,6 +176,7 @@ class Sm90ForwardSpec(ForwardSpec):
     loaded: int = 0
     k_warps: int = 0
     batch_invariant: bool = False
+    tree_mask: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,6 +189,8 @@ class Sm90ForwardSpec(ForwardSpec):
                 f"least_key_tiles is {self.least_key_tiles}, must be positive if scheduler is "
                 "'pieces', and otherwise 0"
             )
+        if self.tree_mask and not self.window_right:
+            raise ValueError("tree_mask is True, it needs window_right")
         if self.fp8 == "none" and (self.k_descale or self.v_descale):
             raise ValueError("k_descale or v_descale is True, they need fp8")
         if self.fp8 != "none" and self.page_rows == GATHERED:
@@ -374,12 +379,12 @@ class Sm90BackwardSpec(BackwardSpec):
     other parameters.
 
     Attributes:
-        scheduler: "single" for the dK/dV kernel at head_dim 256, else "counter".
+        scheduler: "single" for the dK/dV kernel at head_dim 192 and 256, else "counter".
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
-        stores_ds: the dK/dV kernel at head_dim 256 also stores dS, see `ds_tiles`.
+        stores_ds: the dK/dV kernel at head_dim 192 and 256 also stores dS, see `ds_tiles`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {

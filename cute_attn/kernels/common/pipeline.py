@@ -63,6 +63,7 @@ class Reach(Enum):
     LEADER = "that of a pair's leader, by the producers of both CTAs"
     PAIR = "those of both CTAs of a pair, by the producer of the leader"
     EACH = "those of both CTAs of a pair, by the producers of both"
+    PEER = "that of the other CTA of a cluster of two"
     PARTNER = "that of the CTA with the same place in the other pair of a cluster of four"
     FIRST = "that of CTA 0 of the cluster, by the producers of all CTAs"
     CLUSTER = "those of all CTAs of the cluster, by the producer of CTA 0"
@@ -128,6 +129,7 @@ class Edge:
             Reach.LEADER: (" of both CTAs", " of the leader"),
             Reach.PAIR: (" of the leader", " of both CTAs"),
             Reach.EACH: (" of both CTAs", " of both CTAs"),
+            Reach.PEER: ("", " of the other CTA"),
             Reach.PARTNER: ("", " of the partner"),
             Reach.FIRST: (" of all CTAs", " of CTA 0"),
             Reach.CLUSTER: (" of CTA 0", " of all CTAs"),
@@ -273,6 +275,8 @@ class Barriers(Carried):
         """The rank of the CTA whose mbarrier this CTA's producers complete; None for this CTA
         itself."""
         reach = self.pipeline[name].reach
+        if reach is Reach.PEER:
+            return cute.arch.block_idx_in_cluster() ^ 1
         if reach is Reach.PARTNER:
             return cute.arch.block_idx_in_cluster() ^ CTAS
         if reach is Reach.LEADER:

@@ -29,7 +29,7 @@ class BoxedRows:
 
     Attributes:
         rows: rows of a box.
-        columns: columns of a row.
+        columns: columns of a row, or of the part of a row that `box` starts at a given column.
         packed: query heads that share a box, interleaved token by token; `box` counts them as one
             head.
         ragged: rows of another sequence, or unused rows, may follow a sequence's rows. Boxes then
@@ -52,15 +52,15 @@ class BoxedRows:
         return self.rows // self.packed
 
     def view(self, x: cute.Tensor) -> cute.Tensor:
-        *outer, tokens, heads, _ = x.shape
+        *outer, tokens, heads, columns = x.shape
         *outer_strides, token, head, one = x.stride
         heads_mode, heads_stride = heads // self.packed, head * self.packed
         if self.ragged:
-            shape = ((self.packed, self.tokens), self.columns, tokens + 1, heads_mode, *outer)
+            shape = ((self.packed, self.tokens), columns, tokens + 1, heads_mode, *outer)
             stride = ((head, token), one, token, heads_stride, *outer_strides)
             start = x.iterator - token * self.tokens
         else:
-            shape = ((self.packed, tokens), self.columns, heads_mode, *outer)
+            shape = ((self.packed, tokens), columns, heads_mode, *outer)
             stride = ((head, token), one, heads_stride, *outer_strides)
             start = x.iterator
         return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
@@ -84,11 +84,14 @@ class BoxedRows:
         seqlen: Int32,
         *,
         stored: bool = False,
+        column: Int32 | None = None,
     ) -> cute.Tensor:
         """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
         `start` and has `seqlen` tokens. Past the sequence's end, a `stored` box has no row; a
-        loaded box starts with the sequence's last row."""
-        return self.at(x, self.place(index, start, seqlen, stored=stored), head, sequence)
+        loaded box starts with the sequence's last row. The box starts at `column`, by default at
+        the first."""
+        place = self.place(index, start, seqlen, stored=stored)
+        return self.at(x, place, head, sequence, column)
 
     def place(
         self, index: Int32, start: Int32, seqlen: Int32, *, stored: bool = False
@@ -104,17 +107,24 @@ class BoxedRows:
         return start + token + valid, self.tokens - valid
 
     def at(
-        self, x: cute.Tensor, place: tuple[Int32, ...], head: Int32, sequence: Int32
+        self,
+        x: cute.Tensor,
+        place: tuple[Int32, ...],
+        head: Int32,
+        sequence: Int32,
+        column: Int32 | None = None,
     ) -> cute.Tensor:
-        """The box at `place`: (rows, columns)."""
+        """The box at `place`, from `column` on: (rows, columns)."""
         if not self.ragged:
-            return cute.local_tile(
-                x[None, None, head, sequence], (self.rows, self.columns), (*place, 0)
-            )
+            x = x[None, None, head, sequence]
+            if column is not None:
+                x = cute.domain_offset((0, column), x)
+            return cute.local_tile(x, (self.rows, self.columns), (*place, 0))
         first, skipped = place
         outer = (first, head, sequence) if self.batched else (first, head)
         everything = (None, None, *outer)
-        x = cute.domain_offset(((0, skipped), 0), x[everything])
+        column = 0 if column is None else column
+        x = cute.domain_offset(((0, skipped), column), x[everything])
         return cute.local_tile(x, (self.rows, self.columns), (0, 0))
 
 
@@ -167,12 +177,20 @@ def load_boxes(
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
-    `multicast` each CTA of a pair loads half of the boxes into both CTAs."""
+    `multicast` each CTA of a pair loads half of the boxes into both CTAs. Of an odd number of boxes
+    the first CTA loads one more."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
     count = cute.size(smem, mode=[2])
-    if cutlass.const_expr(multicast):
+    if cutlass.const_expr(multicast and count % CTAS):
+        for i in cutlass.range_constexpr(count):
+            if cta_rank() == i % CTAS:
+                cute.copy(
+                    tma, source[None, i], to[None, i, stage],
+                    tma_bar_ptr=barriers.pointer(edge, n), mcast_mask=Int16(BOTH_CTAS),
+                )  # fmt: skip
+    elif cutlass.const_expr(multicast):
         count = count // CTAS
         first = cta_rank() * count
         for i in cutlass.range_constexpr(count):

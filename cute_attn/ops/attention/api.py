@@ -36,12 +36,14 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    cp: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
     Forward and backward have kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256
     on Blackwell (sm_100a, sm_103a). On Hopper, v may also have head_dim_v 128 where q and k have
-    head_dim 192.
+    head_dim 192. A forward alone has Hopper at head_dim 512, at 320 with head_dim_v 256, and at 576
+    with head_dim_v 512.
 
     FlashAttention-4's function of this name has the same arguments and defaults, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth argument differs
@@ -95,6 +97,11 @@ def flash_attn_func(
             0, calls with at most 64 query rows for each K/V head split the keys at multiples of
             1024. Other values of num_splits are refused. Gradients are `deterministic`. The
             gradient of learnable_sink is a sum over the batch.
+        cp: a plan of `cute_attn.distributed.context_parallel`: q, k and v have the tokens of one
+            rank, as the plan gives them, and queries see the keys of all ranks. Every rank calls
+            the function. Such a call has no out, num_splits, k_descale and v_descale. The gradient
+            of learnable_sink is the sum over the rank's part of the work, for the sum over all
+            ranks that gradients of parameters get.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
@@ -105,8 +112,8 @@ def flash_attn_func(
     o and lse are differentiable with respect to q, k, v and learnable_sink, once. Only needed
     gradients are computed, each in its tensor's dtype. Sums over queries, keys and heads are
     float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper, at
-    head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
+    head_dim 192 and 256, gradients of q and k together take a workspace of up to 2 GiB while they
+    are computed. At head_dim 64 and 128, partial sums of groups of query heads may take as much.
     `CUTE_ATTN_WORKSPACE_MIB` sets the limit; with 0, the backward takes no such workspace and is
     slower.
 
@@ -116,6 +123,12 @@ def flash_attn_func(
         NotImplementedError: head dimensions or an architecture without a kernel (the message
             lists the supported ones), or `out` where a gradient is needed.
     """
+    if cp is not None:
+        return _over_ranks(
+            cp, q, k, v, False, softmax_scale, causal, window_size, learnable_sink, softcap,
+            deterministic, scheduler, return_lse, batch_invariant, num_splits, out=out,
+            k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
     try:
         left, right = window_size if type(window_size) is tuple else _pair(window_size)
     except ValueError:  # of another length
@@ -123,9 +136,9 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     return attend(
-        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, softmax_scale,
-        causal, left, right, learnable_sink, softcap, scheduler, num_splits, return_lse,
-        deterministic, batch_invariant,
+        q, k, v, out, None, None, None, None, None, None, None, k_descale, v_descale, None,
+        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, num_splits,
+        return_lse, deterministic, batch_invariant,
     )  # fmt: skip
 
 
@@ -154,6 +167,8 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     batch_invariant: bool = False,
+    cp: Any = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -197,6 +212,13 @@ def flash_attn_varlen_func(
         v_descale: as for `flash_attn_func`.
         batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
+        cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k and page_table.
+        tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
+            sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
+            tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
+            no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
+            sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -212,6 +234,14 @@ def flash_attn_varlen_func(
         ValueError: as `flash_attn_func`.
         NotImplementedError: as `flash_attn_func`.
     """
+    if cp is not None:
+        return _over_ranks(
+            cp, q, k, v, True, softmax_scale, causal, window_size, learnable_sink, softcap,
+            deterministic, scheduler, return_lse, batch_invariant, num_splits, out=out,
+            k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            page_table=page_table, tree_mask=tree_mask,
+        )  # fmt: skip
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
@@ -224,9 +254,34 @@ def flash_attn_varlen_func(
         check_flags(deterministic=deterministic)
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, k_descale, v_descale, softmax_scale, causal, left, right, learnable_sink,
-        softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
+        page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, left, right,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
+
+
+def _over_ranks(
+    cp: Any, q: Tensor, k: Tensor, v: Tensor, packed: bool, softmax_scale: float | None,
+    causal: bool, window_size: Window, learnable_sink: Tensor | None, softcap: float,
+    deterministic: bool, scheduler: str | None, return_lse: bool, batch_invariant: bool,
+    num_splits: int, **unsupported: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A call with cp, which the plan's module runs."""
+    if not hasattr(cp, "attend"):
+        raise TypeError(
+            f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
+        )
+    check_flags(
+        causal=causal, deterministic=deterministic, return_lse=return_lse,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    found: tuple[Tensor, Tensor | None] = cp.attend(
+        q, k, v, packed=packed, softmax_scale=softmax_scale, causal=bool(causal),
+        window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
+        deterministic=deterministic, scheduler=scheduler, return_lse=bool(return_lse),
+        batch_invariant=batch_invariant,
+        unsupported={**unsupported, "num_splits": None if num_splits in (0, 1) else num_splits},
+    )  # fmt: skip
+    return found
 
 
 def _pair(window_size: Any) -> Window:

@@ -35,6 +35,7 @@ MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 ALIGNMENT = 16  # bytes: TMA requires aligned addresses and strides
 _MAX_TILES = 2**31
 MAX_SPLITS = 256
+MOST_TREE_QUERIES = 64  # bits of a tree_mask
 
 
 def dims_of(a: Any) -> tuple[int, int]:
@@ -55,6 +56,7 @@ class Arguments(NamedTuple):
     page_table: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    tree_mask: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None
@@ -78,7 +80,49 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
     check_strides(given, ("q", "k", "v"))
-    check_contiguous(given, (*_LENGTHS, "learnable_sink"))
+    check_contiguous(given, (*_LENGTHS, "learnable_sink", "tree_mask"))
+    if a.tree_mask is not None:
+        _check_tree(a, a.tree_mask)
+
+
+def _check_tree(a: Any, tree_mask: Tensor) -> None:
+    if tree_mask.dtype != torch.int64:
+        raise TypeError(f"tree_mask has dtype {tree_mask.dtype}, must be torch.int64")
+    if tree_mask.shape != a.q.shape[:-2]:
+        raise ValueError(
+            f"tree_mask has shape {_shape(tree_mask)}, must be {_shape(a.q)[:-2]}, a number for "
+            "each query"
+        )
+    if not a.causal:
+        raise ValueError(f"tree_mask is given, and causal is {a.causal}, must be True")
+    if not has_tree_lengths(a):
+        name, most = most_queries(a)
+        raise ValueError(
+            f"tree_mask is given, and {name} is {most}, must be an int of at most "
+            f"{MOST_TREE_QUERIES}: the number of bits for the last keys"
+        )
+
+
+def most_queries(a: Any) -> tuple[str, int | None]:
+    """The most queries of a sequence, as the host knows them, and the name of their argument."""
+    if a.cu_seqlens_q is None:
+        return "seqlen_q", a.q.shape[1]
+    return "max_seqlen_q", a.max_seqlen_q
+
+
+def has_tree_lengths(a: Any) -> bool:
+    """Whether the bits of a tree_mask suffice for the queries of a sequence."""
+    _, most = most_queries(a)
+    return most is not None and most <= MOST_TREE_QUERIES
+
+
+def check_tree_arch(arch: str) -> None:
+    """Raise NotImplementedError if no kernel on `arch` takes a tree_mask."""
+    if arch not in configs.SM90:
+        raise NotImplementedError(
+            f"tree_mask is given, and {arch} has no kernel for it: there are kernels on "
+            f"{', '.join(configs.SM90)}"
+        )
 
 
 def _check_key_dtypes(a: Any, given: dict[str, Tensor]) -> None:

@@ -5,7 +5,8 @@ Up to six kernels:
     preprocess    stats: lse and delta of the query rows; parts of dsink; a copy of do
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
-    sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
+    sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts. With
+                  `float32_dkdv`, dk and dv are float32, and one split's part is the result
     zero_unused   rows of no sequence, which the others do not write
 
 None of these kernels adds in an order that depends on timing, so every run gives the same bits. A
@@ -15,9 +16,9 @@ call that is not `deterministic`, and needs all of dq, dk and dv, may get two ot
     dkdv          dk and dv, as above; and float32 sums of dq, in any order
     postprocess   dq from its sums
 
-On Hopper, at head_dim 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for one part of
-the heads after the other. If dS of one query head does not fit, these kernels run for one part of
-the keys after the other:
+On Hopper, at head_dim 192 and 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for
+one part of the heads after the other. If dS of one query head does not fit, these kernels run for
+one part of the keys after the other:
 
     dkdv          dk and dv, as above; and dS
     ds_dq         dq from dS
@@ -106,6 +107,7 @@ class BackwardArguments(NamedTuple):
     need_dsink: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
+    float32_dkdv: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -244,6 +246,7 @@ class Backward(Operator[BackwardArguments]):
         check(a.forward, given)
         check_tiles(a.forward, STATS_ROWS)
         check_flags(need_dq=a.need_dq, need_dkdv=a.need_dkdv, need_dsink=a.need_dsink)
+        check_flags(float32_dkdv=a.float32_dkdv)
         if not (a.need_dq or a.need_dkdv or a.need_dsink):
             raise ValueError("need_dq, need_dkdv and need_dsink are False, one must be True")
         if a.need_dsink and a.learnable_sink is None:
@@ -288,6 +291,7 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
             deterministic=is_deterministic(a),
+            float32_dkdv=bool(a.float32_dkdv),
         )
 
         def load(request: launch.Request | None) -> _Function | None:
@@ -348,6 +352,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dkdv,
             a.need_dsink,
             is_deterministic(a),
+            a.float32_dkdv,
             parts.splits,
             parts.heads > 0,
             parts.key_blocks > 0,
@@ -407,12 +412,17 @@ class Backward(Operator[BackwardArguments]):
                 *(counter if ready.dq_counts else ()),
             )  # fmt: skip
         if ready.dkdv is not None:
-            dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
-            written: tuple[Tensor, ...] = dk, dv
-            if ready.sum_dkdv is not None:
+            written: tuple[Tensor, ...]
+            if a.float32_dkdv or ready.sum_dkdv is not None:
                 written = tuple(
                     x.new_empty((ready.splits, *x.shape), dtype=torch.float32) for x in (k, v)
                 )
+            if ready.sum_dkdv is None and a.float32_dkdv:
+                dk, dv = (x[0] for x in written)
+            else:
+                dk, dv = self.outputs_of_keys(a)
+                if ready.sum_dkdv is None:
+                    written = dk, dv
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
@@ -474,14 +484,17 @@ class Backward(Operator[BackwardArguments]):
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None
-        dk, dv = (
-            torch.empty_like(x, memory_format=_contiguous) if a.need_dkdv else None
-            for x in (a.k, a.v)
-        )
+        dk, dv = self.outputs_of_keys(a) if a.need_dkdv else (None, None)
         dsink = None
         if a.need_dsink and a.learnable_sink is not None:
             dsink = torch.empty_like(a.learnable_sink)
         return dq, dk, dv, dsink
+
+    def outputs_of_keys(self, a: BackwardArguments) -> tuple[Tensor, Tensor]:
+        """Memory for dk and dv."""
+        dtype = torch.float32 if a.float32_dkdv else None
+        dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=_contiguous) for x in (a.k, a.v))
+        return dk, dv
 
     def readable(self, a: BackwardArguments) -> BackwardArguments:
         q, k, v = map(with_strides_for_tma, (a.q, a.k, a.v))

@@ -47,6 +47,7 @@ def attend(
     page_table: Any,
     k_descale: Any,
     v_descale: Any,
+    tree_mask: Any,
     softmax_scale: float | None,
     causal: Any,
     window_left: int | None,
@@ -67,6 +68,7 @@ def attend(
     )  # fmt: skip
     plain = (
         not is_dynamo_compiling()
+        and tree_mask is None  # such calls take the operator's route
         and type(q) is type(k) is type(v) is Tensor
         and (out is None or type(out) is Tensor)
         and (
@@ -161,13 +163,13 @@ def attend(
                         function(
                             q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters, counters,
-                            of_pieces, k_descale, v_descale,
+                            of_pieces, k_descale, v_descale, None,
                         )  # fmt: skip
                     elif counts:  # one call with *(...) costs more than a call for each case
                         function(
                             q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
                             seqused_k, page_table, scale, cap, left, right, clusters,
-                            counter_for(q, device), None, k_descale, v_descale,
+                            counter_for(q, device), None, k_descale, v_descale, None,
                         )  # fmt: skip
                     else:
                         function(
@@ -183,8 +185,8 @@ def attend(
                 plan = None
     a = Arguments(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, k_descale, v_descale, softmax_scale, causal, window_left, window_right,
-        learnable_sink, softcap, scheduler, num_splits, batch_invariant, return_lse,
+        page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, window_left,
+        window_right, learnable_sink, softcap, scheduler, num_splits, batch_invariant, return_lse,
         deterministic,
     )  # fmt: skip
     if not usual and (plain or not is_dynamo_compiling()):

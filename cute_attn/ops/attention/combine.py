@@ -118,7 +118,7 @@ def flash_attn_combine(
 
     Args:
         out_partial: `[num_splits, batch, seqlen, heads, head_dim]`, or `[num_splits, total, heads,
-            head_dim]`, float32. head_dim is 64, 128 or 256.
+            head_dim]`, float32. head_dim is 64, 128, 256 or 512.
         lse_partial: `[num_splits, batch, seqlen, heads]`, or `[num_splits, total, heads]`, float32,
             natural logarithm, with any strides: `lse.mT` of an attention function's lse.
         out_dtype: bfloat16, float16 or float32; None is float32.

@@ -21,6 +21,7 @@ from ...kernels.attention import configs, table
 from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
+    MOST_PIECE_ROWS,
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
@@ -40,8 +41,10 @@ from .arguments import (
     check,
     check_alignment,
     check_fp8,
+    check_tree_arch,
     descales_of,
     dims_of,
+    has_tree_lengths,
     is_fp8,
     no_sequences,
     with_strides_for_tma,
@@ -59,7 +62,7 @@ _NUMBERS = (float, int)
 # head_dim, the layout of the pieces' results or None)
 _Ready = tuple[
     Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int,
-    "_Layout | None",
+    "PartsLayout | None",
 ]  # fmt: skip
 
 
@@ -89,6 +92,8 @@ class Attention(Operator[_Called]):
         table.find("forward", arch, *dims_of(a))
         if is_fp8(a.k):
             check_fp8(arch, *dims_of(a), DTYPE_NAMES[a.k.dtype])
+        if a.tree_mask is not None:
+            check_tree_arch(arch)
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
@@ -115,14 +120,16 @@ class Attention(Operator[_Called]):
             num_splits=0 if takes_pieces(a) else splits_of(a),
             pieces=True,
             return_lse=bool(a.return_lse),
-            short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
-            few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
             kv_dtype=DTYPE_NAMES[a.k.dtype],
             k_descale=a.k_descale is not None,
             v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
+            tree_mask=a.tree_mask is not None,
         )
-        clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster)
+        cluster = table.find("forward", arch, *dims_of(a)).cluster
+        clusters = launch.num_clusters(a.q.device, cluster)
         return (
             launch.get_for(a.q.device, kernel, spec),
             head_dim**-0.5,
@@ -133,7 +140,9 @@ class Attention(Operator[_Called]):
             spec.scheduler in ("counter", "pieces"),
             launch.get_for(a.q.device, *combine[0]) if combine else None,
             0 if head_dim_v == head_dim else head_dim_v,
-            parts_layout(clusters, spec.tile_m, head_dim_v) if spec.scheduler == "pieces" else None,
+            PartsLayout.of(clusters, cluster, spec.tile_m, head_dim_v)
+            if spec.scheduler == "pieces"
+            else None,
         )
 
     def key(self, a: Any) -> tuple[Any, ...]:
@@ -151,12 +160,14 @@ class Attention(Operator[_Called]):
             None if a.cu_seqlens_k is None else a.cu_seqlens_k.shape,
             None if a.seqused_q is None else a.seqused_q.shape,
             None if a.seqused_k is None else a.seqused_k.shape,
-            _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-            _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
             a.k.dtype,
             None if a.k_descale is None else a.k_descale.dim(),
             None if a.v_descale is None else a.v_descale.dim(),
+            None if a.tree_mask is None else (a.tree_mask.shape == q_shape[:-2]),
+            a.tree_mask is None or has_tree_lengths(a),
             a.q.get_device(),
             None if a.learnable_sink is None else a.learnable_sink.dtype,
             a.causal,
@@ -192,7 +203,7 @@ class Attention(Operator[_Called]):
         counter: tuple[Any, ...] = ()
         if counts:
             descales = descales_of(a.k_descale, a.v_descale, batch_of(a), a.k.shape[-2])
-            counter = (*shared_memory(a.q, None, shared), *descales)
+            counter = (*shared_memory(a.q, None, shared), *descales, a.tree_mask)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
         scalars = (scale, cap, left, right, clusters, *counter)
         if combine is None:
@@ -284,6 +295,11 @@ class Forward(Attention[Arguments]):
                 "k and v of fp8 have no backward: call under torch.no_grad() or "
                 "torch.inference_mode(), or detach"
             )
+        if a.tree_mask is not None:
+            raise NotImplementedError(
+                "tree_mask has no backward: call under torch.no_grad() or torch.inference_mode(), "
+                "or detach"
+            )
         if a.page_table is not None:
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")
 
@@ -321,9 +337,24 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
 
-def parts_layout(ctas: int, tile_m: int, head_dim_v: int) -> _Layout:
-    """The contiguous layout of the results of pieces: rows of o and the log-sum-exp."""
-    return _contiguous_layout((2 * ctas, tile_m, head_dim_v + PART_COLUMNS))
+class PartsLayout(NamedTuple):
+    """Memory of a launch with pieces.
+
+    Attributes:
+        counters: how many counters the CTAs share.
+        layout: the contiguous layout of the results of pieces: rows of o and the log-sum-exp.
+    """
+
+    counters: int
+    layout: _Layout
+
+    @classmethod
+    def of(cls, clusters: int, ctas: int, tile_m: int, head_dim_v: int) -> PartsLayout:
+        """The memory for so many clusters of `ctas` CTAs, each of which counts arrivals of its
+        own."""
+        pieces = 2 * clusters
+        layout = _contiguous_layout((pieces, tile_m, head_dim_v + PART_COLUMNS))
+        return cls(2 + ctas * pieces, layout)
 
 
 def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
@@ -331,15 +362,15 @@ def _contiguous_layout(shape: tuple[int, ...]) -> _Layout:
 
 
 def shared_memory(
-    q: Tensor, device: int | None, layout: _Layout | None
+    q: Tensor, device: int | None, shared: PartsLayout | None
 ) -> tuple[Tensor, Tensor | None]:
     """The counters through which the CTAs of a launch share out or combine work, and memory for the
     results of pieces."""
-    if layout is None:
+    if shared is None:
         return counter_for(q, device), None
+    counters, layout = shared
     parts = _empty_strided(*layout, dtype=torch.float32, device=q.device)
-    pieces, _, _ = layout[0]
-    return counter_for(q, device, 2 + pieces), parts
+    return counter_for(q, device, counters), parts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -390,16 +421,21 @@ def batch_of(a: Any) -> int:
 
 def takes_pieces(a: Any) -> bool:
     """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
-    sequence is cut into splits."""
+    sequence is cut into splits. So are sequences with more rows than a tile of PIECE_ROWS, unless
+    any tile takes the rows twice."""
+    of_call = a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q
     if (
         a.num_splits
         or a.batch_invariant
         or batch_of(a) < 2
-        or not _is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q, PIECE_ROWS)
+        or not is_few(*of_call, MOST_PIECE_ROWS)
     ):
         return False
     on = _on_gpu if a.q.device.type == "cuda" else _on_device
-    return on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    tile_m = on(a.q.device, a.q.shape[-1], a.v.shape[-1])[2]
+    if not tile_m or is_few(*of_call, PIECE_ROWS):
+        return tile_m > 0
+    return not is_few(*of_call, tile_m) and is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q)
 
 
 def splits_of(a: Any) -> int:
@@ -420,7 +456,7 @@ def splits_of(a: Any) -> int:
         return invariant_splits(
             seqlen_k=seqlen_k,
             window_left=bounds(a)[0],
-            few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             sink=a.learnable_sink is not None,
             most=MAX_SPLITS,
         )
@@ -436,20 +472,20 @@ def splits_of(a: Any) -> int:
         batch=batch,
         heads=heads,
         heads_k=k_shape[-2],
-        short=_is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
-        few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        short=is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
         fp8=is_fp8(a.k),
     )
 
 
-def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, bool]:
-    """The architecture, how many clusters of its forward run at once, and whether the forward has
-    a tile for few rows."""
+def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, int]:
+    """The architecture, how many clusters of its forward run at once, and the rows of a tile for
+    any number of rows if the forward has pieces, otherwise 0."""
     arch = launch.arch_for(device)
     row = configs.forward(arch, head_dim, head_dim_v)
-    return arch, launch.num_clusters(device, row.cluster), row.few is not None
+    return arch, launch.num_clusters(device, row.cluster), row.tile.m if row.pieces else 0
 
 
 _on_gpu = functools.cache(_on_device)
@@ -468,9 +504,7 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
 
 
-def _is_short(
-    q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
-) -> bool:
+def is_short(q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> bool:
     """Whether sequences, as far as the host knows, are so short that heads should share tiles."""
     if cu_seqlens_q is None:
         return q_shape[1] <= SHORT_SEQLEN_Q
@@ -479,7 +513,7 @@ def _is_short(
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
 
 
-def _is_few(
+def is_few(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     cu_seqlens_q: Tensor | None,

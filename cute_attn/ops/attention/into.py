@@ -47,6 +47,7 @@ class IntoArguments(NamedTuple):
     page_table: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    tree_mask: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None

@@ -28,7 +28,7 @@ from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...settings import settings
-from .arguments import USER_SCHEDULERS, check_fp8
+from .arguments import USER_SCHEDULERS, check_fp8, check_tree_arch
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def plan_attention(
     k_descale: bool = False,
     v_descale: bool = False,
     batch_invariant: bool = False,
+    tree_mask: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. The kernels do not depend on batch size or lengths.
@@ -92,13 +93,14 @@ def plan_attention(
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
-        pieces: only for at most 128 query rows of a K/V head, with num_splits of 0. True for
+        pieces: only for at most 256 query rows of a K/V head, with num_splits of 0. True for
             several sequences, whose keys are cut into pieces where sequences are long; False for
             one sequence or more rows, None for both. Calls with batch_invariant have no pieces.
         kv_dtype: dtype of k and v, "float8_e4m3fn" or "float8_e5m2"; None for dtype.
         k_descale: whether k_descale is given.
         v_descale: whether v_descale is given.
         batch_invariant: as the operator's.
+        tree_mask: whether tree_mask is given; needs `causal`.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -116,6 +118,10 @@ def plan_attention(
         check_fp8(arch, head_dim, row.head_dim_v, fp8)
     elif k_descale or v_descale:
         raise ValueError("k_descale or v_descale is True, they need kv_dtype of fp8")
+    if tree_mask:
+        check_tree_arch(arch)
+        if not (causal or window_right):
+            raise ValueError("tree_mask is True, it needs causal")
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = _scheduler(scheduler)
@@ -156,6 +162,7 @@ def plan_attention(
                 fp8=fp8,
                 k_descale=k_descale,
                 v_descale=v_descale,
+                tree_mask=tree_mask,
             ),
         )
         for packing, few_rows, has_pieces in tiles
@@ -229,6 +236,7 @@ def plan_attention_backward(
     rows_without_keys: bool | None = None,
     negative_left: bool = False,
     deterministic: bool = False,
+    float32_dkdv: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
     has the kernels of the forward.
@@ -253,13 +261,14 @@ def plan_attention_backward(
         dkdv: whether k or v requires a gradient.
         split: True for calls that split the query heads of a K/V head among clusters (few K/V
             heads, short sequences), False for others, None for both.
-        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, if dS
-            fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
+        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 192 and 256,
+            if dS fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         rows_without_keys: True for calls in which queries may see no key because of `causal` or a
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.
         negative_left: whether window_size has a negative number to the left, other than -1.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
+        float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -299,6 +308,7 @@ def plan_attention_backward(
             rows_without_keys=unseen,
             negative_left=negative_left,
             deterministic=deterministic,
+            float32_dkdv=float32_dkdv,
         )
         if request is not None
     ]
@@ -343,6 +353,7 @@ def backward_requests(
     rows_without_keys: bool,
     negative_left: bool,
     deterministic: bool,
+    float32_dkdv: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
     With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
@@ -395,7 +406,8 @@ def backward_requests(
         seqused_k=rows_without_keys and seqused_k,
         negative_left=rows_without_keys and negative_left,
     )
-    partial = dkdv and split
+    partial = dkdv and (split or float32_dkdv)
+    sums_dtype = "float32" if float32_dkdv else dtype
     keys = main("backward_dkdv", partial=partial) if dkdv else None
     postprocess = None
     if fused and keys is not None:
@@ -406,7 +418,9 @@ def backward_requests(
         preprocess=(preprocess_kernel, preprocess),
         dq=main("backward_dq") if dq and not (fused or ds) else None,
         dkdv=keys,
-        sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
+        sum_dkdv=(
+            (SUM_PARTIALS, SumPartialsSpec(sums_dtype, **FEW_PARTIALS)) if dkdv and split else None
+        ),
         sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,

@@ -45,10 +45,11 @@ def head_dims_by_major() -> dict[int, tuple[tuple[int, int], ...]]:
     return {major: table.shapes("forward", archs) for major, archs in ((9, SM90), (10, SM100))}
 
 
-def equal_head_dims() -> dict[int, tuple[int, ...]]:
+def equal_head_dims(*, fp8: bool = False) -> dict[int, tuple[int, ...]]:
     """By the compute capability's major number, the head_dims that have a forward with v of equal
-    head_dim."""
+    head_dim, or with `fp8` a forward over fp8 k and v."""
+    of_fp8 = {dim for _, arch, dim, dim_v in configs.FORWARD if has_fp8(arch, dim, dim_v)}
     return {
-        major: tuple(dim for dim, dim_v in pairs if dim == dim_v)
+        major: tuple(dim for dim, dim_v in pairs if dim == dim_v and (not fp8 or dim in of_fp8))
         for major, pairs in head_dims_by_major().items()
     }

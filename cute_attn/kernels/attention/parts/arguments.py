@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ...common.arguments import fake_contiguous, fake_rows, fake_strided
 from ...common.dtypes import DTYPE
@@ -133,6 +133,13 @@ class FakeArguments:
         if not given:
             return None
         return fake_strided(Float32, (cute.sym_int(), self.kv_heads))
+
+    def tree_mask(self, given: bool) -> Any:
+        """The keys that each query sees among the last ones, `[batch, seqlen_q]` or `[tokens]`, or
+        None."""
+        if not given:
+            return None
+        return fake_contiguous(Int64, self._shape(self.spec.varlen_q, self.seqlen_q))
 
     def page_table(self) -> Any:
         """The page table, `[batch, max_pages]`, or None."""

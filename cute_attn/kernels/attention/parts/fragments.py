@@ -20,7 +20,7 @@ from ...common.ptx.convert import pack
 from ...common.ptx.math import exp2, reciprocal
 from ...common.ptx.matrices import store_matrices
 from ...common.ptx.memory import store_shared
-from .mask import mask_fragment_words, mask_row
+from .mask import mask_fragment_words, mask_row, mask_row_by_bits
 from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
@@ -64,6 +64,15 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
     for lane_row, high in enumerate(highs):
         low = None if lows is None else lows[lane_row] - shift
         mask_row(s[None, lane_row, None], columns, low, high - shift)
+
+
+def mask_rows_by_bits(s: cute.Tensor, first: Int32, bits: list[Any]) -> None:
+    """Mask rows as `mask_row_by_bits`; each lane row has its bits."""
+    count = cute.size(s) // LANE_ROWS
+    columns = [8 * (j // 2) + j % 2 for j in range(count)]
+    shift = cute.arch.lane_idx() % LANES * 2
+    for lane_row, of_row in enumerate(bits):
+        mask_row_by_bits(s[None, lane_row, None], columns, first - shift, of_row)
 
 
 def mask_operand(words: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ...common.numbers import INF
 from ...common.ptx.asm import asm
@@ -27,6 +27,18 @@ def mask_row(
         if cutlass.const_expr(low is not None):
             visible = visible and columns[j] >= low
         values[j] = values[j] if visible else Float32(-INF)
+
+
+@cute.jit
+def mask_row_by_bits(
+    values: cute.Tensor, columns: cutlass.Constexpr[Sequence[int]], first: Int32, bits: Int64
+) -> None:
+    """Set the values of a row to -inf whose bit is not set. Column `first` has bit 0; columns
+    before `first` keep their values. Column `first + 64` and later columns do not count."""
+    for j in cutlass.range_constexpr(len(columns)):
+        column = columns[j] - first
+        seen = Int32((bits >> Int64(column & 63)) & Int64(1)) != 0
+        values[j] = values[j] if column < 0 or seen else Float32(-INF)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ All methods work on Python integers and on device integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -28,6 +28,7 @@ class Visibility(Carried):
         rows_per_token: heads packed into the rows of a tile; a power of two.
         left, right: how far left and right of the diagonal a query sees; None is no bound. Causal
             is right = 0. With a negative number a query does not see the diagonal.
+        tree: queries may not see some of the last seqlen_q keys; these keys need a mask.
     """
 
     tile_m: int
@@ -35,6 +36,7 @@ class Visibility(Carried):
     rows_per_token: int
     left: Any = None
     right: Any = None
+    tree: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class Visibility(Carried):
             tile_m, tile_n, rows_per_token,
             left if spec.window_left else None,
             right if spec.window_right else None,
+            tree=getattr(spec, "tree_mask", False),
         )  # fmt: skip
 
     def token(self, row: Any) -> Any:
@@ -95,6 +98,8 @@ class Visibility(Carried):
         every key."""
         low, _ = self.keys(self.token(first_row + rows - 1), seqlen_q, seqlen_k)
         _, high = self.keys(self.token(first_row), seqlen_q, seqlen_k)
+        if self.tree:
+            high = cutlass.min(high, seqlen_k - seqlen_q)
         return _whole_tiles(low, high, self.tile_n)
 
     def query_tiles(self, key_tile: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:

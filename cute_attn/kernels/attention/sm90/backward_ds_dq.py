@@ -1,11 +1,11 @@
-"""The gradient of q from dS in global memory, for SM90 at head_dim 256: wgmma, TMA with multicast,
-warp-specialised.
+"""The gradient of q from dS in global memory, for SM90 at head_dim 192 and 256: wgmma, TMA with
+multicast, warp-specialised.
 
     dQ = dS K            64 x head_dim a warpgroup        dS and K in shared memory
 
 The dK/dV kernel has written dS, see `ds_tiles`. A cluster of two CTAs has 256 queries of a head, 64
 for each consumer warpgroup. The cluster goes through the tiles of 64 keys that some of the queries
-see. Each CTA loads half of K for both CTAs, and its own tiles of dS. A warpgroup leaves out tiles
+see. Each CTA loads a part of K for both CTAs, and its own tiles of dS. A warpgroup leaves out tiles
 of keys that none of its 64 queries sees: dS of such a tile may be unwritten.
 
 If dS is kept for only a part of the keys at once, the kernel runs for one part after the other. In
@@ -291,8 +291,8 @@ class Sm90DsDq:
     def load_tile(
         self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32]
     ) -> None:
-        """Publish the cluster's tile. For each tile of keys, load half of K for both CTAs, and the
-        CTA's dS."""
+        """Publish the cluster's tile. For each tile of keys, load a part of K for both CTAs, and
+        the CTA's dS."""
         spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))

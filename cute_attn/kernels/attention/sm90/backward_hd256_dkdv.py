@@ -1,24 +1,25 @@
-"""Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
+"""Gradients of k and v for SM90 at head_dim 256, and at 192 with head_dim_v 128: wgmma, TMA with
+multicast, warp-specialised.
 
 A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
 over the query heads of the head's group or split. For each query head the CTAs loop over the tiles
-of queries that see some of the 128 keys. Each CTA loads half of Q and dO for both CTAs.
+of queries that see some of the 128 keys. Each CTA loads a part of Q and dO for both CTAs.
 
-dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one warpgroup has dV, and
-the other warpgroup has dK of the same keys:
+At head_dim 256, dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one
+warpgroup has dV, and the other warpgroup has dK of the same keys:
 
     value warpgroup                        key warpgroup
     S^T = K Q^T       64 x tile_m          dP^T = V dO^T       64 x tile_m
     P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
-    dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
+    dV += P^T dO      64 x head_dim_v      dK += dS^T Q        64 x head_dim
 
 P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in units of
 `PROBABILITY_UNIT`. The value warpgroup hands P' over, rounded, through shared memory. The key
 warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
 to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
-a product. This order takes a third stage of Q. The third stage takes the memory of the columns of K
-and V that stay in registers.
+a product. This order takes a further stage of Q. Columns of K and V stay in registers: all columns
+at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these columns.
 
     warps    role         work on a tile of keys
     0-3      value        computes as above; at the end stores dV through a stage of Q, by TMA
@@ -80,28 +81,53 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
-HELD = 128  # columns of K and V in registers
-# S^T of a tile may start before dS^T Q of the tile before. The last stage of Q overwrites the
-# columns of K and V that have moved to registers.
-Q_STAGES, DO_STAGES = 3, 2
 BOTH_BARRIER = 3  # the named barrier of both warpgroups; 0 to 2 are taken
 OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # the edges of Y and Z
 
-# The edges in the order in which a tile meets them. A use is a tile of queries; k and v have one
-# use.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
-    Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
-    Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    # P' of use n is read before Q of use n is released. The next P' in the same stage needs Q's
-    # stage.
-    Edge("p_full", VALUE, KEY, Q_STAGES, Kind.WARPS, payload="P'^T"),
-)
+
+@dataclass(frozen=True)
+class Stages:
+    """How shared memory is shared out.
+
+    Attributes:
+        q, do: stages of Q, and of dO. S^T of a tile may start before dS^T Q of the tile before, so
+            Q has more stages than dO.
+        held_k, held_v: columns of K and V in registers.
+        overlaid: the last stage of Q overwrites the columns of K and V that have moved to
+            registers. Without this, the stages do not fit.
+    """
+
+    q: int
+    do: int
+    held_k: int
+    held_v: int
+    overlaid: bool = False
+
+
+STAGES = {
+    (256, 256): Stages(3, 2, 128, 128, overlaid=True),
+    (192, 128): Stages(4, 3, 192, 128),
+}
+
+
+def edges(stages: Stages) -> tuple[Edge, ...]:
+    """The edges in the order in which a tile meets them. A use is a tile of queries; k and v have
+    one use."""
+    q, do = stages.q, stages.do
+    held = Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q")
+    return (
+        *TileQueue.edges(LOAD, CONSUMERS),
+        Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
+        Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
+        *((held,) if stages.overlaid else ()),
+        Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, Reach.EACH, "their stage"),
+        Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, do, Kind.WARPS, Reach.EACH, "their stage"),
+        # P' of use n is read before Q of use n is released. The next P' in the same stage needs
+        # Q's stage.
+        Edge("p_full", VALUE, KEY, q, Kind.WARPS, payload="P'^T"),
+    )
 
 
 class Arguments(NamedTuple):
@@ -220,35 +246,46 @@ class Sm90Hd256DkDv:
         self.dtype = DTYPE[spec.dtype]
         self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
-        self.q_bytes = 2 * spec.tile_m * spec.head_dim
+        self.stages = stages = STAGES[spec.head_dim, spec.head_dim_v]
+        # By the edges' names: bytes of a stage. By the roles' names: columns of Y, and of the
+        # accumulator, and columns of X in registers.
+        self.bytes = {"q": 2 * spec.tile_m * spec.head_dim, "do": 2 * spec.tile_m * spec.head_dim_v}
+        self.columns = {VALUE.name: spec.head_dim, KEY.name: spec.head_dim_v}
+        self.out_columns = {VALUE.name: spec.head_dim_v, KEY.name: spec.head_dim}
+        self.held = {VALUE.name: stages.held_k, KEY.name: stages.held_v}
         self.stats_bytes = 4 * spec.tile_m
         self.p_bytes = 2 * spec.tile_m * ROWS
-        self.out_bytes = 2 * ROWS * spec.head_dim
-        self.pipeline = Pipeline(*EDGES)
-        q, keys, at = spec.tile_m * spec.head_dim, ROWS * spec.head_dim, SWIZZLE_ALIGNMENT
-        rest = keys - HELD * ROWS
+        self.pipeline = Pipeline(*edges(stages))
+        q, do, at = spec.tile_m * spec.head_dim, spec.tile_m * spec.head_dim_v, SWIZZLE_ALIGNMENT
+        k, v = ROWS * spec.head_dim, ROWS * spec.head_dim_v
+        of_q, of_k, of_v = "Q; dV and dK", "K", "V"
+        if stages.overlaid:
+            k, v = k - stages.held_k * ROWS, v - stages.held_v * ROWS
+            of_q = "Q; at first columns of K and V; dV and dK"
+            of_k, of_v = "the other columns of K", "the other columns of V"
         self.smem = SharedMemory(
-            Buffer("q", self.dtype, q, Q_STAGES, at, "Q; at first columns of K and V; dV and dK"),
-            Buffer("k", self.dtype, rest, 1, at, "the other columns of K"),
-            Buffer("v", self.dtype, rest, 1, at, "the other columns of V"),
-            Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
-            Buffer("p", self.dtype, spec.tile_m * ROWS, Q_STAGES, holds="P'^T"),
-            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
-            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            Buffer("q", self.dtype, q, stages.q, at, of_q),
+            Buffer("k", self.dtype, k, 1, at, of_k),
+            Buffer("v", self.dtype, v, 1, at, of_v),
+            Buffer("do", self.dtype, do, stages.do, at, "dO"),
+            Buffer("p", self.dtype, spec.tile_m * ROWS, stages.q, holds="P'^T"),
+            Buffer("lse", Float32, spec.tile_m, stages.q, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, stages.do, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
-        (self.q_rows, _), (self.k_rows, _) = query_rows(spec), key_rows(spec, ROWS)
+        self.q_rows, self.do_rows = query_rows(spec)
+        self.k_rows, self.v_rows = key_rows(spec, ROWS)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (VALUE, KEY, LOAD), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if self.spec.partial else fake.k
+        fake = FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
+        dk, dv = (fake.k_partial, fake.v_partial) if self.spec.partial else (fake.k, fake.v)
         ds = fake.ds_tiles() if self.spec.stores_ds else None
-        return placeholders(fake.arguments(Arguments, ds=ds, dk=out(), dv=out()))
+        return placeholders(fake.arguments(Arguments, ds=ds, dk=dk(), dv=dv()))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -259,7 +296,8 @@ class Sm90Hd256DkDv:
         a, stream = gathered(Arguments, args)
         spec = self.spec
         tiles = tiles_of_keys(
-            a, spec.tile_n, (2 + 2) * spec.head_dim, heads=a.num_split_heads,  # Q and dO
+            a, spec.tile_n, 2 * (spec.head_dim + spec.head_dim_v),  # Q and dO
+            heads=a.num_split_heads,
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -268,12 +306,12 @@ class Sm90Hd256DkDv:
         load_for_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
         q_tma, q = self.q_rows.atom(load_for_both, a.q)
         k_tma, k = self.k_rows.atom(load, a.k)
-        v_tma, v = self.k_rows.atom(load, a.v)
-        do_tma, do = self.q_rows.atom(load_for_both, a.do)
+        v_tma, v = self.v_rows.atom(load, a.v)
+        do_tma, do = self.do_rows.atom(load_for_both, a.do)
         dk_tma, dk, dv_tma, dv = None, a.dk, None, a.dv
         if cutlass.const_expr(not spec.partial):
             dk_tma, dk = self.k_rows.atom(store, a.dk)
-            dv_tma, dv = self.k_rows.atom(store, a.dv)
+            dv_tma, dv = self.v_rows.atom(store, a.dv)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
             a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
@@ -320,13 +358,13 @@ class Sm90Hd256DkDv:
         visible: Visibility, scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
-        x, y, z, stats = (
-            (storage.k, storage.q, storage.do, storage.lse)
+        _, x, first = self.x_places(role, storage)
+        y, z, stats = (
+            (storage.q, storage.do, storage.lse)
             if role is VALUE
-            else (storage.v, storage.do, storage.q, storage.delta)
+            else (storage.do, storage.q, storage.delta)
         )
-        held_bytes = 2 * HELD * ROWS
-        first = shared_address(storage.q) + (Q_STAGES - 1) * self.q_bytes
+        held_bytes = 2 * self.held[role.name] * ROWS
         warp = warp - role.warps[0]
         lane = warp * WARP_SIZE + cute.arch.lane_idx()
         return Consumer(
@@ -334,16 +372,16 @@ class Sm90Hd256DkDv:
             barriers=queue.barriers,
             queue=queue,
             tiles=tiles,
-            x=shared_address(x) - held_bytes,
-            x_first=first + (0 if role is VALUE else held_bytes),
+            x=shared_address(x) - (held_bytes if self.stages.overlaid else 0),
+            x_first=shared_address(first),
             y=shared_address(y),
             z=shared_address(z),
             stats=shared_address(stats),
             exchange=shared_address(storage.p) + lane * 16,
-            held=cute.make_rmem_tensor((HELD // 4,), Int32),
+            held=cute.make_rmem_tensor((self.held[role.name] // 4,), Int32),
             t=fragments.accumulators(spec.tile_m),
             words=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
-            acc=fragments.accumulators(spec.head_dim),
+            acc=fragments.accumulators(self.out_columns[role.name]),
             scaling=scaling,
             visible=visible,
         )
@@ -374,37 +412,49 @@ class Sm90Hd256DkDv:
     ) -> None:  # fmt: skip
         """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
         see some of the cluster's keys, head by head."""
-        spec, barriers = self.spec, queue.barriers
-        half = (HELD // BOX, ROWS * BOX)
-        of_kv = storage.q + (Q_STAGES - 1) * (self.q_bytes // 2)
-        k_smem, v_smem = (
-            [boxes(buffer, ROWS, half, (1, 0)) for buffer in buffers]
-            for buffers in ((of_kv, storage.k), (of_kv + HELD * ROWS, storage.v))
-        )
+        spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)
         queue.publish_work(0, work)
         kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
         keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-        for name, tma, rows, smem in (
-            ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), k_smem),
-            ("v_full", x.v_tma, self.k_rows.box(x.v, *keys), v_smem),
-        ):
-            with cute.arch.elect_one():
-                barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
-            for part in cutlass.range_constexpr(2):
-                columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
-                load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
+        self.load_x(VALUE, x.k_tma, self.k_rows.box(x.k, *keys), storage, barriers)
+        self.load_x(KEY, x.v_tma, self.v_rows.box(x.v, *keys), storage, barriers)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         stats_start = padded_start(tiles.queries, work.sequence)
         tile, head = first, work.head
         for n in cutlass.range((end - first) * tiles.group, unroll=1):
             row = stats_start + tile * spec.tile_m
-            if n == Q_STAGES - 1:
-                barriers.wait("held", 0)
+            if cutlass.const_expr(stages.overlaid):
+                if n == stages.q - 1:
+                    barriers.wait("held", 0)
             queries.load("q", x, work, tile, head, row, n)
             queries.load("do", x, work, tile, head, row, n)
             tile, head = following(tile, head, first, end)
+
+    def load_x(
+        self, role: Role, tma: cute.CopyAtom, rows: cute.Tensor, storage: Pointers,
+        barriers: Barriers,
+    ) -> None:  # fmt: skip
+        """Load X of a warpgroup, the CTA's K or V."""
+        edge, x, first = self.x_places(role, storage)
+        columns, held = self.columns[role.name], self.held[role.name]
+        with cute.arch.elect_one():
+            barriers.expect(edge, 0, 2 * ROWS * columns)
+        parts = (first, x) if self.stages.overlaid else (x,)
+        shape = (ROWS, held if self.stages.overlaid else columns)
+        for part, buffer in enumerate(parts):
+            smem = boxes(buffer, ROWS, (shape[1] // BOX, ROWS * BOX), (1, 0))
+            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(0))
+
+    def x_places(self, role: Role, storage: Pointers) -> tuple[str, cute.Pointer, cute.Pointer]:
+        """The edge of X, its place, and the place of its first columns until these columns are in
+        registers. If overlaid, the place of X has the other columns alone."""
+        edge, x = ("k_full", storage.k) if role is VALUE else ("v_full", storage.v)
+        if not self.stages.overlaid:
+            return edge, x, x
+        first = storage.q + (self.stages.q - 1) * (self.bytes["q"] // 2)
+        return edge, x, first + (0 if role is VALUE else self.stages.held_k * ROWS)
 
     # -- device: products ---------------------------------------------------------------------
 
@@ -417,12 +467,13 @@ class Sm90Hd256DkDv:
         work = queue.read(0)
         if work.exists:
             own.acc.fill(0.0)
-            own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
-            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, HELD))
-            # No register of ldmatrix has been used yet. Without the fence, the arrival overtakes
-            # the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
-            cute.arch.fence_view_async_shared()
-            own.barriers.warp_arrives("held", 0)
+            own.barriers.wait(self.x_places(role, storage)[0], 0)
+            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
+            if cutlass.const_expr(self.stages.overlaid):
+                # No register of ldmatrix has been used yet. Without the fence, the arrival
+                # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
+                cute.arch.fence_view_async_shared()
+                own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
@@ -475,7 +526,7 @@ class Sm90Hd256DkDv:
                 at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
                 self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
-        second = self.start_second(own, z, count - 1)
+        second = self.start_second(own, z, count - 1, role)
         fragments.assign(own.acc, wgmma.wait(second))
         own.barriers.warp_arrives(f"{z}_empty", count - 1)
 
@@ -494,9 +545,9 @@ class Sm90Hd256DkDv:
         barriers = own.barriers
         y, z = OPERANDS[role.name]
         barriers.wait(f"{y}_full", n)
-        first = self.start_first(own, y, n)
+        first = self.start_first(own, y, n, role)
         if cutlass.const_expr(not starts):
-            second = self.start_second(own, z, n - 1)
+            second = self.start_second(own, z, n - 1, role)
         fragments.assign(own.t, wgmma.wait(first, pending=0 if starts else 1))
         stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
         if cutlass.const_expr(role is VALUE):
@@ -526,23 +577,23 @@ class Sm90Hd256DkDv:
             self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
 
-    def start_first(self, own: Consumer, y: str, n: Int32) -> list[Any]:
+    def start_first(self, own: Consumer, y: str, n: Int32, role: Role) -> list[Any]:
         """Start T = X Y^T, with use n of Y."""
         spec = self.spec
-        stage = own.barriers.stage(f"{y}_full", n) * self.q_bytes
+        stage = own.barriers.stage(f"{y}_full", n) * self.bytes[y]
         return start_scores_of_held(
             self.dtype, fragments.values(own.held), opaque(own.x), own.y + stage,
-            tile_m=ROWS, tile_n=spec.tile_m, head_dim=spec.head_dim,
+            tile_m=ROWS, tile_n=spec.tile_m, head_dim=self.columns[role.name],
         )  # fmt: skip
 
-    def start_second(self, own: Consumer, z: str, n: Int32) -> list[Any]:
+    def start_second(self, own: Consumer, z: str, n: Int32, role: Role) -> list[Any]:
         """Start the accumulators + T' Z, with use n of Z."""
         spec = self.spec
         own.barriers.wait(f"{z}_full", n)
-        stage = own.barriers.stage(f"{z}_full", n) * self.q_bytes
+        stage = own.barriers.stage(f"{z}_full", n) * self.bytes[z]
         return start_output(
             self.dtype, fragments.values(own.acc), fragments.values(own.words), own.z + stage,
-            tile_n=spec.tile_m, head_dim=spec.head_dim,
+            tile_n=spec.tile_m, head_dim=self.out_columns[role.name],
         )  # fmt: skip
 
     def keep_probabilities(
@@ -623,22 +674,21 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
     ) -> None:
         """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
-        spec = self.spec
         if cutlass.const_expr(role is VALUE):
-            stage, tma, out = 0, x.dv_tma, x.dv
+            stage, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
-            stage, tma, out = 1, x.dk_tma, x.dk
+            stage, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
         # Both warpgroups are done with Q.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
-        at = shared_address(storage.q) + stage * self.out_bytes
+        at = shared_address(storage.q) + stage * self.bytes["q"]
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
         group_barrier(stage)
         if own.warp == 0:
-            rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
+            rows = boxed.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                store_staged(tma, rows, storage.q, stage, 2, ROWS, spec.head_dim)
+                store_staged(tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

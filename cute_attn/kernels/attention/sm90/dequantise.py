@@ -38,7 +38,8 @@ class Dequantiser(Carried):
         name: "k" or "v". The edges are `{name}_fp8_full`, `{name}_fp8_empty`, `{name}_full` and
             `{name}_empty`.
         fp8, dtype: the element types before and after the conversion.
-        nbytes: bytes of an fp8 tile.
+        nbytes: bytes of a stage of fp8.
+        halves: stages of fp8 that a tile takes, 1 or 2.
         warps: how many warps share a tile.
         warp: the warp's number among these warps.
         source, to: shared addresses of the rings of both sorts of tiles.
@@ -48,6 +49,7 @@ class Dequantiser(Carried):
     fp8: type[Numeric]
     dtype: type[Numeric]
     nbytes: int
+    halves: int
     warps: int
     warp: Int32
     source: Int32
@@ -66,19 +68,28 @@ class Dequantiser(Carried):
         barriers, name = self.barriers, self.name
         lane = cute.arch.lane_idx()
         row, unit = lane // 4, lane % 4 * 2
-        source = barriers.stage(f"{name}_fp8_full", n) * self.nbytes
-        source += self.source + self.warp * GROUP + lane * READ
-        to = barriers.stage(f"{name}_full", n) * (2 * self.nbytes)
+        uses = [n * self.halves + half for half in range(self.halves)] if self.halves > 1 else [n]
+        sources = [barriers.stage(f"{name}_fp8_full", use) * self.nbytes for use in uses]
+        within = self.source + self.warp * GROUP + lane * READ
+        sources = [source + within for source in sources]
+        to = barriers.stage(f"{name}_full", n) * (2 * self.nbytes * self.halves)
         to += self.to + self.warp * (2 * GROUP) + row * (2 * READ * 4) + (unit ^ row) * READ
-        barriers.wait(f"{name}_fp8_full", n)
-        barriers.wait_previous(f"{name}_empty", n)
-        step = self.warps * GROUP
-        for first in cutlass.range(0, self.nbytes, step * self.at_once, unroll=1):
-            self.convert_groups(source + first, to + 2 * first, step)
-        barriers.warp_arrives(f"{name}_fp8_empty", n)
+        for half in cutlass.range_constexpr(self.halves):
+            barriers.wait(f"{name}_fp8_full", uses[half])
+            if cutlass.const_expr(half == 0):
+                barriers.wait_previous(f"{name}_empty", n)
+            self.convert_stage(sources[half], to + half * (2 * self.nbytes))
+            barriers.warp_arrives(f"{name}_fp8_empty", uses[half])
         # The products read the tile through the async proxy.
         cute.arch.fence_view_async_shared()
         barriers.warp_arrives(f"{name}_full", n)
+
+    @cute.jit
+    def convert_stage(self, source: Int32, to: Int32) -> None:
+        """Convert the warp's part of a stage of fp8."""
+        step = self.warps * GROUP
+        for first in cutlass.range(0, self.nbytes, step * self.at_once, unroll=1):
+            self.convert_groups(source + first, to + 2 * first, step)
 
     def convert_groups(self, source: Int32, to: Int32, step: int) -> None:
         """Convert `at_once` groups, `step` bytes of fp8 apart."""

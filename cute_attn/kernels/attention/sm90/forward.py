@@ -1,4 +1,4 @@
-"""Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
+"""Softmax attention forward for SM90, at head_dim 64 to 576: wgmma, TMA, warp-specialised.
 
 A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups. The CTA
 goes over the tile's visible K/V tiles from the last to the first.
@@ -37,6 +37,12 @@ With pieces (few query rows, as in decode), only the K/V tiles of long sequences
 see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. When all of a
 segment's pieces have arrived, the CTA that arrived last adds them up, in the order of the keys. If
 there are many rows, CTAs add up a part of the rows each.
+
+At head_dim 512 and 576, a pair of CTAs, a cluster, has a tile of query rows. Each CTA is this
+kernel on its half of the columns of q, k, v and o. Only S crosses: each CTA computes the product of
+its columns, and adds the other CTA's part, see `score_sums`. So both CTAs have the same softmax.
+Where the halves are no whole boxes of TMA, both CTAs have a box of columns, which is zeros in CTA
+1's Q.
 """
 
 from __future__ import annotations
@@ -54,8 +60,10 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pair_scheduler import PairCounterScheduler, PairNumbers
+from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import wgmma
+from ...common.ptx.cluster import cta_rank
 from ...common.ptx.convert import pack
 from ...common.ptx.grids import start_dependents
 from ...common.ptx.memory import (
@@ -74,8 +82,8 @@ from ...common.ptx.memory import (
 from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ...common.spec import MAX_SMEM_BYTES
-from ...common.tma import BOX, BoxedRows, boxes, load_use
+from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES
+from ...common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from .. import configs
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
@@ -101,6 +109,7 @@ from .mma import (
     start_scores,
     start_scores_of_held,
 )
+from .score_sums import ScoreSums
 from .store import group_barrier, row_parts, store_parts, store_staged
 from .turns import Turns
 
@@ -124,6 +133,12 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "pieces": CounterScheduler,
 }
 
+PAIR_SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
+    "single": SingleTileScheduler,
+    "counter": PairCounterScheduler,
+    "pieces": PairCounterScheduler,
+}
+
 # Rows that a thread adds up at a time: their loads are in flight together. With eight rows, the
 # code took longer to come from memory than the rows.
 AT_ONCE = 2
@@ -134,14 +149,17 @@ class Arguments(NamedTuple):
     """What the kernel is called with; FakeArguments has the shapes.
 
     Attributes:
-        num_ctas: how many CTAs are resident at once.
+        num_ctas: how many CTAs, or pairs, are resident at once.
         counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
             the next number of `pieces`, the number of CTAs that are done, and for each segment's
-            first piece the arrivals of warpgroups, with pieces and then with sums. All are 0
-            before and after the launch.
+            first piece the arrivals of warpgroups, with pieces and then with sums. The CTAs of a
+            pair have 2 * num_ctas numbers of arrivals each. All are 0 before and after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
         k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
+        tree_mask: for each query, the keys that the query sees among the last ones, int64
+            `[batch, seqlen_q]`, or `[tokens]` of packed sequences. Bit j is key seqlen_k - seqlen_q
+            + j.
     """
 
     q: cute.Tensor
@@ -164,6 +182,7 @@ class Arguments(NamedTuple):
     parts: cute.Tensor | None
     k_descale: cute.Tensor | None
     v_descale: cute.Tensor | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -190,9 +209,10 @@ class Operands(Carried):
             where TMA loads K and V.
         q, k, v: coordinates for TMA; k and v may be the tensors, whose rows are gathered.
         o: coordinates for TMA where o is staged, otherwise the tensor.
-        num_tiles, counter: for the scheduler; with pieces, num_tiles is the number of CTAs.
+        num_tiles, counter: for the scheduler; with pieces, num_tiles is num_ctas.
         parts: results of pieces, see `Arguments`.
         descales: with fp8, the factors of K and V.
+        tree_mask: see `Arguments`.
     """
 
     q_tma: cute.CopyAtom
@@ -210,6 +230,7 @@ class Operands(Carried):
     counter: cute.Tensor | None
     parts: cute.Tensor | None
     descales: Descales | None
+    tree_mask: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -226,6 +247,8 @@ class Consumer(Carried):
         arrived: the shared address of the number of earlier arrivals at a query tile.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
+        score_sums: in a pair, sums of both CTAs' parts of S.
+        tree_mask: see `Arguments`.
     """
 
     warp: Int32
@@ -244,6 +267,8 @@ class Consumer(Carried):
     acc: cute.Tensor
     softmax: FragmentSoftmax
     visible: Visibility
+    score_sums: ScoreSums | None
+    tree_mask: cute.Tensor | None
 
 
 class Sm90Forward:
@@ -258,8 +283,9 @@ class Sm90Forward:
         self.p_dtype = DTYPE[self.p_dtype_name]
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
+        # A single fp8 tile is loaded in halves: one half comes while the other is converted.
+        self.halves = 2 if spec.loaded == 1 else 1
         self.pieces = spec.scheduler == "pieces"
-        self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # few query rows of a K/V head
         # Whether warpgroups pass over K/V tiles that their rows do not see. In tiles of many rows,
@@ -269,11 +295,19 @@ class Sm90Forward:
         self.held = 0 if self.few_rows or self.pieces else row.held
         if row.fp8 is not None and self.fp8:
             self.held = row.fp8.held
-        self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
+        # A pair of CTAs has a tile, each CTA with a half of the columns.
+        self.pair = row.cluster == CTAS
+        self.scheduler = (PAIR_SCHEDULERS if self.pair else SCHEDULERS)[spec.scheduler]
+        self.columns, self.columns_v = row.columns, row.columns_v
+        # The first columns of Q that CTA 1 has as zeros, because CTA 0 has these columns too.
+        self.zeros = row.cluster * self.columns - spec.head_dim
+        self.v_stages = row.v_stages or spec.stages
+        self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
+        self.turns = row.turns or spec.tile_m != row.tile.m
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # Rows that a warpgroup adds up at once.
-        self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // spec.head_dim_v)
+        self.rows_once = AT_ONCE * (WARPGROUP * VECTOR // self.columns_v)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
         by_product = row.sums_by_product and not (spec.lse or spec.batch_invariant)
         self.sums = SUMS if by_product else 0
@@ -305,7 +339,7 @@ class Sm90Forward:
         self.stored = Float32 if spec.split else self.dtype
         # The first layout that fits. Partial results are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
-        if spec.split or self.pieces:
+        if spec.split or self.pieces or self.pair:
             choices = [(2, False), (1, False)]
         self.q_stages, self.o_staged = next(
             (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
@@ -315,7 +349,7 @@ class Sm90Forward:
         self.smem = self.buffers(self.q_stages, self.o_staged, limit=MAX_SMEM_BYTES)
         self.q_rows, self.o_rows = (
             BoxedRows(rows, columns, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads)
-            for rows, columns in ((spec.tile_m, spec.head_dim), (ROWS, spec.head_dim_v))
+            for rows, columns in ((spec.tile_m, self.columns), (ROWS, self.columns_v))
         )
         self.k_rows, self.v_rows = (
             BoxedRows(
@@ -325,23 +359,27 @@ class Sm90Forward:
                 not spec.varlen_k,
                 swizzle=not self.fp8,
             )
-            for columns in (spec.head_dim, spec.head_dim_v)
+            for columns in (self.columns, self.columns_v)
         )
 
     def edges(self, q_stages: int) -> tuple[Edge, ...]:
-        load, consumers, stages = self.load, self.consumers, self.spec.stages
+        load, consumers, spec = self.load, self.consumers, self.spec
+        stages = spec.stages
         loaders, by = self.loaders, Kind.THREADS if self.gathers else Kind.BYTES
         queue = TileQueue.edges(load, self.takers)
         if self.fp8:
             return (*queue, *self.edges_with_fp8(q_stages))
+        if self.pair:
+            shares = PairNumbers.edges(load) if spec.scheduler != "single" else ()
+            queue = (*queue, *shares, *ScoreSums.edges(consumers))
         return (
             *queue,
             Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", loaders, consumers, stages, by, payload="K"),
             Edge("k_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
-            Edge("v_full", loaders, consumers, stages, by, payload="V"),
-            Edge("v_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", loaders, consumers, self.v_stages, by, payload="V"),
+            Edge("v_empty", consumers, loaders, self.v_stages, Kind.WARPS, payload="its stage"),
         )
 
     def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
@@ -351,7 +389,7 @@ class Sm90Forward:
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
         ]
         for x, warps in (("k", self.k_warps), ("v", self.v_warps)):
-            name, loaded, stages = x.upper(), spec.loaded, spec.stages
+            name, loaded, stages = x.upper(), spec.loaded * self.halves, spec.stages
             edges += [
                 Edge(f"{x}_fp8_full", load, warps, loaded, Kind.BYTES, payload=f"fp8 {name}"),
                 Edge(f"{x}_fp8_empty", warps, load, loaded, Kind.WARPS, payload="its stage"),
@@ -364,22 +402,25 @@ class Sm90Forward:
         self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
     ) -> SharedMemory:
         spec, at = self.spec, SWIZZLE_ALIGNMENT
-        o_elements, v_elements = (n * spec.head_dim_v for n in (spec.tile_m, spec.tile_n))
+        o_elements, v_elements = (n * self.columns_v for n in (spec.tile_m, spec.tile_n))
         o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
             o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
+        if self.pair:
+            o = (ScoreSums.buffer(spec.tile_m, spec.tile_n), PairNumbers.buffer(), *o)
         if self.fp8:
+            k_elements, loaded = spec.tile_n * self.columns, spec.loaded * self.halves
             o = (
-                Buffer("k_fp8", self.fp8, spec.tile_n * spec.head_dim, spec.loaded, at, "fp8 K"),
-                Buffer("v_fp8", self.fp8, v_elements, spec.loaded, at, "fp8 V"),
+                Buffer("k_fp8", self.fp8, k_elements // self.halves, loaded, at, "fp8 K"),
+                Buffer("v_fp8", self.fp8, v_elements // self.halves, loaded, at, "fp8 V"),
                 *o,
             )
         return SharedMemory(
-            Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
-            Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
-            Buffer("v", self.p_dtype, v_elements, spec.stages, at, "V"),
+            Buffer("q", self.dtype, spec.tile_m * self.columns, q_stages, at, "Q"),
+            Buffer("k", self.dtype, spec.tile_n * self.columns, spec.stages, at, "K"),
+            Buffer("v", self.p_dtype, v_elements, self.v_stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
             Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
@@ -400,6 +441,7 @@ class Sm90Forward:
         given["parts"] = None
         given |= {"k_descale": fake.descale(spec.k_descale)}
         given |= {"v_descale": fake.descale(spec.v_descale)}
+        given |= {"tree_mask": fake.tree_mask(spec.tree_mask)}
         if self.pieces:
             given |= fake.pieces(spec.tile_m, spec.head_dim_v + configs.PART_COLUMNS)
         if spec.split:
@@ -440,7 +482,7 @@ class Sm90Forward:
             num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have their own memory
             lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-            others = (*lengths, a.page_table, a.k_descale, a.v_descale)
+            others = (*lengths, a.page_table, a.k_descale, a.v_descale, a.tree_mask)
             if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *others)):
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -454,11 +496,13 @@ class Sm90Forward:
             o_tma, o = self.o_rows.atom(store, a.o)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
-            a.parts, descales,
+            a.parts, descales, a.tree_mask,
         )  # fmt: skip
+        grid = [CTAS * num_ctas if self.pair else num_ctas, 1, 1]
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[num_ctas, 1, 1],
+            grid=grid,
             block=[self.num_threads, 1, 1],
+            cluster=[CTAS, 1, 1] if self.pair else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -496,7 +540,13 @@ class Sm90Forward:
             for i in cutlass.range(cute.arch.thread_idx()[0], ONES_BYTES // 4, self.num_threads):
                 store_shared(Int32, at + 4 * i, [pack(self.p_dtype, one, one)])
             cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.zeros > 0):
+            self.clear_queries(storage)
+        if cutlass.const_expr(self.pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         load_registers, consumer_registers = self.registers
         if warp >= self.consumers.warps.stop:
@@ -514,8 +564,25 @@ class Sm90Forward:
                     self.conversion_warps(of_v, storage, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            own = self.consumer(storage, barriers, warp, visible, scaling)
+            own = self.consumer(storage, barriers, warp, visible, scaling, x.tree_mask)
             self.consumer_warps(x, own, storage)
+        if cutlass.const_expr(self.pair):
+            # Neither CTA may end while the other CTA signals it or stores to it.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def clear_queries(self, storage: Pointers) -> None:
+        """Set the first columns of Q to zeros, in CTA 1."""
+        rows = self.spec.tile_m
+        stage, vectors = rows * self.row_bytes, rows * self.zeros * 2 // VECTOR_BYTES
+        if cta_rank() == 1:
+            at = shared_address(storage.q)
+            for i in cutlass.range(cute.arch.thread_idx()[0], vectors, self.num_threads):
+                for q in cutlass.range_constexpr(self.q_stages):
+                    zeros = [Int32(0)] * (VECTOR_BYTES // 4)
+                    store_shared(Int32, at + q * stage + i * VECTOR_BYTES, zeros)
+            cute.arch.fence_view_async_shared()
 
     def prefetch(self, pages: Pages | None, tiles: TileMap) -> None:
         """Bring starts of sequences, and the first sequences' pages, to L2."""
@@ -528,17 +595,21 @@ class Sm90Forward:
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Int32, visible: Visibility,
-        scaling: Scaling,
+        scaling: Scaling, tree_mask: cute.Tensor | None,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
-        o = None
+        o, score_sums = None, None
+        if self.pair:
+            score_sums = ScoreSums.of_warp(
+                barriers, shared_address(storage.scores), warp, spec.tile_n
+            )
         if self.o_staged:
             o = shared_address(storage.o) + group * (ROWS * self.v_row_bytes)
         return Consumer(
             warp=warp,
             group=group,
-            turns=Turns(group, self.warpgroups),
+            turns=Turns(group, self.warpgroups if self.turns else 1),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),
@@ -549,9 +620,11 @@ class Sm90Forward:
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
             p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
-            acc=fragments.accumulators(spec.head_dim_v + self.sums),
+            acc=fragments.accumulators(self.columns_v + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma, spec.batch_invariant),
             visible=visible,
+            score_sums=score_sums,
+            tree_mask=tree_mask,
         )
 
     # -- device: load -------------------------------------------------------------------------
@@ -570,21 +643,34 @@ class Sm90Forward:
         k_ring, v_ring = storage.k, storage.v
         if cutlass.const_expr(self.fp8 is not None):
             k_ring, v_ring = storage.k_fp8, storage.v_fp8
-        k_smem = self.ring(k_ring, spec.head_dim, pages)
-        v_smem = self.ring(v_ring, spec.head_dim_v, pages)
-        q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
+        k_smem = self.ring(k_ring, self.columns, pages, spec.stages)
+        v_smem = self.ring(v_ring, self.columns_v, pages, self.v_stages)
+        q_across, q_size = spec.tile_m * BOX, spec.tile_m * self.columns
         q_smem = boxes(
-            storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
-        )
+            storage.q + spec.tile_m * self.zeros, spec.tile_m,
+            ((self.columns - self.zeros) // BOX, q_across), (self.q_stages, q_size),
+        )  # fmt: skip
+        if cutlass.const_expr(self.zeros > 0):
+            of_first = boxes(
+                storage.q, spec.tile_m, (self.zeros // BOX, q_across), (self.q_stages, q_size)
+            )
+            q_smem = q_smem, of_first
         queue = TileQueue(self.work, storage.work, barriers)
         smem = q_smem, k_smem, v_smem
         if cutlass.const_expr(self.pieces):
-            self.load_pieces(x, smem, queue, tiles, visible)
+            numbers = None
+            if cutlass.const_expr(self.pair):
+                numbers = self.numbers(x, storage, barriers)
+            self.load_pieces(x, smem, queue, tiles, visible, numbers)
         else:
-            counter = None
-            if cutlass.const_expr(x.counter is not None):
-                counter = x.counter.iterator
-            scheduler = self.scheduler(x.num_tiles, barriers, counter)
+            scheduler: Any = None
+            if cutlass.const_expr(self.pair and x.counter is not None):
+                scheduler = PairCounterScheduler(x.num_tiles, self.numbers(x, storage, barriers))
+            else:
+                counter = None
+                if cutlass.const_expr(x.counter is not None):
+                    counter = x.counter.iterator
+                scheduler = self.scheduler(x.num_tiles, barriers, counter)
             queue.fill(
                 scheduler,
                 tiles,
@@ -599,8 +685,8 @@ class Sm90Forward:
     ) -> None:
         """Gather K and V of the load warp's tiles, beside the load warp."""
         spec = self.spec
-        k_smem = self.ring(storage.k, spec.head_dim, x.pages)
-        v_smem = self.ring(storage.v, spec.head_dim_v, x.pages)
+        k_smem = self.ring(storage.k, self.columns, x.pages, spec.stages)
+        v_smem = self.ring(storage.v, self.columns_v, x.pages, self.v_stages)
         queue = TileQueue(self.work, storage.work, barriers)
         taken, n = Int32(0), Int32(0)
         work = queue.take(taken)
@@ -609,13 +695,23 @@ class Sm90Forward:
             taken, n = self.load_work(x, smem, queue, visible, work, taken, n)
             work = queue.take(taken)
 
+    def numbers(self, x: Operands, storage: Pointers, barriers: Barriers) -> PairNumbers:
+        """The numbers of tiles or pieces that a pair takes."""
+        assert x.counter is not None
+        mailbox = shared_address(storage.number)
+        return PairNumbers(barriers, mailbox, x.counter.iterator.toint())
+
+    def first_column(self, columns: int, own: int) -> Any:
+        """The first of a CTA's `own` columns, of so many; None where a CTA has all columns."""
+        return cta_rank() * (columns - own) if self.pair else None
+
     @cute.jit
     def load_pieces(
         self, x: Operands, smem: tuple[cute.Tensor, ...], queue: TileQueue, tiles: TileMap,
-        visible: Visibility,
+        visible: Visibility, numbers: PairNumbers | None,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        number, barriers = self.take_number(x), queue.barriers
+        number, barriers = self.take_number(x, numbers, Int32(0)), queue.barriers
         pieces = PieceMap.of(
             tiles, visible, x.num_tiles, self.spec.least_key_tiles,
             rows_at_once=self.warpgroups * self.rows_once,
@@ -634,7 +730,7 @@ class Sm90Forward:
                 if work.is_sum:
                     # A CTA that took sums ahead would keep them from idle CTAs.
                     barriers.wait_previous("q_empty", taken - 1 + self.q_stages)
-                number = self.take_number(x)
+                number = self.take_number(x, numbers, taken)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -644,17 +740,20 @@ class Sm90Forward:
                 store_global(Int32, at, [Int32(0)])
 
     @cute.jit
-    def take_number(self, x: Operands) -> Int32:
-        """The next number, in lane 0."""
+    def take_number(self, x: Operands, numbers: PairNumbers | None, n: Int32) -> Int32:
+        """The next number, in lane 0; `n` numbers came before."""
         number = Int32(0)
-        if cute.arch.lane_idx() == 0:
+        if cutlass.const_expr(numbers is not None):
+            number = numbers.take(NEVER, n)
+        elif cute.arch.lane_idx() == 0:
             number = increment_global(x.counter.iterator.toint(), NEVER)
         return number
 
-    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> Any:
+    def ring(self, buffer: Any, columns: int, pages: Pages | None, stages: int) -> Any:
         """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them, or
         the shared address of the stages, where rows are gathered."""
-        spec, stages, swizzle = self.spec, self.spec.loaded or self.spec.stages, not self.fp8
+        spec, swizzle = self.spec, not self.fp8
+        columns, stages = columns // self.halves, (spec.loaded or stages) * self.halves
         if self.gathers:
             return shared_address(buffer)
         if pages is not None:
@@ -689,7 +788,8 @@ class Sm90Forward:
             pages = Gather.of_warp(pages)
         if cutlass.const_expr(q_smem is not None):
             queue.publish_work(taken, work)
-        queries = self.q_rows.box(x.q, work.block, *work.queries)
+        column = self.first_column(self.spec.head_dim, self.columns)
+        queries = self.q_rows.box(x.q, work.block, *work.queries, column=column)
         first, end = self.key_tiles(visible, work)
         if first >= end:
             self.load_queries(x, queries, q_smem, barriers, taken)
@@ -715,8 +815,26 @@ class Sm90Forward:
         self, x: Operands, rows: cute.Tensor, smem: Any, barriers: Barriers, taken: Int32
     ) -> None:
         """Load Q of work `taken`, unless the warp has no memory for Q."""
-        if smem is not None:
+        if self.zeros and smem is not None:
+            self.load_queries_beside_zeros(x, rows, *smem, barriers, taken)
+        elif smem is not None:
             load_use("q", x.q_tma, rows, smem, barriers, taken)
+
+    @cute.jit
+    def load_queries_beside_zeros(
+        self, x: Operands, rows: cute.Tensor, smem: cute.Tensor, of_first: cute.Tensor,
+        barriers: Barriers, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Load Q, in CTA 1 without the first columns, which stay zeros."""
+        barriers.wait_previous("q_empty", taken)
+        leads = cta_rank() == 0
+        nbytes = cutlass.select_(leads, self.columns, self.columns - self.zeros)
+        with cute.arch.elect_one():
+            barriers.expect("q_full", taken, nbytes * (2 * self.spec.tile_m))
+        rest = cute.domain_offset((0, self.zeros), rows)
+        load_boxes(x.q_tma, rest, smem, barriers, "q_full", taken)
+        if leads:
+            load_boxes(x.q_tma, rows, of_first, barriers, "q_full", taken)
 
     def found(self, pages: Pages | Gather | None, key_tile: Any, work: Any) -> Any:
         """The pages of a K/V tile's boxes, or of the gathered rows."""
@@ -744,21 +862,59 @@ class Sm90Forward:
         rows."""
         rows = self.k_rows if name == "k" else self.v_rows
         ring, element_bytes = name + self.loaded, self.loaded_bytes
-        if cutlass.const_expr(pages is None):
-            box = rows.box(x, key_tile, *work.keys)
+        spec = self.spec
+        of_row = spec.head_dim if cutlass.const_expr(name == "k") else spec.head_dim_v
+        column = self.first_column(of_row, rows.columns)
+        if cutlass.const_expr(self.halves > 1):
+            for half in cutlass.range_constexpr(self.halves):
+                self.load_half(name, half, tma, x, key_tile, work, smem, barriers, n, pages, found)
+        elif cutlass.const_expr(pages is None):
+            box = rows.box(x, key_tile, *work.keys, column=column)
             load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
         elif cutlass.const_expr(self.gathers):
             barriers.wait_previous(f"{name}_empty", n)
             stage = barriers.stage(f"{name}_full", n)
             tile = smem + stage * (2 * self.spec.tile_n * rows.columns)
             full = barriers.address(f"{name}_full", stage)
+            if cutlass.const_expr(column is not None):
+                x = cute.domain_offset((0, 0, 0, column), x)
             pages.load(x, found, work.kv_head, rows.columns, tile, full)
         else:
             full = f"{ring}_full"
             barriers.wait_previous(f"{ring}_empty", n)
             with cute.arch.elect_one():
                 barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
-            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n, column)
+
+    @cute.jit
+    def load_half(
+        self,
+        name: cutlass.Constexpr[str],
+        half: cutlass.Constexpr[int],
+        tma: cute.CopyAtom | None,
+        x: cute.Tensor,
+        key_tile: Int32,
+        work: Any,
+        smem: Any,
+        barriers: Barriers,
+        n: Int32,
+        pages: Pages | None,
+        found: Any,
+    ) -> None:
+        """As `load_keys`, for half of the columns of an fp8 tile."""
+        rows = self.k_rows if name == "k" else self.v_rows
+        ring, columns, use = f"{name}_fp8", rows.columns // self.halves, n * self.halves + half
+        if cutlass.const_expr(pages is None):
+            box = rows.box(x, key_tile, *work.keys)
+            box = cute.local_tile(box, (rows.rows, columns), (0, half))
+            load_use(ring, tma, box, smem, barriers, use, element_bytes=1)
+        else:
+            full = f"{ring}_full"
+            barriers.wait_previous(f"{ring}_empty", use)
+            with cute.arch.elect_one():
+                barriers.expect(full, use, self.spec.tile_n * columns)
+            column = Int32(half * columns)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, use, column)
 
     # -- device: conversion of fp8 ------------------------------------------------------------
 
@@ -768,16 +924,16 @@ class Sm90Forward:
         """What a warp that converts k or v, `name`, keeps."""
         role, dtype, columns, source, to = {
             "k": lambda: (
-                self.k_warps, self.dtype, self.spec.head_dim, storage.k_fp8, storage.k,
+                self.k_warps, self.dtype, self.columns, storage.k_fp8, storage.k,
             ),
             "v": lambda: (
-                self.v_warps, self.p_dtype, self.spec.head_dim_v, storage.v_fp8, storage.v,
+                self.v_warps, self.p_dtype, self.columns_v, storage.v_fp8, storage.v,
             ),
         }[name]()  # fmt: skip
         assert self.fp8 is not None
         return Dequantiser(
-            name, self.fp8, dtype, self.spec.tile_n * columns, len(role), warp - role.warps[0],
-            shared_address(source), shared_address(to), barriers,
+            name, self.fp8, dtype, self.spec.tile_n * columns // self.halves, self.halves,
+            len(role), warp - role.warps[0], shared_address(source), shared_address(to), barriers,
         )  # fmt: skip
 
     @cute.jit
@@ -885,6 +1041,7 @@ class Sm90Forward:
         scores = self.start_scores(own, q, n)
         fragments.assign(own.s, wgmma.wait(scores))
         own.barriers.warp_arrives("k_empty", n)
+        self.add_scores(own, work)
         if cutlass.const_expr(spec.softcap):
             self.cap(own)
         if key_tile >= whole_end or key_tile < whole_first:
@@ -950,6 +1107,7 @@ class Sm90Forward:
         own.turns.give()
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
         own.barriers.warp_arrives("k_empty", n)
+        self.add_scores(own, work)
         if cutlass.const_expr(self.spec.softcap):
             self.cap(own)
         if cutlass.const_expr(masked):
@@ -976,11 +1134,11 @@ class Sm90Forward:
         if self.held:
             return start_scores_of_held(
                 self.dtype, fragments.values(own.held), q, own.k + stage,
-                tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+                tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=self.columns,
             )  # fmt: skip
         return start_scores(
             self.dtype, q, own.k + stage,
-            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=self.columns,
         )  # fmt: skip
 
     def start_output(self, own: Consumer, n: Any) -> list[Any]:
@@ -991,19 +1149,31 @@ class Sm90Forward:
         if self.sums:
             return start_output_with_sums(
                 self.p_dtype, o, p, own.v + stage, own.ones,
-                tile_n=spec.tile_n, head_dim=spec.head_dim_v,
+                tile_n=spec.tile_n, head_dim=self.columns_v,
             )  # fmt: skip
         return start_output(
-            self.p_dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
+            self.p_dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=self.columns_v
         )
+
+    @cute.jit
+    def add_scores(self, own: Consumer, work: Work) -> None:
+        """In a pair, add the other CTA's part of S."""
+        if cutlass.const_expr(own.score_sums is not None):
+            if cutlass.const_expr(not self.few_rows):
+                own.score_sums.add(own.s)
+            elif self.used_rows(own, work) > 0:
+                own.score_sums.add(own.s)
+
+    def used_rows(self, own: Consumer, work: Work) -> Any:
+        """How many of the warp's rows exist, or more; at most 0 where no row exists."""
+        rows = work.seqlen_q * self.spec.packed_heads - work.block * self.spec.tile_m
+        return rows - own.warp * WARP_ROWS
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
         """Replace S by P, and return whether rows of O are to be rescaled."""
-        spec = self.spec
         if not self.few_rows:
             return own.softmax.update(own.s, first)
-        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS, first)
+        return own.softmax.update_used(own.s, self.used_rows(own, work), first)
 
     def cap(self, own: Consumer) -> None:
         for lane_row in range(fragments.LANE_ROWS):
@@ -1028,6 +1198,22 @@ class Sm90Forward:
             lows.append(low - key_tile * self.spec.tile_n)
             highs.append(high - key_tile * self.spec.tile_n)
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
+        if self.spec.tree_mask:
+            first = work.seqlen_k - work.seqlen_q - key_tile * self.spec.tile_n
+            bits = [self.tree_bits(own, work, r) for r in range(fragments.LANE_ROWS)]
+            fragments.mask_rows_by_bits(own.s, first, bits)
+
+    @cute.jit
+    def tree_bits(self, own: Consumer, work: Work, lane_row: cutlass.Constexpr[int]) -> Int64:
+        """The bits of the query of a lane row; all bits if there is no such query."""
+        token = own.visible.token(self.row(own, work, lane_row))
+        bits = Int64(-1)
+        if token < work.seqlen_q:
+            if cutlass.const_expr(self.spec.varlen_q):
+                bits = Int64(own.tree_mask[work.q_start + token])
+            else:
+                bits = Int64(own.tree_mask[work.sequence, token])
+        return bits
 
     # -- device: epilogue ---------------------------------------------------------------------
 
@@ -1039,7 +1225,7 @@ class Sm90Forward:
         counts later, once for all pieces."""
         spec = self.spec
         if cutlass.const_expr(self.sums > 0):
-            totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
+            totals = [own.acc[0, r, self.columns_v // 8] for r in range(fragments.LANE_ROWS)]
         else:
             totals = own.softmax.totals()
         v_descale = None
@@ -1060,16 +1246,20 @@ class Sm90Forward:
             if cutlass.const_expr(v_descale is not None):
                 inverse = inverse * v_descale
             values = own.acc[None, lane_row, None]
-            for j in cutlass.range_constexpr(spec.head_dim_v // 4):
+            for j in cutlass.range_constexpr(self.columns_v // 4):
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
             if cutlass.const_expr(piece):
                 to = self.part_row(x, work, row)
+                column = self.lse_column()
                 if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
-                    to[spec.head_dim_v] = log_sum
+                    to[column] = log_sum
             elif cutlass.const_expr(x.lse is not None):
-                if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                stores = cute.arch.lane_idx() % fragments.LANES == 0
+                if cutlass.const_expr(self.pair):
+                    stores &= cta_rank() == 0
+                if token < work.seqlen_q and stores:
                     x.lse[work.lse_at(head, token, spec.varlen_q)] = log_sum
 
     @cute.jit
@@ -1119,8 +1309,16 @@ class Sm90Forward:
         group_barrier(own.group)
 
     def arrivals(self, x: Operands, work: PieceWork) -> Int64:
-        """The address of the number of arrivals at a query tile."""
-        return x.counter.iterator.toint() + (2 + work.first_slot) * 4
+        """The address of the number of arrivals at a query tile. The CTAs of a pair have numbers of
+        their own."""
+        number = 2 + work.first_slot
+        if self.pair:
+            number += cute.arch.block_idx_in_cluster() * x.parts.shape[0]
+        return x.counter.iterator.toint() + number * 4
+
+    def lse_column(self) -> Any:
+        """The column of a part's log-sum-exp. Each CTA of a pair has its own."""
+        return self.spec.head_dim_v + (cta_rank() if self.pair else 0)
 
     def parts(self, work: PieceWork) -> Int32:
         """The number of parts in which the rows of a query tile's pieces are added up."""
@@ -1134,10 +1332,12 @@ class Sm90Forward:
         """Add up rows of the pieces of a query tile: `rows_once` from `begin` on, and after every
         `stride` rows. A thread has four columns of AT_ONCE rows at a time."""
         spec = self.spec
-        across = spec.head_dim_v // VECTOR
+        across = self.columns_v // VECTOR
         abreast = WARPGROUP // across  # rows that the warpgroup's threads have side by side
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         in_row, vector = thread // across, thread % across
+        if cutlass.const_expr(self.pair):
+            vector += cta_rank() * across
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
         rows = cutlass.min(rows, spec.tile_m)
         step = Int64(work.apart) * (x.parts.stride[0] * 4)
@@ -1147,7 +1347,9 @@ class Sm90Forward:
                 x.parts[work.first_slot, cutlass.min(row, rows - 1), None].iterator.toint()
                 for row in of_thread
             ]
-            parts = [Parts.of_row(at, vector, spec.head_dim_v, step, work.pieces) for at in starts]
+            parts = [
+                Parts.of_row(at, vector, self.lse_column(), step, work.pieces) for at in starts
+            ]
             sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
             for i in cutlass.range_constexpr(AT_ONCE):
@@ -1184,7 +1386,7 @@ class Sm90Forward:
         """Store the warpgroup's rows through shared memory, by TMA."""
         self.stores_done(own)  # stores of the previous tile from this buffer
         group_barrier(own.group)
-        words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim_v // 4]
+        words = fragments.operand(own.acc, self.dtype)[: self.columns_v // 4]
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
@@ -1193,7 +1395,7 @@ class Sm90Forward:
             rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
             with cute.arch.elect_one():
                 store_staged(
-                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim_v
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.columns_v
                 )
                 cute.arch.cp_async_bulk_commit_group()
 
@@ -1208,13 +1410,17 @@ class Sm90Forward:
             token = own.visible.token(row)
             head = self.head(work, row)
             o = own.acc[None, lane_row, None]
-            pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
+            pairs = [[o[j], o[j + 1]] for j in range(0, self.columns_v // 4, 2)]
             parts = row_parts(pairs, stored)
+            column = self.first_column(spec.head_dim_v, self.columns_v)
             if token < work.seqlen_q:
                 if cutlass.const_expr(piece):
-                    store_parts(self.part_row(x, work, row), parts, stored)
+                    to = self.part_row(x, work, row)
                 else:
-                    store_parts(x.o[work.o_at(head, token, spec.varlen_q)], parts, stored)
+                    to = x.o[work.o_at(head, token, spec.varlen_q)]
+                if cutlass.const_expr(column is not None):
+                    to = cute.domain_offset((column,), to)
+                store_parts(to, parts, stored)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

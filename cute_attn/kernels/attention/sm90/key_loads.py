@@ -55,7 +55,7 @@ class QueryLoads(Carried):
     Attributes:
         q, do: the buffers, in boxes.
         lse, delta: the buffers of the statistics.
-        multicast: each CTA of a pair loads half of Q and dO for both CTAs.
+        multicast: each CTA of a pair loads a part of Q and dO for both CTAs.
     """
 
     spec: Sm90BackwardSpec

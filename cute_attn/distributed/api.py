@@ -1,0 +1,131 @@
+"""Plans of context parallelism, as users make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .attention import attend
+from .choose import MODES
+from .layout import Layout, Range
+from .plan import Plan, compare
+
+LayoutOf = str | Sequence[Sequence[Range]]
+
+
+class ContextParallel(Plan):
+    """Which tokens of all sequences each rank of a group holds; `context_parallel` makes it.
+
+    Attributes:
+        rank, world: the own rank in the group, and the number of ranks.
+        lengths: the length of each sequence.
+        ranges: for each rank, the ranges of its tokens, counted through all sequences.
+        tokens: how many tokens the own rank holds.
+        packed: whether tokens are `[total, ...]`, rather than `[batch, seqlen, ...]`.
+        mode: "gather", "ring", "heads", or None: chosen for each call by its shapes.
+    """
+
+    # A graph break: torch.compile cannot trace messages.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """`flash_attn_func` and `flash_attn_varlen_func` with cp."""
+        return attend(self, q, k, v, **options)
+
+
+def context_parallel(
+    group: Any = None,
+    *,
+    seqlen: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: LayoutOf = "zigzag",
+    mode: str | None = None,
+) -> ContextParallel:
+    """Make a plan of context parallelism: the tokens of each rank, for given lengths.
+
+    Every rank of the group calls this with the same arguments. `flash_attn_func` and
+    `flash_attn_varlen_func` take the plan as `cp`.
+
+    Args:
+        group: a process group of torch.distributed, or a DeviceMesh; None is the default group. In
+            a mesh with two dimensions, ranks of the first dimension share out tokens, and ranks of
+            the second dimension exchange tokens for heads.
+        seqlen: the length of every sequence of `[batch, seqlen, ...]` tensors.
+        cu_seqlens: for packed sequences, where each sequence begins, and the number of tokens.
+            Either this or seqlen is given. A tensor on a GPU is read once.
+        layout: "contiguous" (each rank holds one span of all tokens), "zigzag" (of every sequence
+            in 2 * world chunks, rank r holds the chunks r and 2 * world - 1 - r, which balances
+            causal attention), or for each rank a list of ranges of tokens `(start, end)`.
+        mode: how calls exchange. "gather": each rank receives the keys that its queries see.
+            "ring": keys pass around, results are merged. "heads": each rank gets all tokens of some
+            heads. None: chosen for each call by its shapes.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: arguments are wrong, or differ between ranks; the message names the rank.
+    """
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"mode is {mode!r}, must be one of {MODES} or None")
+    groups, everybody = _groups_of(group)
+    lengths, packed = _lengths(seqlen, cu_seqlens)
+    by_tokens = 1 if groups[0] is None else dist.get_world_size(groups[0])
+    whole = everybody if everybody is not None else next(g for g in groups if g is not None)
+    given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
+    said = {"layout": given, "mode": mode, "lengths": lengths, "packed": packed}
+    compare(whole, list(range(dist.get_world_size(whole))), said, "plans with")
+    plan = ContextParallel(*groups, Layout.of(layout, lengths, by_tokens), packed=packed, mode=mode)
+    plan.everybody = everybody
+    if mode == "heads" and groups[1] is not None:
+        raise ValueError("mode is 'heads' with a mesh, whose second dimension exchanges heads")
+    return plan
+
+
+def _groups_of(group: Any) -> tuple[tuple[Any, Any], Any]:
+    """((the group that shares out tokens, the group that exchanges heads), the group of all)."""
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed has no process group: call init_process_group first")
+    if group is None:
+        return (dist.group.WORLD, None), None
+    if not hasattr(group, "mesh_dim_names"):
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group is {type(group).__name__}, must be a ProcessGroup, a DeviceMesh or None"
+            )
+        return (group, None), None
+    if group.ndim == 1:
+        return (group.get_group(), None), None
+    if group.ndim != 2:
+        raise ValueError(f"group is a mesh of {group.ndim} dimensions, must have 1 or 2")
+    ranks = group.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        everybody = dist.group.WORLD
+    else:
+        everybody = group._flatten().get_group()
+    return (group.get_group(0), group.get_group(1)), everybody
+
+
+def _lengths(
+    seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None
+) -> tuple[tuple[int, ...], bool]:
+    if (seqlen is None) == (cu_seqlens is None):
+        raise ValueError("seqlen and cu_seqlens are both given or both None, give one of them")
+    if seqlen is not None:
+        if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+            raise TypeError(f"seqlen must be an int, got {type(seqlen).__name__}")
+        if seqlen < 0:
+            raise ValueError(f"seqlen is {seqlen}, must be at least 0")
+        return (seqlen,), False
+    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    assert given is not None
+    bounds = list(map(int, given))
+    lengths = tuple(b - a for a, b in pairwise(bounds))
+    if not bounds or bounds[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens is {bounds}, must begin with 0 and not decrease")
+    return lengths, True

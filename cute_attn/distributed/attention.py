@@ -1,0 +1,230 @@
+"""Softmax attention over the ranks of a plan: checks, the choice of a mode, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ops.attention import flash_attn_func, flash_attn_varlen_func
+from . import gather, ring
+from .calls import Options
+from .choose import Shape, choose
+from .gather import Route
+from .heads import swapped
+from .layout import Window
+from .plan import Plan
+
+
+class Run(NamedTuple):
+    """A call of the ranks that share out tokens: what they exchange, and the options."""
+
+    plan: Plan
+    options: Options
+    mode: str
+    need_lse: bool
+
+    @property
+    def route(self) -> Route:
+        return self.plan.route(self.options.window)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = q, k, v, sink, self.options, self.need_lse
+        if self.mode == "ring":
+            hops = self.plan.ring(self.options.window.right == 0)
+            return ring.forward(hops, self.plan.group, *tensors)
+        return gather.forward(self.route, self.plan.group, *tensors)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: Run
+    ) -> tuple[Tensor, Tensor | None]:
+        o, lse = run.forward(q, k, v, sink)
+        ctx.run = run
+        ctx.save_for_backward(q, k, v, o, lse, sink)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, o, lse, sink = ctx.saved_tensors
+        run: Run = ctx.run
+        if do is None:
+            do = torch.zeros_like(o)
+        of_sink = sink if ctx.needs_input_grad[3] else None
+        found = gather.backward(
+            run.route, run.plan.group, q, k, v, o, lse, do, dlse, of_sink, run.options
+        )
+        return (*found, None)
+
+
+def attend(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    packed: bool,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    learnable_sink: Tensor | None,
+    softcap: float,
+    deterministic: bool,
+    scheduler: str | None,
+    return_lse: bool,
+    batch_invariant: bool,
+    unsupported: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The public functions with cp.
+
+    Args:
+        packed: whether the call is of `flash_attn_varlen_func`.
+        unsupported: arguments that a call with cp does not take, by name; None where not given.
+    """
+    for name, value in unsupported.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is given with cp, which has no {name}")
+    window = _window(causal, window_size)
+    _check(plan, q, k, v, packed)
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
+    )
+    plan.agree(
+        (
+            ("batch", 1 if packed else q.shape[0]),
+            ("heads, heads_k, head_dim, head_dim_v", (*q.shape[-2:], k.shape[-2], v.shape[-1])),
+            ("dtype", q.dtype),
+            ("window_size", tuple(window)),
+            ("softmax_scale", softmax_scale),
+            ("softcap", softcap),
+            ("learnable_sink", learnable_sink is not None),
+            ("a gradient", grad),
+            ("return_lse", return_lse),
+        )
+    )
+    options = Options(window, softmax_scale, softcap, scheduler, deterministic, batch_invariant)
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    o, lse = _by_heads(plan, q, k, v, learnable_sink, options, return_lse, grad)
+    if packed:
+        return o[0], None if lse is None else lse[0]
+    return o, lse
+
+
+def _by_heads(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    return_lse: bool, grad: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The call on 4-dimensional tensors, with tokens exchanged for heads where the plan does so."""
+    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad))
+    if plan.by_heads > 1:
+        swap = plan.swap
+    elif mode == "heads":
+        swap = plan.all_heads
+    else:
+        return _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad)
+    ranks = len(swap.rows)
+    for name, heads in (("q", q.shape[2]), ("k", k.shape[2])):
+        if heads % ranks:
+            raise NotImplementedError(
+                f"{name} has {heads} heads, which {ranks} ranks share out: a mode that exchanges "
+                "heads needs a multiple; take mode 'gather' or 'ring', or another mesh"
+            )
+    if sink is not None:
+        sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
+    q, k, v = swapped(swap, q, k, v, to_heads=True)
+    if plan.by_heads > 1 and plan.by_tokens > 1:
+        o, lse = _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad)
+    else:
+        o, lse = _whole(plan, q, k, v, sink, options, return_lse)
+    if lse is None:
+        return *swapped(swap, o, to_heads=False), None
+    o, lse = swapped(swap, o, lse.transpose(1, 2)[..., None], to_heads=False)
+    return o, lse[..., 0].transpose(1, 2)
+
+
+def _by_tokens(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    mode: str, return_lse: bool, grad: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    whole = options.window.left is None and options.window.right in (None, 0)
+    way = "ring" if mode == "ring" and whole else "gather"
+    run = Run(plan, options, way, return_lse or grad)
+    if grad:
+        o, lse = _Attention.apply(q, k, v, sink, run)
+    else:
+        o, lse = run.forward(q, k, v, sink)
+    return o, lse if return_lse else None
+
+
+def _whole(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The call on all tokens of some heads."""
+    shared: dict[str, Any] = options._asdict()
+    shared["window_size"] = tuple(shared.pop("window"))
+    shared |= {"learnable_sink": sink, "return_lse": return_lse}
+    if not plan.packed:
+        return flash_attn_func(q, k, v, **shared)
+    bounds = torch.tensor(plan.layout.bounds, dtype=torch.int32).to(q.device)
+    longest = max(plan.lengths, default=0)
+    o, lse = flash_attn_varlen_func(
+        q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
+        max_seqlen_k=longest, **shared,
+    )  # fmt: skip
+    return o[None], None if lse is None else lse[None]
+
+
+def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
+    tokens = -(-plan.layout.total // plan.world) * q.shape[0]  # equal on all ranks
+    window = options.window
+    return Shape(
+        plan.world,
+        tokens,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        window.left is not None or window.right not in (None, 0),
+        grad,
+    )
+
+
+def _window(causal: bool, window_size: Any) -> Window:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size is {window_size!r}, must be a pair (left, right)")
+    left, right = (None if x == -1 else x for x in window_size)
+    for x in (left, right):
+        if x is not None and x < 0:
+            raise NotImplementedError(
+                f"window_size is {tuple(window_size)} with cp, which takes no number below -1"
+            )
+    return Window(left, 0 if causal else right)
+
+
+def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    if packed != plan.packed:
+        name, wanted = (
+            ("flash_attn_func", "seqlen")
+            if not packed
+            else ("flash_attn_varlen_func", "cu_seqlens")
+        )
+        raise ValueError(f"cp is a plan without {wanted}, and {name} needs one with it")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        dims = 3 if packed else 4
+        if x.dim() != dims or x.shape[dims - 3] != plan.tokens:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)} on rank {plan.rank}, must have {dims} "
+                f"dimensions and {plan.tokens} tokens, which the plan gives to this rank"
+            )

@@ -1,0 +1,211 @@
+"""Calls of the attention kernels on rectangles of a rank's queries and keys.
+
+Tensors here are `[batch, rows, heads, dim]`, and lse is `[batch, heads, rows]`. A pass of one
+rectangle is a call with views of its rows. A pass of more rectangles is a call with packed
+sequences: one for each rectangle, and one without used queries for the rows between two rectangles.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import flash_attn_func, flash_attn_varlen_func
+from ..ops.attention.arguments import Arguments
+from ..ops.attention.backward import BACKWARD, BackwardArguments
+from ..ops.attention.partial import attend_partial
+from .layout import Pass, Rectangle, Window
+
+
+class Options(NamedTuple):
+    """What all calls share."""
+
+    window: Window
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    scheduler: str | None = None
+    deterministic: bool = False
+    batch_invariant: bool = False
+
+
+class Packed(NamedTuple):
+    """A pass of several rectangles, as arguments of `flash_attn_varlen_func`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The tensors by name."""
+        return {name: getattr(self, name) for name in self._fields[:3]}
+
+
+@lru_cache(maxsize=1024)
+def packed(of: Pass, batch: int, rows_q: int, rows_k: int, device: torch.device) -> Packed:
+    """The sequences of a pass, for each entry of the batch. All rows belong to a sequence."""
+    bounds_q, bounds_k, used = [0], [0], []
+
+    def add(end_q: int, end_k: int, queries: int) -> None:
+        bounds_q.append(end_q)
+        bounds_k.append(end_k)
+        used.append(queries)
+
+    last = Rectangle(rows_q, rows_q, rows_k, rows_k)
+    for entry in range(batch):
+        at_q, at_k = entry * rows_q, entry * rows_k
+        for q, q_end, k, k_end in (*of.rectangles, last):
+            if (bounds_q[-1], bounds_k[-1]) != (at_q + q, at_k + k):
+                add(at_q + q, at_k + k, 0)
+            if q < q_end:
+                add(at_q + q_end, at_k + k_end, q_end - q)
+    lengths_q = [b - a for a, b in pairwise(bounds_q)]
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in (bounds_q, bounds_k, used)]
+    cu_q, cu_k, seqused = (x.to(device) for x in tensors)
+    return Packed(
+        cu_q,
+        cu_k,
+        None if used == lengths_q else seqused,
+        max((r.q_end - r.q for r in of.rectangles), default=0),
+        max((r.k_end - r.k for r in of.rectangles), default=0),
+    )
+
+
+def attend(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    sink: Tensor | None, options: Options,
+) -> None:  # fmt: skip
+    """Write the rows of out and of lse that belong to queries of the pass."""
+    shared: dict[str, Any] = {
+        **_shared(of, options),
+        "batch_invariant": options.batch_invariant,
+        "learnable_sink": sink,
+        "return_lse": lse is not None,
+    }
+    if len(of.rectangles) == 1:
+        ((first, end, first_k, end_k),) = of.rectangles
+        queries, keys = slice(first, end), slice(first_k, end_k)
+        _, found = flash_attn_func(
+            q[:, queries], k[:, keys], v[:, keys], out=out[:, queries], **shared
+        )
+        if lse is not None and found is not None:
+            lse[..., first:end].copy_(found)
+        return
+    batch, rows, heads, _ = q.shape
+    sequences = packed(of, batch, rows, k.shape[1], q.device)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    _, found = flash_attn_varlen_func(
+        flat_q,
+        flat_k,
+        flat_v,
+        out=out.view(batch * rows, *out.shape[2:]),
+        **sequences._asdict(),
+        **shared,
+    )
+    if lse is not None and found is not None:
+        by_batch = found.view(heads, batch, rows).transpose(0, 1)
+        _copy(of, lse, by_batch, -1, whole=sequences.seqused_q is None)
+
+
+def attend_in_float32(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
+) -> None:
+    """Write float32 rows of o, `[batch, rows, heads, dim]` and contiguous, and of lse, `[batch,
+    rows, heads]`. Rows of other queries have lse -inf, which a combination leaves out."""
+    batch, rows, heads, _ = q.shape
+    shared = _shared(of, options)
+    shared["window_left"], shared["window_right"] = shared.pop("window_size")
+    first, end, first_k, end_k = of.rectangles[0]
+    if len(of.rectangles) == 1 and (batch == 1 or (first, end) == (0, rows)):
+        lse[:, :first].fill_(-torch.inf)
+        lse[:, end:].fill_(-torch.inf)
+        keys = slice(first_k, end_k)
+        call = Arguments(q[:, first:end], k[:, keys], v[:, keys], **shared)
+        attend_partial(call, o[None, :, first:end], lse[None, :, first:end])
+        return
+    sequences = packed(of, batch, rows, k.shape[1], q.device)
+    if sequences.seqused_q is not None:
+        lse.fill_(-torch.inf)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    call = Arguments(flat_q, flat_k, flat_v, **sequences._asdict(), **shared)
+    attend_partial(call, o.view(1, -1, *o.shape[2:]), lse.view(1, -1, heads))
+
+
+def gradients(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor,
+) -> tuple[Rectangle, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Write the rows of dq that belong to queries of the pass.
+
+    Args:
+        o, lse, do, dlse: of the queries' whole results, over all keys.
+        sink: if its gradient is wanted.
+
+    Returns:
+        (the rows, dk, dv, dsink): dk and dv are float32, of the keys `rows.k` to `rows.k_end`.
+    """
+    shared: dict[str, Any] = {
+        **_shared(of, options),
+        "deterministic": options.deterministic,
+        "batch_invariant": options.batch_invariant,
+        "learnable_sink": sink,
+        "need_dsink": sink is not None,
+        "float32_dkdv": True,
+    }
+    shared["window_left"], shared["window_right"] = shared.pop("window_size")
+    batch, rows, _heads, _ = q.shape
+    if len(of.rectangles) == 1:
+        (r,) = of.rectangles
+        queries = slice(r.q, r.q_end)
+        found, dk, dv, dsink = BACKWARD.forward(
+            *BackwardArguments(
+                q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
+                do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
+                **shared,
+            )
+        )  # fmt: skip
+        dq[:, queries].copy_(found)
+        return r, dk, dv, dsink
+    sequences = packed(of, batch, rows, k.shape[1], q.device)
+    lses = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
+    flat_lse, flat_dlse = lses
+    assert flat_lse is not None
+    q_rows, k_rows, v_rows, o_rows, do_rows = (x.flatten(0, 1) for x in (q, k, v, o, do))
+    found, dk, dv, dsink = BACKWARD.forward(
+        *BackwardArguments(
+            q_rows, k_rows, v_rows, o_rows, do_rows, flat_lse, flat_dlse, **sequences.lengths,
+            **shared,
+        )
+    )  # fmt: skip
+    _copy(of, dq, found.view(q.shape), 1, whole=sequences.seqused_q is None)
+    dk, dv = (x.view(batch, -1, *x.shape[1:]) for x in (dk, dv))
+    return Rectangle(0, rows, 0, k.shape[1]), dk, dv, dsink
+
+
+def _shared(of: Pass, options: Options) -> dict[str, Any]:
+    return {
+        "softmax_scale": options.softmax_scale,
+        "window_size": tuple(of.window),
+        "softcap": options.softcap,
+        "scheduler": options.scheduler,
+    }
+
+
+def _copy(of: Pass, to: Tensor, source: Tensor, dim: int, *, whole: bool) -> None:
+    """Copy the queries of a pass; `whole` says that these are all."""
+    if whole:
+        to.copy_(source)
+        return
+    index = _queries(of, to.device)
+    to.index_copy_(dim, index, source.index_select(dim, index))
+
+
+@lru_cache(maxsize=1024)
+def _queries(of: Pass, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(r.q, r.q_end) for r in of.rectangles]).to(device)

@@ -1,0 +1,74 @@
+"""Which way of context parallelism a call takes, from shapes alone.
+
+Every rank computes the same choice, so no rank needs to ask another. The estimate is the time that
+messages take where no kernel runs beside them, and the extra work of each way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MODES = ("gather", "ring", "heads")
+
+# Measured on two H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
+BYTES_PER_SECOND = 320e9  # between ranks, in each direction
+MEMORY_BYTES_PER_SECOND = 2.6e12
+# Reading and writing float32 results of a hop, and the slower kernel that writes them, take as long
+# as so many passes over them.
+PASSES_OF_A_HOP = 13.0
+# What dK and dV of gathered keys take until they are added up and rounded.
+PASSES_OF_GRADIENTS = 4.0
+PASSES_OF_HEADS = 3.0  # packing and unpacking tokens of some heads
+
+GATHERED_BYTES = 8 * 2**30  # more K and V than this is not gathered
+
+
+class Shape(NamedTuple):
+    """All that the choice depends on."""
+
+    world: int
+    tokens: int  # of a rank, times the batch
+    heads: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    window: bool
+    gradient: bool
+
+
+def choose(shape: Shape) -> str:
+    """The mode of a call."""
+    if shape.world == 1 or shape.window:
+        return "gather"
+    seconds = costs(shape)
+    if gathered_bytes(shape) > GATHERED_BYTES:
+        del seconds["gather"]
+        if shape.gradient:
+            del seconds["ring"]  # whose backward gathers
+    return min(seconds, key=seconds.__getitem__) if seconds else "gather"
+
+
+def gathered_bytes(shape: Shape) -> int:
+    """The bytes of K and V that `gather` keeps at once."""
+    columns = shape.head_dim + shape.head_dim_v
+    return 2 * shape.world * shape.tokens * shape.heads_k * columns
+
+
+def costs(shape: Shape) -> dict[str, float]:
+    """Mode -> seconds beside the kernels of one GPU: of a forward, or with its backward."""
+    world, columns = shape.world, shape.head_dim + shape.head_dim_v
+    keys = 2 * shape.tokens * shape.heads_k * columns  # bytes of a rank's K and V
+    queries = 2 * shape.tokens * shape.heads * columns  # and of its Q and O
+    float32_o = 4 * shape.tokens * shape.heads * shape.head_dim_v
+    received = (world - 1) * keys / BYTES_PER_SECOND
+    gradients = 0.0
+    if shape.gradient:  # K and V once more, then float32 gradients
+        passes = PASSES_OF_GRADIENTS * world * 2 * keys / MEMORY_BYTES_PER_SECOND
+        gradients = 3 * received + passes
+    merging = PASSES_OF_A_HOP * world * float32_o / MEMORY_BYTES_PER_SECOND
+    found = {"gather": received + gradients, "ring": merging + gradients}
+    if not shape.heads_k % world and not shape.heads % world:
+        swapped = (keys + queries) * (world - 1) / world / BYTES_PER_SECOND
+        swapped += PASSES_OF_HEADS * (keys + queries) / MEMORY_BYTES_PER_SECOND
+        found["heads"] = swapped * (2 if shape.gradient else 1)
+    return found

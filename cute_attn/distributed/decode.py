@@ -1,0 +1,80 @@
+"""Decoding over a cache of keys that is split between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.attention.arguments import Arguments
+from ..ops.attention.forward import splits_of
+from ..ops.attention.partial import attend_partial, combine_partial
+
+PADDING = 4  # columns after o, for lse: rows stay aligned
+
+
+def decode_over_ranks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the same queries on every rank over keys that are split between the ranks.
+
+    Every rank computes o and lse over its own keys in float32. One all-gather exchanges them, `4 *
+    batch * seqlen_q * heads * (head_dim_v + 4)` bytes of each rank, and `flash_attn_combine`'s
+    kernel combines them, so that every rank has the whole result.
+
+    Args:
+        q: `[batch, seqlen_q, heads, head_dim]`, equal on all ranks. Every query sees every key.
+        k: the rank's keys, `[batch, seqlen_k, heads_k, head_dim]`, or pages as for
+            `flash_attn_varlen_func`. Which keys a rank has does not matter; it may have none.
+        v: of k's shape but for head_dim_v.
+        group: a process group of torch.distributed; None is the default group.
+        seqused_k: `[batch]` int32: how many of the rank's keys each sequence uses.
+        page_table: as for `flash_attn_varlen_func`.
+        softmax_scale: as for `flash_attn_func`.
+        learnable_sink: as for `flash_attn_func`; it counts once.
+        softcap: as for `flash_attn_func`.
+        num_splits: into how many parts each rank's keys are split; 0 chooses by shapes.
+        return_lse: whether to return lse.
+
+    Returns:
+        The pair (o, lse) over the keys of all ranks: as `flash_attn_func` returns them, and with
+        the same bits on every rank. Neither has a gradient.
+
+    Raises:
+        TypeError: as `flash_attn_func`.
+        ValueError: as `flash_attn_func`.
+        NotImplementedError: as `flash_attn_func`.
+    """
+    group = dist.group.WORLD if group is None else group
+    call = Arguments(
+        q, k, v, seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale,
+        softcap=softcap, num_splits=num_splits, return_lse=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        parts = splits_of(call)
+        shape = (*q.shape[:-1], v.shape[-1])
+        world, columns = dist.get_world_size(group), shape[-1]
+        found = q.new_empty(world, *shape[:-1], columns + PADDING, dtype=torch.float32)
+        own = found.new_empty(found.shape[1:])
+        o, lse = found.new_empty(parts, *shape), found.new_empty(parts, *shape[:-1])
+        attend_partial(call, o, lse)
+        combine_partial(o, lse, own[..., :columns], own[..., columns].mT, None)
+        dist.all_gather_into_tensor(found.view(-1), own.view(-1), group=group)
+        out = q.new_empty(shape)
+        batch, rows, heads = shape[:-1]
+        out_lse = found.new_empty(batch, heads, rows) if return_lse else None
+        combine_partial(found[..., :columns], found[..., columns], out, out_lse, learnable_sink)
+    return out, out_lse

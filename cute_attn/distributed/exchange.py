@@ -1,0 +1,175 @@
+"""Messages between ranks, beside the kernels of the current stream.
+
+On a GPU, messages are packed and sent on a stream of their own, which waits for what the current
+stream has written. `wait` makes the current stream wait for the messages; the host never waits.
+NCCL's kernels need free SMs, so messages are started before the kernels beside which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import Range
+
+MOST_SLICES = 4  # more ranges of rows are gathered by an index
+
+
+class Rows:
+    """Ranges of rows of a tensor `[batch, rows, ...]`, to read or to write together."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = tuple(ranges)
+        self.count = sum(end - start for start, end in self.ranges)
+        self._index: dict[torch.device, Tensor] = {}
+
+    def take(self, x: Tensor) -> Tensor:
+        """The rows, contiguous: a view of x where x has them so."""
+        if len(self.ranges) == 1:
+            start, end = self.ranges[0]
+            return x[:, start:end].contiguous()
+        if len(self.ranges) <= MOST_SLICES:
+            return torch.cat([x[:, start:end] for start, end in self.ranges], dim=1)
+        return x.index_select(1, self.index(x.device))
+
+    def in_pieces(self, batch: int) -> bool:
+        """Whether messages of these rows are one for each range, which lies in one piece."""
+        return batch == 1 and len(self.ranges) <= MOST_SLICES
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """The rows as messages: views of x where possible."""
+        if self.in_pieces(x.shape[0]):
+            return [x[:, start:end].contiguous() for start, end in self.ranges]
+        return [self.take(x)]
+
+    def memory(self, x: Tensor, *, inside: bool, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Memory for messages of these rows of x: in x where possible, or new, of a dtype."""
+        if not self.in_pieces(x.shape[0]):
+            return [x.new_empty(x.shape[0], self.count, *x.shape[2:], dtype=dtype)]
+        views = [x[:, start:end] for start, end in self.ranges]
+        return views if inside else [torch.empty_like(view, dtype=dtype) for view in views]
+
+    def fill(self, x: Tensor, received: Sequence[Tensor]) -> None:
+        """Write the messages to the rows of x, unless `memory` gave them the place in x."""
+        if not self.in_pieces(x.shape[0]):
+            self.put(x, received[0])
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """A contiguous tensor that has these rows alone, as `pieces` cuts them."""
+        if not self.in_pieces(x.shape[0]):
+            return [x]
+        return list(x.split([end - start for start, end in self.ranges], dim=1))
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Write the rows of x."""
+        if len(self.ranges) > MOST_SLICES:
+            x.index_copy_(1, self.index(x.device), values)
+            return
+        row = 0
+        for start, end in self.ranges:
+            x[:, start:end].copy_(values[:, row : row + end - start])
+            row += end - start
+
+    def add(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Add messages to the rows of x, each row once, so that the order is fixed."""
+        if self.in_pieces(x.shape[0]):
+            for (start, end), piece in zip(self.ranges, pieces, strict=True):
+                x[:, start:end].add_(piece)
+            return
+        index = self.index(x.device)
+        x.index_copy_(1, index, x.index_select(1, index).add_(pieces[0]))
+
+    def index(self, device: torch.device) -> Tensor:
+        found = self._index.get(device)
+        if found is None:
+            rows = [torch.arange(start, end) for start, end in self.ranges]
+            found = self._index[device] = torch.cat(rows or [torch.arange(0)]).to(device)
+        return found
+
+
+def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[Tensor]]:
+    """Rank -> the messages of all tensors."""
+    return {rank: [x for parts in both for x in parts] for rank, both in messages.items()}
+
+
+def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
+    """Copy rows of `source` to rows of `to`. The ranges of both are pairs of equal lengths."""
+    if len(rows.ranges) > MOST_SLICES:
+        rows.put(to, of.take(source))
+        return
+    for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True):
+        to[:, start:end].copy_(source[:, first:stop])
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    # Of high priority: a waiting message gets the SMs that a finished kernel leaves.
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def beside(device: torch.device, after: Any = None) -> Iterator[None]:
+    """Launch on the stream for messages, after the current stream's work or after an event."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    if after is None:
+        side.wait_stream(torch.cuda.current_stream(device))
+    else:
+        side.wait_event(after)
+    with torch.cuda.stream(side):
+        yield
+
+
+class Messages:
+    """Messages that are under way. All of their tensors live until `wait`."""
+
+    def __init__(self, works: list[Any], device: torch.device, kept: Any) -> None:
+        self._works, self._kept, self._event = works, kept, None
+        if device.type == "cuda":
+            for work in works:
+                work.wait()  # the stream for messages waits, not the host
+            self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Make what the current stream does next wait for the messages."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            for work in self._works:
+                work.wait()
+        self._works, self._kept = [], None
+
+
+def send(
+    group: Any, to: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Tensor]]
+) -> Messages:
+    """Start messages to ranks of the group, and from ranks.
+
+    Args:
+        to: rank -> contiguous tensors to send.
+        into: rank -> contiguous tensors to receive into, in the order of that rank's `to`.
+    """
+    kinds: tuple[tuple[Callable[..., Any], Mapping[int, Sequence[Tensor]]], ...] = (
+        (dist.isend, to),
+        (dist.irecv, into),
+    )
+    operations, device = [], torch.device("cpu")
+    for kind, messages in kinds:
+        for rank, tensors in sorted(messages.items()):
+            for x in tensors:
+                device = x.device
+                if x.numel():
+                    # As bytes: gloo knows few dtypes.
+                    raw = x.view(-1).view(torch.uint8)
+                    peer = dist.get_global_rank(group, rank)
+                    operations.append(dist.P2POp(kind, raw, peer, group))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Messages(works, device, (to, into))

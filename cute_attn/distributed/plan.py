@@ -1,0 +1,199 @@
+"""The plan of context parallelism: which tokens each rank holds, and how calls exchange keys."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Rows, beside, send
+from .gather import Route
+from .heads import Swap
+from .layout import Layout, Range, Window, shared_rows
+from .ring import Ring
+
+
+class Plan:
+    """Which tokens of all sequences each rank of a group holds; `context_parallel` makes it.
+
+    Attributes:
+        rank, world: the own rank in the group, and the number of ranks.
+        lengths: the length of each sequence.
+        ranges: for each rank, the ranges of its tokens, counted through all sequences.
+        packed: whether tokens are `[total, ...]`, rather than `[batch, seqlen, ...]`.
+        mode: "gather", "ring", "heads", or None: chosen for each call by its shapes.
+    """
+
+    def __init__(
+        self, group: Any, heads_group: Any, layout: Layout, *, packed: bool, mode: str | None
+    ) -> None:
+        self.group, self.heads_group = group, heads_group
+        self.rows_of = layout
+        self.packed, self.mode = packed, mode
+        self.by_tokens = 1 if group is None else dist.get_world_size(group)
+        self.by_heads = 1 if heads_group is None else dist.get_world_size(heads_group)
+        self.token_rank = 0 if group is None else dist.get_rank(group)
+        self.head_rank = 0 if heads_group is None else dist.get_rank(heads_group)
+        self.agreed: set[Any] = set()
+        self._routes: dict[Any, Route] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.token_rank * self.by_heads + self.head_rank
+
+    @property
+    def world(self) -> int:
+        return self.by_tokens * self.by_heads
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.rows_of.lengths
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of all ranks, which cut a row of the mesh's tokens into parts."""
+        return self.rows_of if self.by_heads == 1 else self.rows_of.part(self.by_heads)
+
+    @property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        return self.layout.ranges
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the own rank holds."""
+        return self.layout.tokens(self.rank)
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """For each rank, its tokens as rows of all tokens."""
+        return [Rows(ranges) for ranges in self.ranges]
+
+    def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """The own rank's tokens of x, which has all tokens. Differentiable.
+
+        Args:
+            x: a tensor of all tokens.
+            dim: the dimension of tokens; None is 0 for packed sequences, and else 1.
+        """
+        dim = self._dim(x, dim, self.layout.total)
+        return self.rows[self.rank].take(x.movedim(dim, 0)[None])[0].movedim(0, dim)
+
+    def unshard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """All tokens, from each rank's own tokens x. Every rank calls this, and gets the result.
+
+        Args:
+            x: a tensor of the own tokens. The other sizes are equal on all ranks.
+            dim: as for `shard`.
+
+        The result has no gradient.
+        """
+        with torch.no_grad():
+            dim = self._dim(x, dim, self.tokens)
+            own = x.detach().movedim(dim, 0).contiguous()[None]
+            found = own.new_empty(1, self.layout.total, *own.shape[2:])
+            for group, ranks in self._groups():
+                into = {
+                    i: [found.new_empty(1, self.rows[r].count, *own.shape[2:])]
+                    for i, r in enumerate(ranks)
+                    if r != self.rank
+                }
+                with beside(x.device):
+                    messages = send(group, {key: [own] for key in into}, into)
+                messages.wait()
+                for i, (part,) in into.items():
+                    self.rows[ranks[i]].put(found, part)
+            self.rows[self.rank].put(found, own)
+            return found[0].movedim(0, dim).contiguous()
+
+    def position_ids(self, device: torch.device | str | None = None) -> Tensor:
+        """The position of each own token in its sequence: int64 `[tokens]`."""
+        pieces = self.layout.pieces(self.rank)
+        firsts = self.layout.bounds
+        found = [
+            torch.arange(p.start - firsts[p.sequence], p.end - firsts[p.sequence]) for p in pieces
+        ]
+        return torch.cat(found or [torch.arange(0)]).to(device)
+
+    # -- what calls exchange
+
+    def route(self, window: Window) -> Route:
+        """What the ranks that share tokens exchange for a window."""
+        found = self._routes.get(window)
+        if found is None:
+            found = self._routes[window] = Route(self.rows_of, self.token_rank, window)
+        return found
+
+    @cached_property
+    def _rings(self) -> dict[bool, Ring]:
+        return {}
+
+    def ring(self, causal: bool) -> Ring:
+        """The hops of the ring."""
+        if causal not in self._rings:
+            self._rings[causal] = Ring(self.rows_of, self.token_rank, causal)
+        return self._rings[causal]
+
+    @cached_property
+    def swap(self) -> Swap:
+        """The exchange of tokens for heads among the ranks of the mesh's row."""
+        held = self.rows_of.ranges[self.token_rank]
+        first = self.token_rank * self.by_heads
+        rows = [Rows(shared_rows(self.ranges[first + i], held)[1]) for i in range(self.by_heads)]
+        count = self.rows_of.tokens(self.token_rank)
+        return Swap(self.heads_group, self.head_rank, tuple(rows), count)
+
+    @cached_property
+    def all_heads(self) -> Swap:
+        """The exchange of tokens for heads among all ranks of a plan without a mesh of heads."""
+        rows = tuple(Rows(ranges) for ranges in self.ranges)
+        return Swap(self.group, self.token_rank, rows, self.layout.total)
+
+    def agree(self, what: tuple[tuple[str, Any], ...]) -> None:
+        """Raise ValueError on all ranks if ranks call with different arguments. Only the first call
+        with these arguments asks the other ranks.
+
+        Args:
+            what: pairs of an argument's name and its value, which every rank must share.
+        """
+        if what in self.agreed:
+            return
+        for group, ranks in self._groups():
+            compare(group, ranks, dict(what), "calls flash attention with")
+        self.agreed.add(what)
+
+    def _groups(self) -> list[tuple[Any, list[int]]]:
+        """The groups of the mesh in which the own rank is, each with its ranks of the plan. To ask
+        one group after the other reaches all ranks only if there is one group."""
+        if self.heads_group is None:
+            return [(self.group, list(range(self.world)))]
+        if self.group is None:
+            return [(self.heads_group, list(range(self.world)))]
+        return [(self.everybody, list(range(self.world)))]
+
+    everybody: Any = None  # a group of all ranks of a mesh with two dimensions
+
+    def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
+        dim = (0 if self.packed else 1) if dim is None else dim
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
+            raise ValueError(
+                f"x has shape {list(x.shape)} on rank {self.rank}, its dimension {dim} must have "
+                f"{tokens} tokens"
+            )
+        return dim % x.dim()
+
+
+def compare(group: Any, ranks: list[int], own: dict[str, Any], verb: str) -> None:
+    """Raise ValueError on every rank of the group if a rank says something else than the first."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group)
+    first = found[0]
+    for rank, said in zip(ranks, found, strict=True):
+        for name, value in first.items():
+            if said.get(name) != value:
+                raise ValueError(
+                    f"rank {rank} {verb} {name} {said.get(name)}, and rank {ranks[0]} with "
+                    f"{value}: all ranks must say the same"
+                )

@@ -1,0 +1,118 @@
+"""Softmax attention with float32 results, to combine with results over other keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ... import launch
+from ...kernels.attention import table
+from ...settings import on_reload
+from ..checks import DTYPE_NAMES
+from ..counters import counter_for
+from ..operator import MOST_READY, may_remember
+from .arguments import Arguments, bounds, dims_of
+from .forward import FORWARD, is_few, is_short
+from .plan import plan_attention, plan_attention_combine
+
+_ready: dict[tuple[Any, ...], tuple[Callable[..., None], int, bool]] = {}
+_combinations: dict[tuple[Any, ...], Callable[..., None]] = {}
+on_reload(_ready.clear)
+on_reload(_combinations.clear)
+
+
+def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
+    """Write the results of a call over parts of its keys, without its sink. A row without keys has
+    lse -inf. Rows of no sequence, or that are not used, keep lse.
+
+    Args:
+        a: the call; its num_splits does not count. k and v are not fp8.
+        o: float32 `[parts, ...]`, each part of q's shape but for head_dim_v; contiguous.
+        lse: float32, of o's shape without the last dimension, with any strides.
+    """
+    a = a._replace(learnable_sink=None, num_splits=2, return_lse=True)
+    key = FORWARD.key(a)
+    found = _ready.get(key)
+    if found is None:
+        FORWARD._validate(a)
+        if not (a.q.numel() and a.k.numel()):
+            lse.fill_(-math.inf)
+            return
+        found = _prepare(a)
+        if may_remember(a.q):
+            if len(_ready) >= MOST_READY:
+                _ready.clear()
+            _ready[key] = found
+    function, clusters, counts = found
+    a = FORWARD.readable(a)
+    left, right = bounds(a)
+    scale = a.q.shape[-1] ** -0.5 if a.softmax_scale is None else a.softmax_scale
+    counter = (counter_for(a.q), *[None] * 4) if counts else ()
+    function(
+        a.q, a.k, a.v, o, lse.mT, None, a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q,
+        a.seqused_k, a.page_table, scale, float(a.softcap or 1.0), left or 0, right or 0, clusters,
+        *counter,
+    )  # fmt: skip
+
+
+def _prepare(a: Arguments) -> tuple[Callable[..., None], int, bool]:
+    arch, dims = launch.arch_for(a.q.device), dims_of(a)
+    left, right = bounds(a)
+    (kernel, spec), _ = plan_attention(
+        arch,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        dtype=DTYPE_NAMES[a.q.dtype],
+        heads=a.q.shape[-2],
+        heads_k=a.k.shape[-2],
+        window_left=left is not None,
+        window_right=right is not None,
+        softcap=bool(a.softcap),
+        varlen_q=a.cu_seqlens_q is not None,
+        varlen_k=a.cu_seqlens_k is not None,
+        seqused_q=a.seqused_q is not None,
+        seqused_k=a.seqused_k is not None,
+        page_size=None if a.page_table is None else a.k.shape[1],
+        scheduler=a.scheduler,
+        num_splits=2,
+        return_lse=True,
+        short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        pieces=False,
+    )
+    clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims).cluster)
+    function = launch.get_for(a.q.device, kernel, spec)
+    return function, clusters, spec.scheduler == "counter"
+
+
+def combine_partial(
+    o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None, sink: Tensor | None
+) -> None:
+    """Combine results over parts of the keys into given tensors.
+
+    Args:
+        o: float32 `[parts, batch, seqlen, heads, head_dim_v]`.
+        lse: `[parts, batch, seqlen, heads]`.
+        out: `[batch, seqlen, heads, head_dim_v]`, of any dtype that `flash_attn_combine` takes.
+        out_lse: float32 `[batch, heads, seqlen]`.
+        sink: `[heads]`, counted once.
+    """
+    if out.numel():
+        sink_dtype = "none" if sink is None else DTYPE_NAMES[sink.dtype]
+        key = o.device, o.shape[-1], out.dtype, sink_dtype, out_lse is not None
+        function = _combinations.get(key)
+        if function is None:
+            ((kernel, spec),) = plan_attention_combine(
+                launch.arch_for(o.device),
+                head_dim=o.shape[-1],
+                out_dtype=DTYPE_NAMES[out.dtype],
+                return_lse=out_lse is not None,
+            )
+            function = launch.get_for(o.device, kernel, replace(spec, sink_dtype=sink_dtype))
+            if may_remember(o):
+                _combinations[key] = function
+        function(o, lse, out, None if out_lse is None else out_lse.mT, sink)

@@ -1,0 +1,155 @@
+"""Training steps of a small model whose sequences are split between ranks: context parallelism.
+
+    torchrun --nproc-per-node 2 examples/train_context_parallel.py
+
+What it shows:
+
+- a plan (zigzag) that every rank makes once, `shard` for tokens and labels, and `position_ids`;
+- attention with `cp=plan`, the only layer that looks past a rank's own tokens;
+- the sum of all ranks' gradients, as data parallelism takes it, then the same step on every rank.
+
+Every loss, and the gradients of the first step, are compared with those of one process that has
+all tokens. With GPUs, ranks talk through NCCL. Otherwise they talk through gloo, and the kernels
+run in the emulator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import cute_attn
+from cute_attn.distributed import context_parallel
+
+WIDTH, HEADS, HEADS_K, HEAD_DIM = 64, 4, 2, 64
+VOCABULARY, TOKENS, LAYERS = 61, 70, 2
+STEPS = 3
+LEARNING_RATE = 3e-3
+# Losses are means over bfloat16 results: equal but for a few roundings.
+TOLERANCE = 5e-3
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(torch.nn.Module):
+    """Attention and a feed-forward network, each with a norm before it and a residual around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_mlp = torch.nn.RMSNorm(WIDTH), torch.nn.RMSNorm(WIDTH)
+        self.qkv = torch.nn.Linear(WIDTH, (HEADS + 2 * HEADS_K) * HEAD_DIM, bias=False)
+        self.out = torch.nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
+        x = x + self.out(attention(*qkv.split([HEADS, HEADS_K, HEADS_K], dim=-2)).flatten(-2))
+        return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
+
+
+class Model(torch.nn.Module):
+    """A language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = torch.nn.Embedding(TOKENS, WIDTH)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = torch.nn.RMSNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, attention: Attention
+    ) -> Tensor:
+        """The cross entropy, as a sum over these tokens divided by the number of all tokens."""
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            x = self.embedding(tokens) + self.positions(positions)
+            for layer in self.layers:
+                x = layer(x, attention)
+            logits = self.head(self.norm(x))
+        flat = logits.flatten(0, 1).float(), labels.flatten()
+        return functional.cross_entropy(*flat, reduction="sum") / TOKENS
+
+
+def train(device: str) -> tuple[list[float], list[float], float]:
+    """(losses over ranks, losses of one process, relative error of the first gradients)."""
+    torch.manual_seed(0)  # the same model and tokens on every rank
+    model, alone = Model().to(device), Model().to(device)
+    alone.load_state_dict(model.state_dict())
+    text = torch.randint(VOCABULARY, (1, TOKENS + 1), device=device)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    plan = context_parallel(seqlen=TOKENS, layout="zigzag")
+
+    def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, _ = cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
+        return o
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, _ = cute_attn.flash_attn_func(q, k, v, causal=True)
+        return o
+
+    own = plan.shard(tokens), plan.shard(labels), plan.position_ids(device)
+    everything = tokens, labels, torch.arange(TOKENS, device=device)
+    steps = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    steps_alone = torch.optim.AdamW(alone.parameters(), LEARNING_RATE)
+    losses, losses_alone, error = [], [], 0.0
+    for step in range(STEPS):
+        loss = model.loss(*own, over_ranks)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+
+        loss = alone.loss(*everything, whole)
+        loss.backward()
+        losses_alone.append(loss.item())
+        if step == 0:
+            ours, theirs = (
+                torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, alone)
+            )
+            error = ((ours - theirs).norm() / theirs.norm()).item()
+        for optimizer in (steps, steps_alone):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, losses_alone, error
+
+
+def main() -> int:
+    gpus = torch.cuda.is_available()
+    running: Any = contextlib.nullcontext()
+    device = "cpu"
+    if gpus:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+        running = cute_attn.emulated("sm_90a")
+    dist.init_process_group("nccl" if gpus else "gloo")
+    with running:
+        losses, alone, error = train(device)
+    agree = error < 0.02 and all(
+        abs(a - b) < TOLERANCE * b for a, b in zip(losses, alone, strict=True)
+    )
+    if dist.get_rank() == 0:
+        world = dist.get_world_size()
+        for step, (a, b) in enumerate(zip(losses, alone, strict=True)):
+            print(f"step {step}: loss {a:.4f} over {world} ranks, {b:.4f} in one process")
+        print(f"gradients differ by {error:.1e}: {'as rounding does' if agree else 'WRONG'}")
+    dist.destroy_process_group()
+    return 0 if agree and losses[-1] < losses[0] else 1
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("run this with: torchrun --nproc-per-node 2 examples/train_context_parallel.py")
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Processes that are the ranks of a group on the CPU: gloo, and kernels in the emulator.
+
+Processes of a group stay for many cases, because each takes seconds to import torch. A case is a
+function of this module, which every rank calls with equal arguments, or with `of_rank` of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+INPUTS = ("q", "k", "v", "learnable_sink")
+
+
+class RankError(Exception):
+    """What a rank raised, with its traceback as text."""
+
+
+class Ranks:
+    """A group of processes."""
+
+    def __init__(self, world: int, *, timeout: float = 60) -> None:
+        context = mp.get_context("spawn")
+        self.world = world
+        self._folder = tempfile.TemporaryDirectory(prefix="cute-attn-ranks-")
+        store = f"file://{Path(self._folder.name) / 'store'}"
+        pairs = [context.Pipe() for _ in range(world)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(target=_serve, args=(theirs, rank, world, store, timeout), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def call(self, name: str, *of_rank: dict[str, Any], **arguments: Any) -> list[Any]:
+        """What the function `name` of this module returns on each rank."""
+        found = self.outcomes(name, *of_rank, **arguments)
+        for rank, outcome in enumerate(found):
+            if isinstance(outcome, RankError):
+                raise RankError(f"rank {rank}: {outcome}")
+        return found
+
+    def outcomes(self, name: str, *of_rank: dict[str, Any], **arguments: Any) -> list[Any]:
+        """As `call`, with a RankError in place of the result of a rank that raises."""
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send((name, arguments | (of_rank[rank] if of_rank else {})))
+        return [pipe.recv() for pipe in self._pipes]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+@contextmanager
+def ranks(world: int, **options: Any) -> Iterator[Ranks]:
+    found = Ranks(world, **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    from cute_attn.emulator import build
+
+    build.directory = Path(__file__).parents[2] / "build" / "emulator"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    while (work := pipe.recv()) is not None:
+        name, arguments = work
+        try:
+            pipe.send(globals()[name](**arguments))
+        except Exception as error:
+            pipe.send(RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo may wait for ranks that are gone
+
+
+# -- what ranks do
+
+
+def plan_of(layout: Any, mode: str | None, mesh: Sequence[int] | None, **lengths: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from cute_attn.distributed import context_parallel
+
+    group = None
+    if mesh is not None:
+        group = _meshes.get(tuple(mesh))
+        if group is None:
+            names = ("tokens", "heads")[: len(mesh)]
+            group = _meshes[tuple(mesh)] = init_device_mesh(
+                "cpu", tuple(mesh), mesh_dim_names=names
+            )
+    return context_parallel(group, layout=layout, mode=mode, **lengths)
+
+
+_meshes: dict[tuple[int, ...], Any] = {}
+
+
+@contextmanager
+def kernels(emulated: bool) -> Iterator[None]:
+    """Kernels in the emulator, whose checks must find nothing, or what stands in for kernels.
+    Memory without values holds NaN."""
+    import cute_attn
+    from cute_attn.emulator import Emulator
+
+    from ..ops.attention_stand_ins import stand_ins
+
+    emulator = Emulator(num_sms=4)
+    arch = "sm_90a" if emulated else "sm_100a"
+    standing_in: AbstractContextManager[Any] = nullcontext() if emulated else stand_ins()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with cute_attn.emulated(arch, emulator), standing_in:
+        yield
+    torch.use_deterministic_algorithms(False)
+    bad = [str(x) for x in emulator.report.findings if x.severity != "note"]
+    assert not bad, bad
+
+
+def attention(
+    args: dict[str, Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    *,
+    layout: Any,
+    mode: str | None,
+    mesh: Sequence[int] | None = None,
+    emulated: bool = True,
+    **lengths: Any,
+) -> dict[str, Tensor]:
+    """o, lse and gradients of the rank's tokens, as whole tensors."""
+    import cute_attn
+
+    plan = plan_of(layout, mode, mesh, **lengths)
+    function = cute_attn.flash_attn_varlen_func if plan.packed else cute_attn.flash_attn_func
+    own = dict(args)
+    tokens = ("q", "k", "v")
+    for name in tokens:
+        own[name] = plan.shard(args[name]).clone()
+    if args.get("learnable_sink") is None:
+        own.pop("learnable_sink", None)
+    leaves = [name for name in INPUTS if name in own]
+    if do is not None:
+        for name in leaves:
+            own[name].requires_grad_()
+    with kernels(emulated):
+        o, lse = function(**own, return_lse=True, cp=plan)
+        if do is not None:
+            upstream = [plan.shard(do)]
+            outputs = [o]
+            if dlse is not None:
+                outputs.append(lse)
+                upstream.append(plan.shard(dlse, -1))
+            torch.autograd.backward(outputs, upstream)
+    found = {"o": plan.unshard(o), "lse": plan.unshard(lse, -1)}
+    if do is not None:
+        for name in leaves:
+            gradient = own[name].grad
+            if name in tokens:
+                found[name] = plan.unshard(gradient)
+            else:
+                total = gradient.float()
+                dist.all_reduce(total)
+                found[name] = total.to(gradient.dtype)
+    return found
+
+
+def raised(layout: Any = "zigzag", mode: str | None = None, **lengths: Any) -> str:
+    """What making a plan raises."""
+    try:
+        plan_of(layout, mode, None, **lengths)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(args: dict[str, Any], **lengths: Any) -> str:
+    """What a call raises before any kernel."""
+    import cute_attn
+
+    plan = plan_of("zigzag", None, None, **lengths)
+    function = cute_attn.flash_attn_varlen_func if plan.packed else cute_attn.flash_attn_func
+    try:
+        function(**args, cp=plan)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def sharded(x: Tensor, layout: Any, **lengths: Any) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(own tokens of x, all tokens of these, position ids, number of tokens)."""
+    plan = plan_of(layout, None, None, **lengths)
+    own = plan.shard(x)
+    return own, plan.unshard(own), plan.position_ids(), plan.tokens
+
+
+def decoded(
+    args: dict[str, Any], own: Sequence[slice], used: Tensor | None, emulated: bool
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) over the keys of all ranks, of which a rank has `own`."""
+    from cute_attn.distributed import decode_over_ranks
+
+    keys = {name: args[name][:, own[dist.get_rank()]].contiguous() for name in ("k", "v")}
+    with kernels(emulated):
+        return decode_over_ranks(**args | keys, seqused_k=used, return_lse=True)
+
+
+def model_of(kind: str, implementation: str, dtype: torch.dtype) -> Any:
+    """A small model of transformers with seeded weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=256,
+        initializer_range=0.1, pad_token_id=0, attn_implementation=implementation,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model.to(torch.bfloat16).to(dtype)
+
+
+def logits_and_gradients(model: Any, upstream: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of all parameters as one vector, for a gradient of the logits."""
+    logits = model(use_cache=False, **inputs).logits
+    logits.backward(upstream.to(logits.dtype))
+    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return logits.detach(), torch.cat(found)
+
+
+def trained(kind: str, tokens: Tensor, upstream: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The same over ranks: all logits, and the sum of the ranks' gradients."""
+    import cute_attn
+    from cute_attn.integrations.transformers import register
+
+    register()
+    plan = plan_of(layout, None, None, seqlen=tokens.shape[1])
+    model = model_of(kind, "cute_attn", torch.bfloat16)
+    with cute_attn.emulated("sm_90a"):
+        logits, gradients = logits_and_gradients(
+            model,
+            plan.shard(upstream),
+            input_ids=plan.shard(tokens),
+            position_ids=plan.position_ids()[None],
+            cp=plan,
+        )
+    dist.all_reduce(gradients)
+    return plan.unshard(logits), gradients

@@ -1,0 +1,40 @@
+"""Which mode calls take."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_attn.distributed.choose import Shape, choose, gathered_bytes
+
+# (heads, heads_k, tokens in all) -> the modes of forward and of training, for W = 2, 4, 8
+CHOICES = {
+    (32, 8, 2**15): ("gather gather", "gather heads", "gather heads"),
+    (32, 32, 2**14): ("gather heads", "heads heads", "heads heads"),
+    (64, 8, 2**17): ("gather gather", "gather gather", "gather heads"),
+    (16, 1, 2**17): ("gather gather", "gather gather", "gather gather"),
+    (32, 32, 2**20): ("heads heads", "heads heads", "heads heads"),
+}
+
+
+def shape(heads: int, heads_k: int, total: int, world: int, *, gradient: bool) -> Shape:
+    return Shape(world, total // world, heads, heads_k, 128, 128, False, gradient)
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+def test_the_choices(case: tuple[int, int, int]) -> None:
+    found = tuple(
+        " ".join(choose(shape(*case, world, gradient=gradient)) for gradient in (False, True))
+        for world in (2, 4, 8)
+    )
+    assert found == CHOICES[case]
+
+
+def test_windows_are_gathered() -> None:
+    assert choose(shape(32, 32, 2**20, 8, gradient=True)._replace(window=True)) == "gather"
+
+
+def test_more_than_the_limit_is_not_gathered_unless_it_must_be() -> None:
+    large = shape(64, 12, 2**21, 8, gradient=False)
+    assert gathered_bytes(large) > 8 * 2**30
+    assert choose(large) == "ring"
+    assert choose(large._replace(gradient=True)) == "gather"  # the ring's backward gathers too

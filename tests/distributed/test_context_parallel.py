@@ -1,0 +1,271 @@
+"""Attention over ranks agrees with float64, as attention on one GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..ops.attention_cases import FULL, assert_agrees
+from ..ops.attention_gradient_cases import assert_gradients_agree
+from .ranks import INPUTS, Ranks, ranks
+
+LISTED = [[(5, 40), (70, 71)], [(0, 5), (40, 70), (71, 90)]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as found:
+        yield found
+
+
+def inputs(
+    lengths: tuple[int, ...],
+    *,
+    heads: int = 2,
+    heads_k: int = 1,
+    dim: int = 64,
+    batch: int | None = 1,
+    sink: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """(arguments, do, dlse); packed sequences if batch is None."""
+    g = torch.Generator().manual_seed(seed)
+    rows = (sum(lengths),) if batch is None else (batch, *lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    args: dict[str, Any] = {
+        "q": draw(*rows, heads, dim).bfloat16(),
+        "k": draw(*rows, heads_k, dim).bfloat16(),
+        "v": draw(*rows, heads_k, dim).bfloat16(),
+        **options,
+    }
+    if sink:
+        args["learnable_sink"] = draw(heads)
+    do = draw(*rows, heads, dim).bfloat16()
+    return args, do, draw(*rows[:-1], heads, rows[-1])
+
+
+def check(
+    group: Ranks,
+    args: dict[str, Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    lengths: tuple[int, ...],
+    **plan: Any,
+) -> dict[str, Tensor]:
+    """Every rank's whole results agree with float64 by the error rule. Returns them."""
+    packed = args["q"].dim() == 3
+    bounds = [0, *accumulate(lengths)]
+    of_plan = {"cu_seqlens": bounds} if packed else {"seqlen": lengths[0]}
+    results = group.call("attention", args=args, do=do, dlse=dlse, **of_plan, **plan)
+    whole = {name: x for name, x in args.items() if name != "deterministic"}
+    if packed:
+        whole["cu_seqlens_q"] = whole["cu_seqlens_k"] = torch.tensor(bounds, dtype=torch.int32)
+    found: dict[str, Tensor] = results[0]
+    assert_agrees(whole, found["o"], found["lse"])
+    if do is not None:
+        gradients = {name: found[name] for name in INPUTS if name in found}
+        assert_gradients_agree(whole, gradients, do, dlse)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], x) for name, x in found.items())
+    return found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"lengths": (90,), "causal": True, "sink": True},
+    "packed": {"lengths": (33, 0, 1, 50), "batch": None, "causal": True},
+    "batch": {"lengths": (70,), "batch": 2, "causal": True},
+    "dense": {"lengths": (70,), "batch": 2, "sink": True},
+    "window": {"lengths": (90,), "window_size": (20, 0)},
+    "both-sides": {"lengths": (50, 40), "batch": None, "window_size": (9, 7)},
+    "right": {"lengths": (90,), "window_size": (None, 7)},
+    "capped": {"lengths": (90,), "causal": True, "softcap": 3.0},
+    "heads": {"lengths": (90,), "heads": 4, "heads_k": 2, "causal": True},
+}
+EMULATED = {
+    **CASES,
+    "wide": {**CASES["heads"], "dim": 128, "deterministic": True},
+    "widest": {**CASES["causal"], "dim": 256},
+}
+
+
+def check_case(
+    group: Ranks, mode: str | None, case: dict[str, Any], layout: Any, *, emulated: bool
+) -> None:
+    options = dict(case)
+    lengths = options.pop("lengths")
+    if layout is LISTED and sum(lengths) != 90:
+        pytest.skip("the listed ranges are of 90 tokens")
+    if mode == "heads":
+        options["heads_k"] = 2
+    if not emulated:
+        options["dim"] = 256  # what stands in has no other
+    args, do, dlse = inputs(lengths, **options)
+    check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=emulated)
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
+MODES = pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
+
+
+@pytest.mark.in_turn("layout")
+@LAYOUTS
+@pytest.mark.parametrize("case", CASES)
+@MODES
+def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    """With float64 in place of the kernels."""
+    check_case(two, mode, CASES[case], layout, emulated=False)
+
+
+@pytest.mark.slow
+@LAYOUTS
+@pytest.mark.parametrize("case", EMULATED)
+@MODES
+def test_every_mode_emulated(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, EMULATED[case], layout, emulated=True)
+
+
+@pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decoding_over_a_split_cache(two: Ranks, emulated: bool) -> None:
+    shape: dict[str, Any] = {"heads_k": 2, "batch": 2, "dim": 64 if emulated else 256}
+    args, _, _ = inputs((1,), heads=4, sink=True, **shape)
+    cache, _, _ = inputs((90,), seed=1, **shape)
+    args |= {"k": cache["k"], "v": cache["v"]}
+    used = torch.tensor([40, 40], dtype=torch.int32), torch.tensor([50, 0], dtype=torch.int32)
+    own = (slice(0, 40), slice(40, 90))
+    shared: dict[str, Any] = {"args": args, "own": own, "emulated": emulated}
+    results = two.call("decoded", {"used": used[0]}, {"used": used[1]}, **shared)
+    for o, lse in results:
+        whole = {**args, "seqused_k": used[0] + used[1]}
+        assert_agrees(whole, o, lse)
+        assert torch.equal(o, results[0][0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "listed"])
+def test_shards_are_all_tokens(two: Ranks, layout: Any) -> None:
+    x = torch.randn(2, 90, 3)
+    results = two.call("sharded", x=x, layout=layout, seqlen=90)
+    for own, whole, positions, tokens in results:
+        assert torch.equal(whole, x) and own.shape[1] == tokens
+        assert torch.equal(x[:, positions], own)
+    lengths = (0, 31, 59)
+    results = two.call("sharded", x=x[0], layout=layout, cu_seqlens=[0, *accumulate(lengths)])
+    of_sequences = torch.cat([torch.arange(n) for n in lengths])
+    assert torch.equal(torch.cat([r[2] for r in results]).sort()[0], of_sequences.sort()[0])
+    assert all(torch.equal(whole, x[0]) for _, whole, _, _ in results)
+
+
+def test_ranks_that_disagree_are_named(two: Ranks) -> None:
+    for of_rank, message in (
+        (({"seqlen": 8}, {"seqlen": 9}), r"rank 1 plans with lengths (9,), and rank 0 with (8,)"),
+        (
+            ({"seqlen": 8, "layout": "contiguous"}, {"seqlen": 8}),
+            "rank 1 plans with layout zigzag, and rank 0 with contiguous",
+        ),
+        (({"seqlen": 8, "mode": "ring"}, {"seqlen": 8}), "rank 1 plans with mode None"),
+    ):
+        for said in two.call("raised", *of_rank):
+            assert said.startswith("ValueError: ") and message in said
+    one, _, _ = inputs((4,), heads=2)
+    other, _, _ = inputs((4,), heads=4)
+    for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
+        assert "rank 1 calls flash attention with heads, heads_k, head_dim" in said
+        assert "(4, 64, 1, 64), and rank 0 with (2, 64, 1, 64)" in said
+
+
+def test_wrong_arguments_are_named(two: Ranks) -> None:
+    for of_plan, message in (
+        ({}, "seqlen and cu_seqlens are both given or both None"),
+        ({"seqlen": -1}, "seqlen is -1"),
+        ({"cu_seqlens": [1, 2]}, "cu_seqlens is .1, 2., must begin with 0"),
+        ({"seqlen": 8, "mode": "star"}, "mode is 'star'"),
+    ):
+        (said, _) = two.call("raised", **of_plan)
+        assert message.replace(".1, 2.", "[1, 2]") in said
+    args, _, _ = inputs((4,))
+    for changes, message in (
+        ({"q": args["q"][:, :3]}, "q has shape [1, 3, 2, 64] on rank 0, must have 4 dimensions"),
+        ({"num_splits": 2}, "NotImplementedError: num_splits is given with cp"),
+        ({"out": args["q"]}, "NotImplementedError: out is given with cp"),
+        ({"window_size": (-3, None)}, "NotImplementedError: window_size is (-3, None) with cp"),
+        ({"causal": 2.0}, "TypeError: causal must be a bool"),
+    ):
+        (said, _) = two.call("refused", args=args | changes, seqlen=8)
+        assert message in said
+    (said, _) = two.call("refused", args=args, cu_seqlens=[0, 8])
+    assert "q has shape" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_mesh_of_tokens_and_heads(mode: str) -> None:
+    with ranks(4) as four:
+        args, do, dlse = inputs((90,), heads=4, heads_k=2, causal=True, sink=True)
+        check(four, args, do, dlse, (90,), layout="zigzag", mode=mode, mesh=(2, 2))
+        packed = (33, 0, 1, 50)
+        args, do, dlse = inputs(packed, heads=4, heads_k=2, batch=None, causal=True)
+        check(four, args, do, dlse, packed, layout="zigzag", mode=mode, mesh=(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks(world: int) -> None:
+    with ranks(world) as group:
+        for mode in ("gather", "ring"):
+            args, do, dlse = inputs((75,), causal=True)
+            check(group, args, do, dlse, (75,), layout="zigzag", mode=mode)
+        lengths = (2, 40, 0, 31)
+        args, do, dlse = inputs(lengths, batch=None, window_size=(11, 0))
+        check(group, args, do, dlse, lengths, layout="contiguous", mode=None)
+
+
+@settings(max_examples=100 if FULL else 12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    layout=st.sampled_from(("contiguous", "zigzag")),
+    mode=st.sampled_from(("gather", "ring")),
+    left=st.none() | st.integers(0, 40),
+    causal=st.booleans(),
+    group=st.sampled_from((1, 2, 4)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_lengths(
+    two: Ranks, lengths: list[int], layout: str, mode: str, left: int | None, causal: bool,
+    group: int, seed: int,
+) -> None:  # fmt: skip
+    """Packed sequences of any lengths, masks and head ratios."""
+    options: dict[str, Any] = {"causal": causal, "window_size": (left, None), "seed": seed}
+    args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, dim=256, **options)
+    check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode, emulated=False)
+
+
+@pytest.mark.slow
+def test_deterministic_calls_repeat(two: Ranks) -> None:
+    args, do, dlse = inputs((130,), dim=128, heads=4, causal=True, deterministic=True, sink=True)
+    runs = [
+        check(two, args, do, dlse, (130,), layout="zigzag", mode=mode)
+        for mode in ("gather", "gather", "ring", "ring")
+    ]
+    for one, other in (runs[:2], runs[2:]):
+        assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_wrong_shape_ends_the_others() -> None:
+    """The rank that is wrong raises at once, and the other when the group's time is over."""
+    with ranks(2, timeout=5) as group:
+        args, _, _ = inputs((4,))
+        wrong = args | {"q": args["q"][:, :3]}
+        ours, theirs = group.outcomes("refused", {"args": args}, {"args": wrong}, seqlen=8)
+        assert "q has shape [1, 3, 2, 64] on rank 1" in theirs
+        assert "rank 1" in str(ours) or "imed out" in str(ours)

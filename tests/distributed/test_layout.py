@@ -1,0 +1,124 @@
+"""Which tokens ranks hold, and whether calls together compute what every query sees, once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cute_attn.distributed.layout import Layout, Pass, Window, shared_rows
+from cute_attn.reference.attention import visible
+
+
+def whole(layout: Layout, window: Window) -> Tensor:
+    """Which tokens see which, `[total, total]`."""
+    found = torch.zeros(layout.total, layout.total, dtype=torch.int32)
+    for first, length in zip(layout.bounds, layout.lengths, strict=False):
+        rows = slice(first, first + length)
+        found[rows, rows] = visible(length, length, False, tuple(window)).int()
+    return found
+
+
+def tokens(ranges: Any) -> Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(*r) for r in ranges)])
+
+
+def add(found: Tensor, of: Pass, queries: Tensor, keys: Tensor) -> None:
+    """Count the pairs that a call computes."""
+    end_q = end_k = 0
+    for q, q_end, k, k_end in of.rectangles:
+        assert end_q <= q < q_end and end_k <= k < k_end
+        end_q, end_k = q_end, k_end
+        mask = visible(q_end - q, k_end - k, False, tuple(of.window)).int()
+        found[queries[q:q_end, None], keys[None, k:k_end]] += mask
+
+
+LENGTHS = st.lists(st.integers(0, 23), min_size=1, max_size=4)
+WINDOWS = st.builds(
+    Window, st.none() | st.integers(0, 12), st.none() | st.just(0) | st.integers(0, 9)
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    world = draw(st.integers(1, 5))
+    lengths = draw(LENGTHS)
+    kind = draw(st.sampled_from(("contiguous", "zigzag", "ranges")))
+    if kind != "ranges":
+        return Layout.of(kind, lengths, world)
+    total = sum(lengths)
+    cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=9))})
+    found: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for a, b in itertools.pairwise(cuts):
+        found[draw(st.integers(0, world - 1))].append((a, b))
+    return Layout.of(found, lengths, world)
+
+
+@given(layouts(), WINDOWS)
+def test_gathered_keys_are_what_queries_see(layout: Layout, window: Window) -> None:
+    found = torch.zeros(layout.total, layout.total, dtype=torch.int32)
+    for rank in range(layout.world):
+        needs = layout.needs(rank, window)
+        for of in needs.passes:
+            add(found, of, tokens(layout.ranges[rank]), tokens(needs.ranges))
+        rows = 0
+        for other in range(layout.world):
+            held, wanted = shared_rows(layout.ranges[other], needs.ranges)
+            theirs, ours = tokens(layout.ranges[other]), tokens(needs.ranges)
+            assert torch.equal(theirs[tokens(held)], ours[tokens(wanted)])
+            rows += len(tokens(held))
+        assert rows == len(tokens(needs.ranges))
+    assert torch.equal(found, whole(layout, window))
+
+
+@given(layouts(), st.booleans())
+def test_hops_are_what_queries_see(layout: Layout, causal: bool) -> None:
+    found = torch.zeros(layout.total, layout.total, dtype=torch.int32)
+    for rank in range(layout.world):
+        for other in range(layout.world):
+            for of in layout.hop(rank, other, causal):
+                add(found, of, tokens(layout.ranges[rank]), tokens(layout.ranges[other]))
+    assert torch.equal(found, whole(layout, Window(None, 0 if causal else None)))
+
+
+@given(layouts(), st.integers(1, 3))
+def test_a_layout_of_parts_holds_the_same_rows(layout: Layout, parts: int) -> None:
+    cut = layout.part(parts)
+    for rank in range(layout.world):
+        own = torch.cat([tokens(cut.ranges[rank * parts + i]) for i in range(parts)])
+        assert torch.equal(own, tokens(layout.ranges[rank]))
+
+
+def test_zigzag_takes_one_call_a_hop() -> None:
+    layout = Layout.of("zigzag", (64, 1, 37), 4)
+    for rank in range(4):
+        assert all(len(layout.hop(rank, other, causal=True)) <= 1 for other in range(4))
+        assert len(layout.needs(rank, Window(5, 0)).passes) == 1
+
+
+def test_zigzag_balances_causal_work() -> None:
+    layout = Layout.of("zigzag", (160,), 4)
+    mask = whole(layout, Window(None, 0))
+    work = {int(mask[tokens(ranges)].sum()) for ranges in layout.ranges}
+    assert max(work) - min(work) <= 20 * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("spiral", "layout is 'spiral', must be one of"),
+        ([[(0, 4)]], "layout lists the ranges of 1 ranks, must be 2"),
+        ([[(0, 4)], [(5, 8)]], "gives token 4 of 8 to no rank"),
+        ([[(0, 5)], [(4, 8)]], "gives token 4 of 8 to two ranks"),
+        ([[(0, 4)], [(4, 7)]], "gives token 7 of 8 to no rank"),
+        ([[(4, 8), (0, 2)], [(2, 4)]], "gives rank 0 the range .0, 2. after token 8"),
+    ],
+)
+def test_wrong_layouts_are_refused(layout: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout.of(layout, (8,), 2)
