@@ -232,8 +232,8 @@ def results(function: Callable[..., Any], given: dict[str, Any], *, gradients: b
 def assert_agrees(found: Results, exact: Results) -> None:
     """By FLA's measure: the error's root mean square over the result's, unless no number is off by
     more than 1e-6."""
-    for name, x in exact.items():
-        y = found[name].float()
+    for name, y in found.items():
+        x, y = exact[name], y.float()
         assert y.shape == x.shape and y.isfinite().all(), name
         x = x.float()
         if float((y - x).abs().max()) <= 1e-6:
@@ -256,16 +256,25 @@ def check(
     given = kind.arguments(case.sized())
     function = getattr(kind.module, name)
     exact = results(kind.naive, given, gradients=gradients)
-    if taken or GPU:
+    if taken:
         ours = results(function, given, gradients=gradients)
-        assert reached == ({name: 1} if taken else {})
+        assert reached == {name: 1} and set(ours) == set(exact)
         assert_agrees(ours, exact)
-    if not taken or not GPU:
-        return
-    monkeypatch.setenv(integration.ENVIRONMENT_VARIABLE, "0")
-    theirs = results(function, given, gradients=gradients)
-    assert reached == {name: 1}
-    assert_agrees(theirs, exact)
+        monkeypatch.setenv(integration.ENVIRONMENT_VARIABLE, "0")
+    if GPU:
+        assert_agrees(theirs(function, given, gradients=gradients), exact)
+        assert reached == ({name: 1} if taken else {})
+
+
+def theirs(function: Callable[..., Any], given: dict[str, Any], *, gradients: bool) -> Results:
+    """What FLA's Triton kernels compute. With some releases of Triton, FLA refuses the gradients of
+    the Gated Delta Net on Hopper, because they would be wrong."""
+    try:
+        return results(function, given, gradients=gradients)
+    except RuntimeError as error:
+        if "produces incorrect results" not in str(error):
+            raise
+        return results(function, given, gradients=False)
 
 
 def cases(feature: str, *found: Case) -> Any:

@@ -130,9 +130,9 @@ class ForwardRow(Row):
         page_keys: the most keys that TMA loads from a page at once.
         page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
+        turns: the warpgroups of `tile` take turns to start products.
         v_stages: the number of V tiles in shared memory at once, where it differs from the number
             of K tiles.
-        turns: the warpgroups of `tile` take turns to start products.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -146,8 +146,8 @@ class ForwardRow(Row):
     page_keys: int
     page_step: int = 1
     held: int = 0
-    v_stages: int = 0
     turns: bool = True
+    v_stages: int = 0
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
@@ -295,13 +295,13 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
-    # "single": with a counter, the two CTAs of a cluster would have to share each number read.
+    # "single": shared memory has no room for the next tile's operands.
     *(
         BackwardRow(
-            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler="single",
+            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler=scheduler,
             tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
         )
-        for dims in ((192, 128), (256, 256))
+        for *dims, scheduler in ((192, 128, "counter"), (256, 256, "single"))
     ),
     BackwardRow(
         "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
@@ -331,10 +331,10 @@ BACKWARD = _by_key(
     # Kernels of dQ from the dS that the dK/dV kernel has stored.
     *(
         BackwardRow(
-            "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler="single",
+            "backward_ds_dq", SM90, *dims, kernel="sm90_backward_ds_dq", scheduler=scheduler,
             tile=Tile(256, 64), cluster=2,
         )
-        for dims in ((192, 128), (256, 256))
+        for *dims, scheduler in ((192, 128, "counter"), (256, 256, "single"))
     ),
 )  # fmt: skip
 

@@ -379,7 +379,8 @@ class Sm90BackwardSpec(BackwardSpec):
     other parameters.
 
     Attributes:
-        scheduler: "single" for the dK/dV kernel at head_dim 192 and 256, else "counter".
+        scheduler: "single" at head_dim 256 for the dK/dV kernel and the dQ kernel that reads dS,
+            else "counter".
         head_dim: head dimension of q and k.
         head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile.

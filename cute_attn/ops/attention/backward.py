@@ -226,6 +226,7 @@ class _Ready(NamedTuple):
     dkdv_clusters: int
     dq_counts: bool  # the kernel takes a counter
     dkdv_counts: bool
+    ds_dq_counts: bool
     postprocess: _Function | None  # if dkdv adds up dq too
     ds_dq: _Function | None  # if dkdv keeps dS
     dkdv_of_heads: bool  # the kernel takes a part of the K/V heads
@@ -322,6 +323,7 @@ class Backward(Operator[BackwardArguments]):
             dkdv_clusters=clusters("backward_dkdv"),
             dq_counts=counts(requests.dq),
             dkdv_counts=counts(requests.dkdv),
+            ds_dq_counts=counts(requests.ds_dq),
             postprocess=load(requests.postprocess),
             ds_dq=load(requests.ds_dq),
             dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim, head_dim_v),
@@ -400,7 +402,8 @@ class Backward(Operator[BackwardArguments]):
             ready.right,
         )
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-        counter = (counter_for(q),) if ready.dq_counts or ready.dkdv_counts else ()
+        counts = ready.dq_counts or ready.dkdv_counts or ready.ds_dq_counts
+        counter = (counter_for(q),) if counts else ()
         dq = dk = dv = None
         if a.need_dq:
             dq = torch.empty_like(q, memory_format=_contiguous)
@@ -427,7 +430,7 @@ class Backward(Operator[BackwardArguments]):
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
             if ready.dkdv_of_heads:
-                self.launch_by_heads(ready, a._replace(do=do), stats, scalars, written, dq)
+                self.launch_by_heads(ready, a._replace(do=do), stats, scalars, written, dq, counter)
             else:
                 ready.dkdv(
                     q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
@@ -450,6 +453,7 @@ class Backward(Operator[BackwardArguments]):
         scalars: tuple[float, float, int, int],
         written: tuple[Tensor, ...],
         dq: Tensor | None,
+        counter: tuple[Tensor, ...],
     ) -> None:
         """Launch dkdv, and with dS also ds_dq, for one part of the heads and keys after the
         other."""
@@ -474,12 +478,14 @@ class Backward(Operator[BackwardArguments]):
             ready.dkdv(
                 a.q, a.k, a.v, a.do, stats, ds, *written, *lengths, *scalars, ready.splits, first,
                 count, block, step_blocks, ready.dkdv_clusters,
+                *(counter if ready.dkdv_counts else (None,)),
             )  # fmt: skip
             if ready.ds_dq is not None:
                 first_tile = block * (ds_tiles.CLUSTER_KEYS // ds_tiles.TILE)
                 ready.ds_dq(
                     a.k, ds, stats, sums, dq, *lengths, scale, left, right, first * group,
                     count * group, first_tile, ready.dkdv_clusters,
+                    *(counter if ready.ds_dq_counts else (None,)),
                 )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:

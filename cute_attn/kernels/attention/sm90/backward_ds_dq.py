@@ -15,8 +15,9 @@ between, dQ is in global memory in float32, in the order of the registers (`quer
     0-7      consumers    compute the product; at the end store dQ from registers
     8        load         finds the tile; loads K and dS of each tile of keys
 
-A cluster handles one tile of queries, so the hardware hands out tiles as SMs become free. The load
-warp's warpgroup gives registers to the other warpgroups; its three other warps idle.
+At head_dim 256 a cluster handles one tile of queries, so the hardware hands out tiles as SMs become
+free. At head_dim 192 clusters are persistent, with a counter. The load warp's warpgroup gives
+registers to the other warpgroups; its three other warps idle.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.numbers import INF
+from ...common.pair_scheduler import PairCounterScheduler, PairNumbers
 from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.async_copy import copy_bulk
@@ -86,6 +88,7 @@ class Arguments(NamedTuple):
         first_head, num_heads: the call's query heads.
         first_tile: the part's first tile of keys.
         num_clusters: how many clusters are resident at once.
+        counter: the next tile of persistent clusters, `[1]`.
     """
 
     k: cute.Tensor
@@ -104,6 +107,7 @@ class Arguments(NamedTuple):
     num_heads: Int32
     first_tile: Int32
     num_clusters: Int32
+    counter: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Operands(Carried):
     first_tile: Int32
     softmax_scale: Float32
     visible: Visibility
+    num_tiles: Int32 | None
+    counter: cute.Tensor | None
 
     @property
     def visible_of_group(self) -> Visibility:
@@ -164,15 +170,21 @@ class Sm90DsDq:
         if spec.tile_n != ds_tiles.TILE:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {ds_tiles.TILE}")
         self.spec = spec
+        # A persistent cluster handles tile after tile of queries. K and dS of the next tile are
+        # loaded beside the end of a tile.
+        self.persistent = spec.scheduler == "counter"
+        self.scheduler = PairCounterScheduler if self.persistent else SingleTileScheduler
         self.dtype = DTYPE[spec.dtype]
         k = spec.tile_n * spec.head_dim
         self.k_bytes = 2 * k
         self.ds_bytes = WARPGROUPS * TILE_BYTES
-        self.pipeline = Pipeline(*EDGES)
+        more = PairNumbers.edges(LOAD) if self.persistent else ()
+        self.pipeline = Pipeline(*EDGES, *more)
         self.smem = SharedMemory(
             Buffer("k", self.dtype, k, STAGES, SWIZZLE_ALIGNMENT, "K"),
             Buffer("ds", self.dtype, self.ds_bytes // 2, STAGES, SWIZZLE_ALIGNMENT, "dS^T"),
             TileQueue.buffer(Work),
+            *((PairNumbers.buffer(),) if self.persistent else ()),
             Buffer("barriers", Int64, self.pipeline.count),
         )
         self.sums = QuerySums(ROWS, spec.head_dim, spec.head_dim)
@@ -185,7 +197,9 @@ class Sm90DsDq:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
         sums = fake.query_sums(some_heads=True) if self.spec.partial else None
-        return placeholders(fake.arguments(Arguments, ds=fake.ds_tiles(), sums=sums))
+        counter = fake.counter() if self.persistent else None
+        given = {"ds": fake.ds_tiles(), "sums": sums, "counter": counter}
+        return placeholders(fake.arguments(Arguments, **given))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -207,9 +221,10 @@ class Sm90DsDq:
         x = Operands(
             k_tma, k, a.ds, a.stats, a.sums, a.dq, a.dq.shape[-2] // a.k.shape[-2], a.first_head,
             a.first_tile, a.softmax_scale, visible,
+            tiles.count() if self.persistent else None, a.counter,
         )  # fmt: skip
         self.kernel(x, tiles).launch(
-            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
+            grid=[CTAS * self.scheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
@@ -285,20 +300,34 @@ class Sm90DsDq:
     def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
         """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
-        queue.fill_with_one(tiles, lambda where: self.load_tile(x, storage, queue, tiles, where))
+        if cutlass.const_expr(self.persistent):
+            mailbox = shared_address(storage.number)
+            numbers = PairNumbers(barriers, mailbox, x.counter.iterator.toint())
+            queue.fill(
+                PairCounterScheduler(x.num_tiles, numbers),
+                tiles,
+                lambda where, published, loaded: self.load_tile(
+                    x, storage, queue, tiles, where, published, loaded
+                ),
+            )  # fmt: skip
+        else:
+            queue.fill_with_one(
+                tiles, lambda where: self.load_tile(x, storage, queue, tiles, where)
+            )
 
     @cute.jit
     def load_tile(
-        self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32]
-    ) -> None:
+        self, x: Operands, storage: Pointers, queue: TileQueue, tiles: TileMap, where: list[Int32],
+        published: Int32 | int = 0, loaded: Int32 | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Publish the cluster's tile. For each tile of keys, load a part of K for both CTAs, and
-        the CTA's dS."""
+        the CTA's dS. Return the numbers of tiles of queries and of keys so far."""
         spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
         block, head, sequence = where
         work = tiles.work(block, head + x.first_head, sequence)
-        queue.publish_work(0, work)
+        queue.publish_work(published, work)
         of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
         before = head * of_queries + padded_start(tiles.queries, sequence) // ds_tiles.TILE
         of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
@@ -308,8 +337,9 @@ class Sm90DsDq:
         ]
         seen = [self.key_tiles(x, work, tile) for tile in of_groups]
         first, end = self.key_tiles_of_cluster(x, work)
-        for n in cutlass.range(end - first, unroll=1):
-            tile = first + n
+        for i in cutlass.range(end - first, unroll=1):
+            n = i if loaded is None else loaded + i
+            tile = first + i
             nbytes = Int32(self.k_bytes)
             for group in cutlass.range_constexpr(WARPGROUPS):
                 low, high = seen[group]
@@ -331,33 +361,58 @@ class Sm90DsDq:
                             TILE_BYTES,
                             shared_address(barriers.pointer("k_full", n)),
                         )
+        return published + 1, 0 if loaded is None else loaded + cutlass.max(end - first, 0)
 
     # -- device: the product ------------------------------------------------------------------
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, queue: TileQueue) -> None:
-        queue.wait(0)
-        work = queue.read(0)
-        if work.exists:
-            own.acc.fill(0.0)
-            first, end = self.key_tiles_of_cluster(x, work)
-            low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
-            # Uses of keys that the warpgroup does not see are released at once.
-            low, high = low - first, high - first
-            if low >= high:
-                low, high = end - first, end - first
-            for n in cutlass.range(low, unroll=1):
-                self.leave_out(own, n)
-            if low < high:
-                if cutlass.const_expr(self.spec.partial):
-                    self.load_sums(x, own, queue.read(0))
-                self.compute_tile(own, low, high)
-            for n in cutlass.range(high, end - first, unroll=1):
-                self.leave_out(own, n)
+        if cutlass.const_expr(self.persistent):
+            taken, n = Int32(0), Int32(0)
+            work = queue.take(taken)
+            while work.exists:
+                n = self.tile_of_work(x, own, work, n)
+                taken += 1
+                work = queue.take(taken)
+        else:
+            queue.wait(0)
+            work = queue.read(0)
+            if work.exists:
+                self.tile_of_work(x, own, work, None, lambda: queue.read(0))
+
+    @cute.jit
+    def tile_of_work(
+        self,
+        x: Operands,
+        own: Consumer,
+        work: Work,
+        n: Int32 | None,
+        again: cutlass.Constexpr[Any] = None,
+    ) -> Int32 | None:
+        """Compute and store the warpgroup's dQ of a tile of queries. n tiles of keys came before,
+        None for 0. Return their number after this tile. `again` reads the work again."""
+        own.acc.fill(0.0)
+        first, end = self.key_tiles_of_cluster(x, work)
+        low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
+        # Uses of keys that the warpgroup does not see are released at once.
+        low, high = low - first, high - first
+        if low >= high:
+            low, high = end - first, end - first
+        for i in cutlass.range(low, unroll=1):
+            self.leave_out(own, i if n is None else n + i)
+        if low < high:
             if cutlass.const_expr(self.spec.partial):
-                self.store_part(x, own, queue.read(0), low < high)
-            else:
-                self.store_rows(x, own, queue.read(0))
+                self.load_sums(x, own, work if again is None else again())
+            self.compute_tile(own, *((low, high) if n is None else (n + low, n + high)))
+        for i in cutlass.range(high, end - first, unroll=1):
+            self.leave_out(own, i if n is None else n + i)
+        if cutlass.const_expr(self.spec.partial):
+            self.store_part(x, own, work if again is None else again(), low < high)
+        else:
+            self.store_rows(x, own, work if again is None else again())
+        if cutlass.const_expr(n is not None):
+            n += cutlass.max(end - first, 0)
+        return n
 
     def leave_out(self, own: Consumer, n: Int32) -> None:
         own.barriers.wait("k_full", n)

@@ -26,14 +26,16 @@ at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these 
     4-7      key          computes as above; at the end stores dK through another stage, by TMA
     8        load         finds the tile; loads K and V, then Q with lse, and dO with delta
 
-A cluster handles one tile of keys, so the hardware hands out tiles as SMs become free. Partial sums
-of splits are stored from registers. The load warp's warpgroup gives registers to the other
-warpgroups; its three other warps idle.
+At head_dim 256 a cluster handles one tile of keys, so the hardware hands out tiles as SMs become
+free. At head_dim 192 clusters are persistent. dK and dV then leave through the places of K and V,
+and CTA 0 takes the next tile from a counter for both CTAs. Partial sums of splits are stored from
+registers. The load warp's warpgroup gives registers to the other warpgroups; its three other warps
+idle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -45,6 +47,7 @@ from ...common.carried import Carried
 from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
+from ...common.pair_scheduler import PairCounterScheduler, PairNumbers
 from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.barrier import meet
@@ -110,16 +113,18 @@ STAGES = {
 }
 
 
-def edges(stages: Stages) -> tuple[Edge, ...]:
+def edges(stages: Stages, persistent: bool) -> tuple[Edge, ...]:
     """The edges in the order in which a tile meets them. A use is a tile of queries; k and v have
     one use."""
     q, do = stages.q, stages.do
     held = Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q")
+    kept = Edge("x_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="the places of K and V")
     return (
         *TileQueue.edges(LOAD, CONSUMERS),
         Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
         Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
         *((held,) if stages.overlaid else ()),
+        *((kept, *PairNumbers.edges(LOAD)) if persistent else ()),
         Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
         Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, Reach.EACH, "their stage"),
         Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
@@ -142,6 +147,7 @@ class Arguments(NamedTuple):
         first_split_head: the first split head of the call.
         first_block, num_blocks: the call's blocks of tile_n keys of each sequence.
         num_clusters: how many clusters are resident at once.
+        counter: the next tile of persistent clusters, `[1]`.
     """
 
     q: cute.Tensor
@@ -166,6 +172,7 @@ class Arguments(NamedTuple):
     first_block: Int32
     num_blocks: Int32
     num_clusters: Int32
+    counter: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,8 @@ class Operands(Carried):
     first_split_head: Int32
     first_block: Int32
     softmax_scale: Float32
+    num_tiles: Int32 | None
+    counter: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,7 @@ class Consumer(Carried):
         t: registers of T.
         words: registers of T' as an operand.
         acc: accumulators of dV or dK.
+        taken: the number of earlier tiles of keys.
     """
 
     warp: Int32
@@ -232,6 +242,10 @@ class Consumer(Carried):
     acc: cute.Tensor
     scaling: Scaling
     visible: Visibility
+    taken: Int32 | int = 0
+
+
+KV_AFTER = 2  # tiles of queries that a persistent load warp loads before K and V
 
 
 class Sm90Hd256DkDv:
@@ -247,6 +261,12 @@ class Sm90Hd256DkDv:
         self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.stages = stages = STAGES[spec.head_dim, spec.head_dim_v]
+        # A persistent cluster handles tile after tile of keys. Q and dO of the next tile are loaded
+        # beside the end of a tile, and dK and dV leave through K's and V's places.
+        self.persistent = spec.scheduler == "counter"
+        if self.persistent and stages.overlaid:
+            raise ValueError("scheduler is 'counter', must be 'single' where Q overlays K and V")
+        self.scheduler = PairCounterScheduler if self.persistent else SingleTileScheduler
         # By the edges' names: bytes of a stage. By the roles' names: columns of Y, and of the
         # accumulator, and columns of X in registers.
         self.bytes = {"q": 2 * spec.tile_m * spec.head_dim, "do": 2 * spec.tile_m * spec.head_dim_v}
@@ -255,7 +275,7 @@ class Sm90Hd256DkDv:
         self.held = {VALUE.name: stages.held_k, KEY.name: stages.held_v}
         self.stats_bytes = 4 * spec.tile_m
         self.p_bytes = 2 * spec.tile_m * ROWS
-        self.pipeline = Pipeline(*edges(stages))
+        self.pipeline = Pipeline(*edges(stages, self.persistent))
         q, do, at = spec.tile_m * spec.head_dim, spec.tile_m * spec.head_dim_v, SWIZZLE_ALIGNMENT
         k, v = ROWS * spec.head_dim, ROWS * spec.head_dim_v
         of_q, of_k, of_v = "Q; dV and dK", "K", "V"
@@ -272,6 +292,7 @@ class Sm90Hd256DkDv:
             Buffer("lse", Float32, spec.tile_m, stages.q, holds="lse of queries"),
             Buffer("delta", Float32, spec.tile_m, stages.do, holds="delta of queries"),
             TileQueue.buffer(Work),
+            *((PairNumbers.buffer(),) if self.persistent else ()),
             Buffer("barriers", Int64, self.pipeline.count),
         )
         self.q_rows, self.do_rows = query_rows(spec)
@@ -285,7 +306,9 @@ class Sm90Hd256DkDv:
         fake = FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
         dk, dv = (fake.k_partial, fake.v_partial) if self.spec.partial else (fake.k, fake.v)
         ds = fake.ds_tiles() if self.spec.stores_ds else None
-        return placeholders(fake.arguments(Arguments, ds=ds, dk=dk(), dv=dv()))
+        counter = fake.counter() if self.persistent else None
+        given = {"ds": ds, "dk": dk(), "dv": dv(), "counter": counter}
+        return placeholders(fake.arguments(Arguments, **given))
 
     # -- host ---------------------------------------------------------------------------------
 
@@ -315,9 +338,10 @@ class Sm90Hd256DkDv:
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
             a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
+            tiles.count() if self.persistent else None, a.counter,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
+            grid=[CTAS * self.scheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
@@ -400,30 +424,48 @@ class Sm90Hd256DkDv:
         """Publish the cluster's tile, and load the tile's operands."""
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
         queue = TileQueue(Work, storage.work, barriers)
-        queue.fill_with_one(
-            tiles,
-            lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
-        )
+        if cutlass.const_expr(self.persistent):
+            mailbox = shared_address(storage.number)
+            numbers = PairNumbers(barriers, mailbox, x.counter.iterator.toint())
+            queue.fill(
+                PairCounterScheduler(x.num_tiles, numbers),
+                tiles,
+                lambda where, published, loaded: self.load_tile(
+                    x, storage, queries, queue, tiles, visible, where, published, loaded
+                ),
+            )  # fmt: skip
+        else:
+            queue.fill_with_one(
+                tiles,
+                lambda where: self.load_tile(x, storage, queries, queue, tiles, visible, where),
+            )
 
     @cute.jit
     def load_tile(
         self, x: Operands, storage: Pointers, queries: QueryLoads, queue: TileQueue,
-        tiles: TileMap, visible: Visibility, where: list[Int32],
-    ) -> None:  # fmt: skip
-        """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
-        see some of the cluster's keys, head by head."""
+        tiles: TileMap, visible: Visibility, where: list[Int32], published: Int32 | int = 0,
+        loaded: Int32 | int = 0,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Publish the cluster's tile and load the CTA's K and V, then its part of the queries that
+        see some of the cluster's keys, head by head. Return the numbers of tiles of keys and of
+        queries so far."""
         spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)
-        queue.publish_work(0, work)
+        queue.publish_work(published, work)
         kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
         keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
-        self.load_x(VALUE, x.k_tma, self.k_rows.box(x.k, *keys), storage, barriers)
-        self.load_x(KEY, x.v_tma, self.v_rows.box(x.v, *keys), storage, barriers)
+        if cutlass.const_expr(not self.persistent):
+            self.load_kv(x, keys, storage, barriers, published)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         stats_start = padded_start(tiles.queries, work.sequence)
         tile, head = first, work.head
-        for n in cutlass.range((end - first) * tiles.group, unroll=1):
+        count = (end - first) * tiles.group
+        for i in cutlass.range(count, unroll=1):
+            n = loaded + i if self.persistent else i
+            if cutlass.const_expr(self.persistent):
+                if i == KV_AFTER:
+                    self.load_kv(x, keys, storage, barriers, published)
             row = stats_start + tile * spec.tile_m
             if cutlass.const_expr(stages.overlaid):
                 if n == stages.q - 1:
@@ -431,21 +473,38 @@ class Sm90Hd256DkDv:
             queries.load("q", x, work, tile, head, row, n)
             queries.load("do", x, work, tile, head, row, n)
             tile, head = following(tile, head, first, end)
+        if cutlass.const_expr(self.persistent):
+            count = cutlass.max(count, 0)
+            if count <= KV_AFTER:
+                self.load_kv(x, keys, storage, barriers, published)
+        return published + 1, loaded + count
+
+    @cute.jit
+    def load_kv(
+        self, x: Operands, keys: tuple[Any, ...], storage: Pointers, barriers: Barriers,
+        published: Int32,
+    ) -> None:  # fmt: skip
+        """Load the CTA's K and V of tile `published` of keys."""
+        if cutlass.const_expr(self.persistent):
+            barriers.wait_previous("x_empty", published)
+        of_k, of_v = self.k_rows.box(x.k, *keys), self.v_rows.box(x.v, *keys)
+        self.load_x(VALUE, x.k_tma, of_k, storage, barriers, published)
+        self.load_x(KEY, x.v_tma, of_v, storage, barriers, published)
 
     def load_x(
         self, role: Role, tma: cute.CopyAtom, rows: cute.Tensor, storage: Pointers,
-        barriers: Barriers,
+        barriers: Barriers, n: Int32 | int,
     ) -> None:  # fmt: skip
         """Load X of a warpgroup, the CTA's K or V."""
         edge, x, first = self.x_places(role, storage)
         columns, held = self.columns[role.name], self.held[role.name]
         with cute.arch.elect_one():
-            barriers.expect(edge, 0, 2 * ROWS * columns)
+            barriers.expect(edge, n, 2 * ROWS * columns)
         parts = (first, x) if self.stages.overlaid else (x,)
         shape = (ROWS, held if self.stages.overlaid else columns)
         for part, buffer in enumerate(parts):
             smem = boxes(buffer, ROWS, (shape[1] // BOX, ROWS * BOX), (1, 0))
-            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(0))
+            load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(n))
 
     def x_places(self, role: Role, storage: Pointers) -> tuple[str, cute.Pointer, cute.Pointer]:
         """The edge of X, its place, and the place of its first columns until these columns are in
@@ -463,29 +522,60 @@ class Sm90Hd256DkDv:
         self, x: Operands, own: Consumer, storage: Pointers, role: cutlass.Constexpr[Role]
     ) -> None:
         queue = own.queue
-        queue.wait(0)
-        work = queue.read(0)
-        if work.exists:
-            own.acc.fill(0.0)
-            own.barriers.wait(self.x_places(role, storage)[0], 0)
-            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
-            if cutlass.const_expr(self.stages.overlaid):
-                # No register of ldmatrix has been used yet. Without the fence, the arrival
-                # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
-                cute.arch.fence_view_async_shared()
-                own.barriers.warp_arrives("held", 0)
-            first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            if first < end:
-                self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
-            # Registers are scarce, so each place of use reads the work again.
+        if cutlass.const_expr(self.persistent):
+            taken, n = Int32(0), Int32(0)
+            queue.wait(taken)
+            work = queue.read(taken)
+            while work.exists:
+                n = self.tile_of_keys(x, replace(own, taken=taken), storage, work, role, n)
+                queue.release(taken)
+                taken += 1
+                queue.wait(taken)
+                work = queue.read(taken)
+        else:
+            queue.wait(0)
             work = queue.read(0)
-            factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
-            if cutlass.const_expr(role is KEY or self.unit != 1.0):
-                fragments.scale_rows(own.acc, [factor] * fragments.LANE_ROWS)
-            if cutlass.const_expr(self.spec.partial):
-                self.store_partial(x, own, work, role)
-            else:
-                self.store_tile(x, own, storage, work, role)
+            if work.exists:
+                self.tile_of_keys(x, own, storage, work, role, None)
+
+    @cute.jit
+    def tile_of_keys(
+        self,
+        x: Operands,
+        own: Consumer,
+        storage: Pointers,
+        work: Work,
+        role: cutlass.Constexpr[Role],
+        n: Int32 | None,
+    ) -> Int32 | None:
+        """Compute and store dV or dK of a tile of keys. n tiles of queries came before, None for
+        0. Return their number after this tile."""
+        own.acc.fill(0.0)
+        own.barriers.wait(self.x_places(role, storage)[0], own.taken)
+        fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
+        if cutlass.const_expr(self.stages.overlaid):
+            # No register of ldmatrix has been used yet. Without the fence, the arrival
+            # overtakes the ldmatrix, and TMA overwrites data that the ldmatrix has yet to read.
+            cute.arch.fence_view_async_shared()
+            own.barriers.warp_arrives("held", 0)
+        first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        if first < end:
+            self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role, n)
+        # Registers are scarce, so each place of use reads the work again.
+        work = own.queue.read(own.taken)
+        factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
+        if cutlass.const_expr(role is KEY or self.unit != 1.0):
+            fragments.scale_rows(own.acc, [factor] * fragments.LANE_ROWS)
+        if cutlass.const_expr(self.spec.partial):
+            self.store_partial(x, own, work, role)
+        else:
+            self.store_tile(x, own, storage, work, role)
+        if cutlass.const_expr(self.persistent):
+            # TMA overwrites the places that this warp has read.
+            cute.arch.fence_view_async_shared()
+            own.barriers.warp_arrives("x_empty", own.taken)
+            n += cutlass.max(end - first, 0) * own.tiles.group
+        return n
 
     @cute.jit
     def compute_tile(
@@ -497,8 +587,10 @@ class Sm90Hd256DkDv:
         end: Int32,
         count: Int32,
         role: cutlass.Constexpr[Role],
+        base: Int32 | None,
     ) -> None:
-        """Compute dV or dK from `count` tiles of queries."""
+        """Compute dV or dK from `count` tiles of queries. `base` tiles of queries came before, None
+        for 0."""
         # Whole tiles of queries need no mask, because every query sees every key of the CTA.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
@@ -514,10 +606,12 @@ class Sm90Hd256DkDv:
             at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
         tile = first
         masked = tile < whole_first or tile >= whole_end
-        self.next_query_tile(own, tile, Int32(0), masked, role, True)
+        start = Int32(0) if base is None else base
+        self.next_query_tile(own, tile, start, masked, role, True)
         if cutlass.const_expr(stores):
             self.store_ds(x, own, at + tile * x.ds.shape[2])
-        for n in cutlass.range(1, count, unroll=1):
+        for i in cutlass.range(1, count, unroll=1):
+            n = i if base is None else base + i
             last = tile + 1 == end
             tile = cutlass.select_(last, first, tile + 1)
             masked = tile < whole_first or tile >= whole_end
@@ -526,9 +620,10 @@ class Sm90Hd256DkDv:
                 at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
                 self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
-        second = self.start_second(own, z, count - 1, role)
+        last_use = count - 1 if base is None else base + count - 1
+        second = self.start_second(own, z, last_use, role)
         fragments.assign(own.acc, wgmma.wait(second))
-        own.barriers.warp_arrives(f"{z}_empty", count - 1)
+        own.barriers.warp_arrives(f"{z}_empty", last_use)
 
     @cute.jit
     def next_query_tile(
@@ -658,7 +753,7 @@ class Sm90Hd256DkDv:
     def mask(self, own: Consumer, tile: Int32, words: cute.Tensor, *, bounded: bool) -> None:
         """Set the columns of queries that do not see a row's key to 0. `mask_queries` explains
         `bounded`."""
-        work = own.queue.read(0)
+        work = own.queue.read(own.taken)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
         mask_queries(words, keys, tile, own.visible, work, bounded=bounded)
 
@@ -673,22 +768,28 @@ class Sm90Hd256DkDv:
         work: Work,
         role: cutlass.Constexpr[Role],
     ) -> None:
-        """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
+        """Store the CTA's rows of dV or dK through two stages of Q, by TMA; a persistent cluster
+        stores through the places of V and K."""
         if cutlass.const_expr(role is VALUE):
-            stage, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
+            group, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
-            stage, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
-        # Both warpgroups are done with Q.
+            group, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
+        staged, stage, stages = storage.q, group, 2
+        at = shared_address(staged) + stage * self.bytes["q"]
+        if cutlass.const_expr(self.persistent):
+            staged, stage, stages = storage.v if role is VALUE else storage.k, 0, 1
+            at = shared_address(staged)
+        # Both warpgroups are done with Q, and have K and V in registers.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
-        at = shared_address(storage.q) + stage * self.bytes["q"]
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
-        group_barrier(stage)
+        group_barrier(group)
         if own.warp == 0:
             rows = boxed.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                store_staged(tma, rows, storage.q, stage, 2, ROWS, self.out_columns[role.name])
+                columns = self.out_columns[role.name]
+                store_staged(tma, rows, staged, stage, stages, ROWS, columns)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -295,6 +295,7 @@ class Sm90Forward:
         self.held = 0 if self.few_rows or self.pieces else row.held
         if row.fp8 is not None and self.fp8:
             self.held = row.fp8.held
+        self.turns = row.turns or spec.tile_m != row.tile.m
         # A pair of CTAs has a tile, each CTA with a half of the columns.
         self.pair = row.cluster == CTAS
         self.scheduler = (PAIR_SCHEDULERS if self.pair else SCHEDULERS)[spec.scheduler]
@@ -303,7 +304,6 @@ class Sm90Forward:
         self.zeros = row.cluster * self.columns - spec.head_dim
         self.v_stages = row.v_stages or spec.stages
         self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
-        self.turns = row.turns or spec.tile_m != row.tile.m
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # Rows that a warpgroup adds up at once.
