@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...common.arguments import fake_rows
 from ...common.spec import WARP_SIZE
+from .chunks import ChunkPlace, sequence_place
 from .spec import CHUNK, HALVES
 
 NEGLIGIBLE = -40.0  # log2 of the bound: float32 rounds at 2^-24, and v may vary by 2^16
@@ -38,16 +39,34 @@ def fake_bounds(slots: Any, heads: Any) -> cute.Tensor:
 
 def longest_warm_up(chunks_per_start: Any) -> Any:
     """The most chunks that a segment of so many chunks may start earlier."""
-    return cutlass.min(cutlass.max(chunks_per_start // 4, 2), MOST_WARM_UP)
+    most = cutlass.min(cutlass.max(chunks_per_start // 4, 2), MOST_WARM_UP)
+    return cutlass.min(most, chunks_per_start)
 
 
 @cute.jit
-def is_before_start(chunk: Int32, num_chunks: Int32, chunks_per_start: Int32) -> Any:
-    """Whether the boundary after a chunk needs the chunk's bound. `num_chunks` may be more than the
-    sequence has."""
-    number = chunk // chunks_per_start
-    boundary = (number + 1) * chunks_per_start
-    return chunk + longest_warm_up(chunks_per_start) >= boundary and boundary < num_chunks
+def chunks_before_starts(tokens: Int32, chunks_per_start: Int32) -> Any:
+    """Return the most chunks of a sequence whose bounds are needed."""
+    boundaries = ((tokens + (CHUNK - 1)) // CHUNK - 1) // chunks_per_start
+    return boundaries * longest_warm_up(chunks_per_start)
+
+
+@cute.jit
+def chunk_before_start(
+    number: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None, chunks_per_start: Int32
+) -> Any:
+    """Return the slot and place of a chunk whose bound is needed. Numbers count the chunks before
+    the boundaries of all sequences; some numbers have no chunk."""
+    most = longest_warm_up(chunks_per_start)
+    of_sequence = chunks_before_starts(tokens, chunks_per_start)
+    sequence = number // of_sequence
+    rest = number - sequence * of_sequence
+    boundary = (rest // most + 1) * chunks_per_start
+    index = boundary - 1 - rest % most
+    place = sequence_place(sequence, tokens, cu_seqlens)
+    valid = boundary < (place.length + (CHUNK - 1)) // CHUNK
+    start = place.start + index * CHUNK
+    chunk = ChunkPlace(valid, place.batch, sequence, index, start, Int32(CHUNK))
+    return place.slot + index, chunk
 
 
 def chunks_until_negligible(bounds: cute.Tensor, end: Int32, head: Int32, most: Int32) -> Any:
@@ -83,7 +102,6 @@ def short_start(
     boundary = lane * chunks_per_start
     inner = lane > 0 and boundary < num_chunks
     most = longest_warm_up(chunks_per_start)
-    most = cutlass.min(most, boundary)
     warm_up = Int32(0)
     if inner:
         warm_up = chunks_until_negligible(bounds, slot + boundary, head, most)

@@ -55,7 +55,7 @@ from ....common.ptx.memory import (
 from ....common.smem import Buffer
 from ....common.spec import WARP_SIZE
 from ...gates import nonzero_beta, sigmoid, split_beta
-from ..chunks import Divisors, num_slots, place_of, rows_of
+from ..chunks import Divisors, num_sequences, num_slots, place_of, rows_of
 from ..gate_inputs import GateInputs, HeadGateInputs
 from ..gate_sums import GateSums
 from ..inverse import Inverse
@@ -63,7 +63,7 @@ from ..operands import Operands
 from ..score_tiles import ScoreTiles
 from ..scores import Scores
 from ..spec import CHUNK, PrepareSpec
-from ..starts import fake_bounds, half_bound, is_before_start
+from ..starts import chunk_before_start, chunks_before_starts, fake_bounds, half_bound
 from ..sub_chunks import (
     NUM_THREADS,
     REGION,
@@ -254,6 +254,9 @@ class KdaPrepare:
         """
         a, stream = gathered(Arguments, args)
         slots = num_slots(a.g.shape[0], a.g.shape[1], a.cu_seqlens)
+        if cutlass.const_expr(self.spec.bounds):
+            sequences = num_sequences(a.g.shape[0], a.cu_seqlens)
+            slots = slots + sequences * chunks_before_starts(a.g.shape[1], a.chunks_per_start)
         self.kernel(a, Divisors.of(a.g, a.q)).launch(
             grid=[a.g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
@@ -266,60 +269,65 @@ class KdaPrepare:
     @cute.kernel
     def kernel(self, x: Arguments, by: Divisors) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        slot, head, head_qk, place = place_of(by, x.g.shape[1], x.cu_seqlens)
-        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
-        if place.valid:
-            # All loads are issued before the first wait.
-            raw = self.inputs.load_gates(x.g, place, head)
-            a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
-            own_beta = self.load_beta(x.beta, place, head)
-            self.operands.start_copy(
-                rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
-            )
-            self.operands.start_copy(
-                rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
-            )
-            cute.arch.cp_async_commit_group()
-            self.inputs.blank(raw, place.length)
-            bounded = False
-            if cutlass.const_expr(self.spec.bounds):
-                chunks = (x.g.shape[1] + (CHUNK - 1)) // CHUNK
-                bounded = is_before_start(place.index, chunks, x.chunks_per_start)
-            self.sum_gates(raw, a, bias, smem, x.lower_bound, bounded)
-            final_beta = self.store_beta(own_beta, smem, place.length, x.beta_scale)
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(self.spec.bounds):
-                if bounded and thread < CHUNK:
-                    self.store_bound(smem, final_beta, x.bounds[slot, head, None])
+        if cutlass.const_expr(self.spec.bounds):
+            self.chunk_or_bound(x, by, thread)
+        else:
+            slot, head, head_qk, place = place_of(by, x.g.shape[1], x.cu_seqlens)
+            smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+            if place.valid:
+                self.prepare_chunk(x, by, slot, head, head_qk, place, smem, thread)
 
-            norms, first_of_group = None, True
-            if cutlass.const_expr(x.inverse_norms is not None):
-                norms = x.inverse_norms[slot, head_qk, None]
-                first_of_group = divmod(head, by.group)[1] == 0
-            self.operands.norms(smem, x.scale, norms, first_of_group)
-            if thread < self.spec.head_dim_k:
-                x.decay[slot, head, thread] = decay_exp2(self.sums.finish_tables(smem, thread))
-            cute.arch.sync_threads()
+    @cute.jit
+    def prepare_chunk(
+        self, x: Arguments, by: Divisors, slot: Int32, head: Int32, head_qk: Int32, place: Any,
+        smem: Int32,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """Prepare a chunk of a value head."""
+        # All loads are issued before the first wait.
+        raw = self.inputs.load_gates(x.g, place, head)
+        a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
+        own_beta = self.load_beta(x.beta, place, head)
+        self.operands.start_copy(
+            rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
+        )
+        self.operands.start_copy(
+            rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
+        )
+        cute.arch.cp_async_commit_group()
+        self.inputs.blank(raw, place.length)
+        self.sum_gates(raw, a, bias, smem, x.lower_bound)
+        self.store_beta(own_beta, smem, place.length, x.beta_scale)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
 
-            first = Int64(slot) * x.tiles.stride[0] + Int64(head) * x.tiles.stride[1]
-            record = Record(self.memory, x.tiles.iterator.toint(), Uint32(first // 8))
-            part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-            b = part & (SUB_CHUNKS - 1)
-            half = part >> 2
-            acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.scores.score(smem, b, half, x.scale, record, acc)
-            self.score_tiles.swap_sums(smem, b, half, acc)
-            if half == 0:
-                self.score_tiles.finish_lower(smem, b, acc)
-                self.inverse.invert_diagonal(smem, b)
-            else:
-                self.score_tiles.finish_scores(smem, b, x.scale, acc)
-                record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
-            cute.arch.sync_threads()
-            self.inverse.invert(smem, part)
-            rows = SUB_CHUNK // 2
-            record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
+        norms, first_of_group = None, True
+        if cutlass.const_expr(x.inverse_norms is not None):
+            norms = x.inverse_norms[slot, head_qk, None]
+            first_of_group = divmod(head, by.group)[1] == 0
+        self.operands.norms(smem, x.scale, norms, first_of_group)
+        if thread < self.spec.head_dim_k:
+            x.decay[slot, head, thread] = decay_exp2(self.sums.finish_tables(smem, thread))
+        cute.arch.sync_threads()
+
+        first = Int64(slot) * x.tiles.stride[0] + Int64(head) * x.tiles.stride[1]
+        record = Record(self.memory, x.tiles.iterator.toint(), Uint32(first // 8))
+        part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        b = part & (SUB_CHUNKS - 1)
+        half = part >> 2
+        acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
+        self.scores.score(smem, b, half, x.scale, record, acc)
+        self.score_tiles.swap_sums(smem, b, half, acc)
+        if half == 0:
+            self.score_tiles.finish_lower(smem, b, acc)
+            self.inverse.invert_diagonal(smem, b)
+        else:
+            self.score_tiles.finish_scores(smem, b, x.scale, acc)
+            record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
+        cute.arch.sync_threads()
+        self.inverse.invert(smem, part)
+        rows = SUB_CHUNK // 2
+        record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -333,8 +341,7 @@ class KdaPrepare:
         return x
 
     @cute.jit
-    def store_beta(self, x: Float32, smem: Int32, length: Int32, beta_scale: Float32) -> Any:
-        """Store the factors of a thread's token, and return beta; `x` is beta as given."""
+    def store_beta(self, x: Float32, smem: Int32, length: Int32, beta_scale: Float32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         if thread < CHUNK:
             if cutlass.const_expr(self.spec.beta_sigmoid):
@@ -345,7 +352,6 @@ class KdaPrepare:
             store_shared(Float32, smem + self.memory["of_columns"] + thread * 4, [m])
             if cutlass.const_expr(self.memory.of_rows is not None):
                 store_shared(Float32, smem + self.memory["of_rows"] + thread * 4, [p])
-        return x
 
     @cute.jit
     def sum_gates(
@@ -355,7 +361,6 @@ class KdaPrepare:
         bias: Any,
         smem: Int32,
         lower_bound: Float32,
-        bounded: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.spec.head_dim_k // 2
@@ -363,11 +368,45 @@ class KdaPrepare:
             sub, pair = thread // pairs, thread % pairs
             gates = self.inputs.gates(raw, self.inputs.rate(a), bias, lower_bound)
             self.sums.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
-            if cutlass.const_expr(self.spec.bounds):
-                if bounded:
-                    self.store_largest(smem, sub, pair // WARP_SIZE, gates)
 
-    # -- bounds -------------------------------------------------------------------------------
+    # -- bounds: CTAs of their own, since they would take registers of the other CTAs ---------
+
+    @cute.jit
+    def chunk_or_bound(self, x: Arguments, by: Divisors, thread: Int32) -> None:
+        """Prepare a chunk, or in the grid's last CTAs bound the transition of a chunk before a
+        boundary."""
+        block, _, _ = cute.arch.block_idx()
+        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+        heads = x.g.shape[2]
+        blocks = heads * num_slots(x.g.shape[0], x.g.shape[1], x.cu_seqlens)
+        if block < blocks:
+            slot, head, head_qk, place = place_of(by, x.g.shape[1], x.cu_seqlens)
+            if place.valid:
+                self.prepare_chunk(x, by, slot, head, head_qk, place, smem, thread)
+        else:
+            number = (block - blocks) // heads
+            head = (block - blocks) % heads
+            slot, place = chunk_before_start(number, x.g.shape[1], x.cu_seqlens, x.chunks_per_start)
+            if place.valid:
+                self.bound_chunk(x, slot, head, place, smem)
+
+    @cute.jit
+    def bound_chunk(self, x: Arguments, slot: Int32, head: Int32, place: Any, smem: Int32) -> None:
+        """Store the bounds of a whole chunk of a value head."""
+        thread, _, _ = cute.arch.thread_idx()
+        raw = self.inputs.load_gates(x.g, place, head)
+        a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
+        beta = self.load_beta(x.beta, place, head)
+        pairs = self.spec.head_dim_k // 2
+        if thread < pairs * SUB_CHUNKS:
+            sub, pair = thread // pairs, thread % pairs
+            gates = self.inputs.gates(raw, self.inputs.rate(a), bias, x.lower_bound)
+            self.store_largest(smem, sub, pair // WARP_SIZE, gates)
+        cute.arch.sync_threads()
+        if thread < CHUNK:
+            if cutlass.const_expr(self.spec.beta_sigmoid):
+                beta = x.beta_scale * sigmoid(beta)
+            self.store_bound(smem, beta, x.bounds[slot, head, None])
 
     @cute.jit
     def store_largest(self, smem: Int32, sub: Int32, part: Int32, gates: Any) -> None:
