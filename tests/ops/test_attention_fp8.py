@@ -331,9 +331,9 @@ def test_what_the_kernel_is_given():
     first, *others, split, _ = launched.launched
     assert all(spec == first[1] for _, spec, _ in others)
     for _, _, passed in (first, *others):
-        k_descale, v_descale = passed[-2:]
+        k_descale, v_descale, _tree_mask = passed[-3:]
         assert torch.equal(k_descale, torch.ones(2, 2)) and torch.equal(v_descale, heads)
-    assert split[1].split and split[2][-2:] == (None, None)
+    assert split[1].split and split[2][-3:] == (None, None, None)
 
 
 def test_fake_tensors_and_the_registered_operator():

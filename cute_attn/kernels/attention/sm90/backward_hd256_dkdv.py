@@ -775,13 +775,12 @@ class Sm90Hd256DkDv:
         else:
             group, tma, out, boxed = 1, x.dk_tma, x.dk, self.k_rows
         staged, stage, stages = storage.q, group, 2
-        at = shared_address(staged) + stage * self.bytes["q"]
         if cutlass.const_expr(self.persistent):
             staged, stage, stages = storage.v if role is VALUE else storage.k, 0, 1
-            at = shared_address(staged)
         # Both warpgroups are done with Q, and have K and V in registers.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
+        at = shared_address(staged) + stage * self.bytes["q"]
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
         group_barrier(group)
