@@ -55,7 +55,8 @@ class ChunkForward(NamedTuple):
     Attributes:
         prepare: the kernel that prepares all chunks.
         whole: the pass over whole sequences.
-        split: the kernels for split sequences; loaded when a call first splits sequences.
+        split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
+            first splits sequences.
         num_sms: the number of SMs.
         per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
@@ -115,17 +116,19 @@ class ChunkForward(NamedTuple):
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
+            prepare = launch.get_for(v.device, *self.split[0]) if length else self.prepare
             tiles, factors = prepare_heads(
-                self.prepare, inputs, v, None, scale, beta_scale, self.num_sms
+                prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
             given: tuple[Tensor, ...] = q, k, v, tiles, factors
             if length:
+                request, *kernels = self.split
                 starts = None
-                if self.split[0][1].short_starts:
+                if request[1].bounds:
                     bounds = factors[:, :, BOUNDS]
                     starts = Starts(bounds, start_length(v, cu_seqlens, True))
                 launch_segments(
-                    self.split, length, given, v, dim_k, written, carried, cu_seqlens, starts
+                    tuple(kernels), length, given, v, dim_k, written, carried, cu_seqlens, starts
                 )
                 return
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ... import launch
@@ -81,7 +82,7 @@ def plan_chunk_gated_delta_rule(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
             forward has KDA's kernels, whose records the backward reads.
-        split: whether to include the three kernels that split a few long sequences with few heads
+        split: whether to include the four kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
     Returns:
@@ -154,12 +155,19 @@ def _head_path(
 ) -> list[launch.Request]:
     """The kernels of `kernels.delta.chunk.per_head`."""
     fields = call.base | call.state_fields | head_pass_config(**call.dims)
-    prepare = table.HEAD_PREPARE, HeadPrepareSpec(**call.inputs)
+    prepare = HeadPrepareSpec(**call.inputs)
     if pool is not None:
         spec: PassSpec = HeadPoolPassSpec(**fields, **pool)
-        return [prepare, *call.with_segments(table.HEAD_POOL_PASS, spec)]
-    spec = HeadPassSpec(**fields, store_states=bool(gradient))
-    return [prepare, *call.with_segments(table.HEAD_STATE_PASS, spec)]
+        whole, *split = call.with_segments(table.HEAD_POOL_PASS, spec)
+    else:
+        spec = HeadPassSpec(**fields, store_states=bool(gradient))
+        whole, *split = call.with_segments(table.HEAD_STATE_PASS, spec)
+    if split:
+        in_segments = prepare
+        if split[0][1].short_starts:  # the bounds take more than 80 registers
+            in_segments = replace(prepare, bounds=True, ctas_per_sm=2)
+        split = [(table.HEAD_PREPARE, in_segments), *split]
+    return [(table.HEAD_PREPARE, prepare), whole, *split]
 
 
 def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:

@@ -89,6 +89,11 @@ class InputsSpec(ChunkSpec):
     decays: str = field(default="channel", kw_only=True)
 
 
+def check_bounds(spec: PrepareSpec | HeadPrepareSpec) -> None:
+    if spec.bounds and not spec.l2norm:
+        raise ValueError("bounds is True, must be False without l2norm: keys may be long")
+
+
 @dataclass(frozen=True)
 class PrepareSpec(InputsSpec):
     """The fused path's preparation of chunks (`prepare`).
@@ -104,8 +109,7 @@ class PrepareSpec(InputsSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bounds and not self.l2norm:
-            raise ValueError("bounds is True, must be False without l2norm: keys may be long")
+        check_bounds(self)
 
     @property
     def store_norms(self) -> bool:
@@ -201,16 +205,22 @@ class HeadPrepareSpec(InputsSpec):
 
     Attributes:
         for_backward: as in `PrepareSpec`.
+        bounds: as in `PrepareSpec`.
         ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
         last_first: whether the last chunks come first, so that L2 has the chunks with which the
             pass begins.
     """
 
     for_backward: bool = False
+    bounds: bool = False
     ctas_per_sm: int = 3
     last_first: bool = True
 
     ALLOWED = ALLOWED | {"ctas_per_sm": (2, 3)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self)
 
     @property
     def store_norms(self) -> bool:

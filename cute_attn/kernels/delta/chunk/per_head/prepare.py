@@ -83,7 +83,7 @@ class Arguments(NamedTuple):
             its diagonal.
         factors: float32 [slots, HV, FACTORS], written: for each token 1. exp(G) / |k|,
             2. scale exp(G) / |q|, 3. beta exp(G_e - G) / |k|, 4. beta, where e is the chunk's last
-            token, and |k| is 1 without l2norm; then exp(G_e); then, except for a backward, the two
+            token, and |k| is 1 without l2norm; then exp(G_e); then, with `spec.bounds`, the two
             bounds of `starts`.
         inverse_norms: float32 [slots, HQK, 2 * 64], written: 1 / |q| of the chunk's tokens, then
             1 / |k|. None without `spec.store_norms`.
@@ -440,13 +440,13 @@ class HeadPrepare:
             factors[3 * CHUNK + token] = beta
             if token == CHUNK - 1:
                 factors[4 * CHUNK] = decay_exp2(last[0] + last[1])
-            if cutlass.const_expr(not self.spec.for_backward):
+            if cutlass.const_expr(self.spec.bounds):
                 warp = token // WARP_SIZE
                 between = self.gates.sums(smem, n, CHUNK // 2 - 1)[0]
                 log2_decay = between[0] + between[1]
                 if warp == 1:
                     log2_decay = log2_between(last, between)
-                bound = half_bound(log2_decay, beta) if self.spec.l2norm else Float32.inf
+                bound = half_bound(log2_decay, beta)
                 if token % WARP_SIZE == 0:
                     factors[BOUNDS.start + warp] = bound
 
