@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import CacheError
+from .locks import no_fork
 from .log import warn_once
 
 # The compiler and its own packages: the fields `dsl` and `tvm_ffi` of a key stand for them.
@@ -74,7 +75,8 @@ class _Source:
     def tree(self) -> ast.Module:
         if self._tree is None:
             try:
-                self._tree = ast.parse(self.text)
+                with no_fork:  # CPython 3.11 fails where two threads build trees at once
+                    self._tree = ast.parse(self.text)
             except SyntaxError as error:
                 raise CacheError(f"{self.path} is not valid Python: {error}") from error
         return self._tree

@@ -205,7 +205,7 @@ import importlib, json, pathlib, sys, cute_attn
 root = pathlib.Path(cute_attn.__file__).parents[1]
 files = [path.relative_to(root).with_suffix("") for path in root.glob("cute_attn/**/*.py")]
 names = {".".join(file.parts).removesuffix(".__init__") for file in files}
-servers = "backend", "kda", "delta_rule", "gated_delta_rule"  # with classes of the servers' own
+servers = "backend", "mla_backend", "kda", "delta_rule", "gated_delta_rule"  # classes of servers
 names -= {f"cute_attn.integrations.{x}_{name}" for x in ("sglang", "vllm") for name in servers}
 for name in names:
     importlib.import_module(name)

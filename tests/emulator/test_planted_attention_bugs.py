@@ -138,7 +138,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     clusters = SMS // forward("sm_90a", spec.head_dim, spec.head_dim_v).cluster
     arguments = [
         q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, clusters, counter, parts,
-        *factors,
+        *factors, None,
     ]  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
     tensors |= {"pages": pages, "parts": parts, "factors": factors[0]}

@@ -44,7 +44,7 @@ static Mbarrier *mbarrier_at(Cta *cta, uint32_t offset) {
 }
 
 // Whether all initialisations are ordered before what the warp does next.
-static bool initialised_before(const Warp *w, const Mbarrier *b) {
+static bool initialised_before(Warp *w, const Mbarrier *b) {
   if (w->view.vc[b->agent] < b->init_clock) return false;
   if (!b->also.vc) return true;
   uint32_t own = agent_of(w, AG_GENERIC), count = (uint32_t)emu_of(w)->agents_used;
