@@ -95,7 +95,7 @@ class Case:
         seqlen_q, seqlen_k: of each sequence.
         group: query heads of a K/V head.
         page_size: of K and V in pages; 0: K and V are in one piece.
-        part: of the benchmark: "forward", "backward", "decode", "batches" or "pages".
+        part: the benchmark's part: "forward", "backward", "decode", "batches" or "pages".
         lengths: keys of each sequence, at most seqlen_k; empty: all have seqlen_k.
         kind: what a decode case is about.
         kv_dtype: dtype of fp8 k and v; empty: k and v have `dtype`.
