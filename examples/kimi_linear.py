@@ -6,8 +6,8 @@ What it shows:
 
 - three layers of Kimi Delta Attention (arXiv 2510.26692) for each layer of multi-head latent
   attention, both in plain PyTorch around the operators; no layer has positions;
-- training: `chunk_kda` with grouped value heads, whose kernels apply the gate, the norms and the
-  sigmoid, and `flash_attn_func` in the expanded form, where q and k have 192 columns and v has 128.
+- training: `chunk_kda` has grouped value heads, and its kernels apply the gate, the norms and the
+  sigmoid. `flash_attn_func` runs in the expanded form: q and k have 192 columns, and v has 128.
   Parameters are in float32, and autocast computes in bfloat16. `A_log`, `dt_bias` and their
   gradients stay in float32. Activation checkpointing runs each layer's forward again in the
   backward;

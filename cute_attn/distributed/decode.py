@@ -36,7 +36,8 @@ def decode_over_ranks(
     `flash_attn_combine` then combines them, so every rank has the whole result.
 
     Args:
-        q: `[batch, seqlen_q, heads, head_dim]`, equal on all ranks. Every query sees every key.
+        q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16, equal on all ranks. Every
+            query sees every key.
         k: the rank's keys, `[batch, seqlen_k, heads_k, head_dim]`, or pages as for
             `flash_attn_varlen_func`. A rank may hold any keys, or none.
         v: the rank's values, of k's shape but for head_dim_v.

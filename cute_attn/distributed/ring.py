@@ -55,7 +55,7 @@ class _Hops:
         rows, batch = self.ring.rows[hop], self.keys[0][0].shape[0]
         memory = self.memory[hop % len(self.memory)]
         into = [x[: batch * rows].unflatten(0, (batch, rows)) for x in memory]
-        # The kernels of hop `reader` were the last to read this buffer.
+        # The kernels of hop `reader` were the last to read this buffer. Hop 0 reads no buffer.
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin
         with beside(into[0].device, after):

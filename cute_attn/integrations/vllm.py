@@ -101,7 +101,7 @@ def register_latent_attention() -> None:
     nothing.
 
     The backend serves decoder layers on Hopper, in bfloat16 or float16, with a latent cache of the
-    same dtype, in blocks of any multiple of 16 tokens. A cached token has 576 columns with a latent
+    same dtype. Blocks have any multiple of 16 tokens. A cached token has 576 columns with a latent
     vector of 512, 512 with 512, or 320 with 256. Prefill needs a kernel for the expanded heads,
     such as 192 with values of 128. The backend serves prefill, chunked prefill, prefix caching,
     decode, up to 15 draft tokens of a request, and CUDA graphs of decode and verification. vLLM or

@@ -427,7 +427,7 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
 
 def _decode_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The verdicts on a row of the decode table. Some compare the row with another row."""
-    # FlashAttention-3 takes no pages, so that pages of 1 are no case of it.
+    # FlashAttention-3 takes no pages, so rows with pages of 1 are not compared with it.
     peers = {"fp8": (), "page 1": (FA4,)}.get(str(row["kind"]), PEERS_OF["decode"])
     found = [_at_least("decode", row, f"speedup_vs_{who}", 1.0) for who in peers]
     keys = str(row["keys"])

@@ -119,9 +119,11 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: wrong shapes, strides, alignment, devices or values.
+        ValueError: wrong shapes, strides, alignment, devices or values; with cp, also arguments
+            that differ between ranks.
         NotImplementedError: head dimensions or an architecture without a kernel (the message
-            lists the supported ones), or `out` where a gradient is needed.
+            lists the supported ones), `out` where a gradient is needed, or an argument that cp
+            does not take.
     """
     if cp is not None:
         return _over_ranks(

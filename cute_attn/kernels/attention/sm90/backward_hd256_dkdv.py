@@ -20,8 +20,8 @@ warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. B
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
 to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
 a product. This order takes a further stage of Q. At head_dim 192, K and V stay in registers. At
-head_dim 256, only the first columns of K and V stay in registers, and the last stage of Q takes the
-memory of these columns.
+head_dim 256, only the first columns of K and V do. The last stage of Q takes the memory of these
+columns.
 
     warps    role         work on a tile of keys
     0-3      value        computes as above; at the end stores dV through a stage of Q, by TMA
@@ -30,8 +30,8 @@ memory of these columns.
 
 At head_dim 256 a cluster handles one tile of keys, so the hardware hands out tiles as SMs become
 free. At head_dim 192 clusters are persistent. CTA 0 takes the next tile from a counter for both
-CTAs, and dK and dV are staged in the shared memory of K and V. Partial sums of splits are stored
-from registers. The load warp's warpgroup gives registers to the other warpgroups; its three other
+CTAs. dK and dV are staged in the shared memory of K and V. Partial sums of splits are stored from
+registers. The load warp's warpgroup gives registers to the other warpgroups; its three other
 warps idle.
 """
 
@@ -450,9 +450,9 @@ class Sm90Hd256DkDv:
         tiles: TileMap, visible: Visibility, where: list[Int32], published: Int32 | int = 0,
         loaded: Int32 | int = 0,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Publish the cluster's tile and load the CTA's K and V, then its part of the queries that
-        see some of the cluster's keys, head by head. Return how many tiles of keys and of queries
-        this warp has loaded so far."""
+        """Publish the cluster's tile. Load the CTA's K and V. Then load, head by head, the CTA's
+        part of the queries that see some of the cluster's keys. Return how many tiles of keys and
+        of queries this warp has loaded so far."""
         spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)

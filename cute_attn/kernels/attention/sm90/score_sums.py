@@ -1,7 +1,7 @@
 """The sum of two CTAs' parts of S.
 
-Both CTAs of a cluster have the same tile of query rows, and each CTA has a half of the columns of
-q, k and v. So each CTA computes a part of every score. Warp w of a CTA sends its part to warp w of
+Both CTAs of a cluster have the same tile of query rows. Each CTA has a half of the columns of q, k
+and v. So each CTA computes a part of every score. Warp w of a CTA sends its part to warp w of
 the other CTA, and adds the part that arrives. Addition is commutative, so both CTAs have the same
 bits of S, and compute the same softmax.
 
