@@ -6,21 +6,21 @@ What it shows:
 
 - three layers of Kimi Delta Attention (arXiv 2510.26692) for each layer of multi-head latent
   attention, both in plain PyTorch around the operators; no layer has positions;
-- training: `chunk_kda` with grouped value heads, whose kernels apply the gate, the norms and the
-  sigmoid, and `flash_attn_func` in the expanded form, where q and k have 192 columns and v has 128.
-  Parameters are in float32, and autocast makes bfloat16 of the rest; `A_log`, `dt_bias` and their
-  gradients stay in float32. Each layer's forward runs again in the backward: activation
-  checkpointing;
-- generation: the prompt leaves a state and the last inputs of the convolution in each layer of Kimi
-  Delta Attention, and in the other layers one latent vector a token, in a cache of pages. A step of
-  a layer is one call of `kda_decode`, which convolves too and updates both pools in place, or one
-  call of `mla_decode`, in the absorbed form;
-- with flash-linear-attention installed and a GPU: its own model on these kernels, and on its own
-  once FLA_CUTE_ATTN=0 is set.
+- training: `chunk_kda` has grouped value heads, and its kernels apply the gate, the norms and the
+  sigmoid. `flash_attn_func` runs in the expanded form: q and k have 192 columns, and v has 128.
+  Parameters are in float32, and autocast computes in bfloat16. `A_log`, `dt_bias` and their
+  gradients stay in float32. Activation checkpointing runs each layer's forward again in the
+  backward;
+- generation: from the prompt, each layer of Kimi Delta Attention keeps a state and the last inputs
+  of the convolution. The other layers keep one latent vector for each token, in a cache of pages. A
+  decode step of a layer is one call. `kda_decode` also applies the convolution, and updates the
+  state and the inputs in place. `mla_decode` runs in the absorbed form;
+- with flash-linear-attention and a Hopper GPU: that package's model on these kernels, and with
+  FLA_CUTE_ATTN=0 on that package's own kernels.
 
-The gradients of the first step are compared with those through the float64 references, and so are
-the logits of the generated tokens. Their errors are compared with those of plain PyTorch. Without a
-GPU the kernels run in the emulator, with every check on.
+The example compares the first step's gradients, and the generated tokens' logits, with float64
+references. It compares the errors with the errors of plain PyTorch. Without a Hopper GPU the
+kernels run in the emulator, with every check on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from cute_attn.reference.kda import kda_chunk_reference, kda_reference
 HEADS, HEADS_V, HEAD_DIM = 1, 2, 64  # of Kimi Delta Attention; Kimi Linear has 32, 32 and 128
 CONVOLUTION = 4  # tokens that a short convolution sees
 HEADS_LATENT = 2  # of latent attention; Kimi Linear has 32
-NOPE, SHARED, VALUE = 128, 64, 128  # columns: of a head's k, of k in all heads, of a head's v
+NOPE, SHARED, VALUE = 128, 64, 128  # columns of a head's own k, of k of all heads, of a head's v
 LATENT = 256  # columns of a cached vector; Kimi Linear has 512
 LAYERS = ("linear", "linear", "linear", "latent")
 BATCH, TOKENS = 1, 90
@@ -65,7 +65,7 @@ IN_KERNEL = {
 class Past:
     """What a layer keeps between calls: a state and inputs of the convolution, or a latent cache.
 
-    The latent cache is of one sequence, whose pages are not in order, as in a server.
+    The latent cache has one sequence. The sequence's pages are not in order, as in a server.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class KimiDeltaAttention(torch.nn.Module):
         )
         self.beta = torch.nn.Linear(WIDTH, HEADS_V, bias=False)
         self.A_log = torch.nn.Parameter(torch.empty(HEADS_V).uniform_(1, 16).log())
-        # The decays of a token that follow from it, without a gate, are about exp(-A / 100).
+        # With this bias and a gate input of 0, a token's decays are about exp(-A / 100).
         self.dt_bias = torch.nn.Parameter(torch.full((HEADS_V, HEAD_DIM), 0.01).expm1().log())
         self.out_gate = torch.nn.Linear(WIDTH, HEADS_V * HEAD_DIM, bias=False)
         self.norm = torch.nn.RMSNorm(HEAD_DIM)
@@ -156,7 +156,7 @@ class LatentAttention(torch.nn.Module):
         return self.out(o.flatten(-2))
 
     def absorbed(self, q: Tensor, past: Past) -> Tensor:
-        """Attention of new tokens to the cached vectors themselves."""
+        """Attention of new tokens over the cached latent vectors, without expanded k and v."""
         of_head = self.up.weight.unflatten(0, (HEADS_LATENT, -1))
         to_key, to_value = of_head.split([NOPE, VALUE], dim=1)
         q_nope, q_shared = q.split([NOPE, SHARED], dim=-1)
@@ -191,12 +191,12 @@ def ways() -> Ways:
 
 def train(device: str) -> tuple[list[float], dict[str, tuple[float, float]]]:
     """The losses of all steps, and the errors of the first step's gradients and of the generated
-    tokens' logits: ours, and those of plain PyTorch."""
+    tokens' logits. Each error is a pair: the kernels' error, and plain PyTorch's error."""
     torch.manual_seed(0)
     kinds = {"linear": KimiDeltaAttention, "latent": LatentAttention}
     model = language_model.Model(kinds[kind]() for kind in LAYERS).to(device)
     tokens = language_model.repeated_tokens(BATCH, TOKENS, device)
-    # From these parameters the operators' inputs are computed.
+    # The operators' inputs depend on these parameters.
     names = ("qkv", "gate", "beta", "A_log", "dt_bias", "q", "down", "up")
     found = [language_model.gradients(model, tokens, rules, names) for rules in ways()]
     losses = language_model.fit(model, lambda: model.loss(tokens, ways().ours), STEPS, device)
@@ -207,12 +207,12 @@ def train(device: str) -> tuple[list[float], dict[str, tuple[float, float]]]:
 
 
 def generated(model: language_model.Model, prompt: Tensor) -> tuple[float, float]:
-    """The errors of the next tokens' logits."""
+    """The errors of the logits of generated tokens: the kernels' error, and plain PyTorch's."""
     return language_model.errors(*language_model.generate(model, prompt, GENERATED, ways(), Past))
 
 
 def train_with_fla() -> dict[str, list[float]]:
-    """The losses of flash-linear-attention's model, on our kernels and on its own."""
+    """The losses of flash-linear-attention's model, on our kernels and on FLA's kernels."""
     from fla.models.kda import KDAConfig, KDAForCausalLM
 
     integration.register()

@@ -117,7 +117,7 @@ def relative_error(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def errors(exact: list[Tensor], ours: list[Tensor], plain: list[Tensor]) -> tuple[float, float]:
-    """The relative errors of the kernels and of plain PyTorch."""
+    """The relative errors of the operators and of plain PyTorch."""
     return relative_error(ours, exact), relative_error(plain, exact)
 
 
@@ -125,12 +125,13 @@ def errors(exact: list[Tensor], ours: list[Tensor], plain: list[Tensor]) -> tupl
 def generate(
     model: Model, prompt: Tensor, count: int, ways: Ways, past: Callable[[], Any]
 ) -> list[list[Tensor]]:
-    """The logits of the next tokens: of the references for the whole sequence, of the operators
-    with what each layer keeps, and of plain PyTorch for the whole sequence.
+    """Generate tokens with the operators, and return the tokens' logits: of the references, of the
+    operators, and of plain PyTorch. Only the operators use what each layer keeps. The references
+    and plain PyTorch compute the whole sequence.
 
     Args:
         count: the number of tokens.
-        past: makes what a layer keeps.
+        past: makes the object that a layer keeps between calls.
     """
     pasts = [past() for _ in model.layers]
     tokens, new, logits = prompt, prompt, []

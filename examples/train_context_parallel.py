@@ -4,13 +4,13 @@
 
 What it shows:
 
-- a plan (zigzag) that every rank makes once, `shard` for tokens and labels, and `position_ids`;
-- attention with `cp=plan`, the only layer that looks past a rank's own tokens;
-- the sum of all ranks' gradients, as data parallelism takes it, then the same step on every rank.
+- a zigzag plan that every rank makes once, `shard` for tokens and labels, and `position_ids`;
+- attention with `cp=plan`, the only operator that reads other ranks' tokens;
+- the sum of all ranks' gradients, as in data parallelism, then one optimizer step on each rank.
 
-Every loss, and the gradients of the first step, are compared with those of one process that has
-all tokens. With GPUs, ranks talk through NCCL. Otherwise they talk through gloo, and the kernels
-run in the emulator.
+The example compares every loss, and the gradients of the first step, with a model that has all
+tokens in one process. With GPUs, ranks communicate through NCCL. Without GPUs, ranks communicate
+through gloo, and the kernels run in the emulator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDTH, HEADS, HEADS_K, HEAD_DIM = 64, 4, 2, 64
 VOCABULARY, TOKENS, LAYERS = 61, 70, 2
 STEPS = 3
 LEARNING_RATE = 3e-3
-# Losses are means over bfloat16 results: equal but for a few roundings.
+# Losses are means over bfloat16 results, and differ by a few roundings.
 TOLERANCE = 5e-3
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

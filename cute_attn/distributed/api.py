@@ -21,20 +21,22 @@ LayoutOf = str | Sequence[Sequence[Range]]
 class ContextParallel(Plan):
     """Which tokens of all sequences each rank of a group holds; `context_parallel` makes it.
 
-    The plan has the own `rank`, the number `world` of ranks, the `lengths` of the sequences, the
-    `ranges` of every rank's tokens, counted through all sequences, and the number of own `tokens`.
+    `Plan` describes the attributes.
     """
 
     # A graph break: torch.compile cannot trace messages.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attention over ranks, which the public functions call with cp.
+        """Attention over ranks. The public functions call this method if they get `cp`.
 
         Args:
-            q: as for `flash_attn_func` and `flash_attn_varlen_func`.
-            k: as q.
-            v: as q.
+            q: this rank's queries, as for `flash_attn_func` or `flash_attn_varlen_func`.
+            k: this rank's keys, as for the same function.
+            v: this rank's values, as for the same function.
             options: the arguments of `attention.attend`.
+
+        Returns:
+            The pair (o, lse) of this rank's queries.
         """
         return attend(self, q, k, v, **options)
 
@@ -47,31 +49,34 @@ def context_parallel(
     layout: LayoutOf = "zigzag",
     mode: str | None = None,
 ) -> ContextParallel:
-    """Make a plan of context parallelism: the tokens of each rank, for given lengths.
+    """Make a plan of context parallelism: which tokens each rank holds, for given lengths.
 
     Every rank of the group calls this with the same arguments. `flash_attn_func` and
     `flash_attn_varlen_func` take the plan as `cp`.
 
     Args:
         group: a process group of torch.distributed, or a DeviceMesh; None is the default group. In
-            a mesh with two dimensions, ranks of the first dimension share out tokens, and ranks of
-            the second dimension exchange tokens for heads.
+            a mesh with two dimensions, the first dimension splits tokens. Ranks of the second
+            dimension exchange tokens for heads.
         seqlen: the length of every sequence of `[batch, seqlen, ...]` tensors.
-        cu_seqlens: for packed sequences, where each sequence begins, and the number of tokens.
-            Either this or seqlen is given. A tensor on a GPU is read once.
-        layout: "contiguous" (each rank holds one span of all tokens), "zigzag" (of every sequence
-            in 2 * world chunks, rank r holds the chunks r and 2 * world - 1 - r, which balances
-            causal attention), or for each rank a list of ranges of tokens `(start, end)`.
-        mode: how calls exchange. "gather": each rank receives the keys that its queries see.
-            "ring": keys pass around, results are merged. "heads": each rank gets all tokens of some
-            heads. None: chosen for each call by its shapes.
+        cu_seqlens: for packed sequences, the first token of each sequence, then the number of all
+            tokens. Either cu_seqlens or seqlen is given. A tensor on a GPU is copied to the host
+            once.
+        layout: "contiguous": each rank holds one span of all tokens. "zigzag": each sequence is cut
+            into 2 * world chunks, and rank r holds the chunks r and 2 * world - 1 - r, which
+            balances causal attention. Or for each rank a list of ranges `(start, end)` of tokens.
+        mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
+            "ring": keys pass around all ranks, and each rank combines its results. "heads": each
+            rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
+            "ring", the backward gathers keys, and so does a forward with a window.
 
     Returns:
         The plan.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: arguments are wrong, or differ between ranks; the message names the rank.
+        ValueError: an argument has a wrong value, or differs between ranks (the message names the
+            rank), or torch.distributed has no process group.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode is {mode!r}, must be one of {MODES} or None")
@@ -90,7 +95,7 @@ def context_parallel(
 
 
 def _groups_of(group: Any) -> tuple[tuple[Any, Any], Any]:
-    """((the group that shares out tokens, the group that exchanges heads), the group of all)."""
+    """((the group that splits tokens, the group that exchanges heads), the group of all ranks)."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed has no process group: call init_process_group first")
     if group is None:

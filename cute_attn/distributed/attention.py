@@ -19,7 +19,7 @@ from .plan import Plan
 
 
 class Run(NamedTuple):
-    """A call of the ranks that share out tokens: what they exchange, and the options."""
+    """A call over the ranks that split tokens: the plan of the exchange, and the options."""
 
     plan: Plan
     options: Options
@@ -83,11 +83,19 @@ def attend(
     batch_invariant: bool,
     unsupported: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The public functions with cp.
+    """Run a public function that got `cp`. `flash_attn_func` describes the other arguments.
 
     Args:
-        packed: whether the call is of `flash_attn_varlen_func`.
-        unsupported: arguments that a call with cp does not take, by name; None where not given.
+        packed: whether `flash_attn_varlen_func` was called, rather than `flash_attn_func`.
+        unsupported: by name, arguments that a call with cp does not take; None if not given.
+
+    Returns:
+        The pair (o, lse) of this rank's queries; lse is None without `return_lse`.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a tensor does not fit the plan, or ranks call with different arguments.
+        NotImplementedError: an argument of `unsupported` is given, or the mode takes no such call.
     """
     for name, value in unsupported.items():
         if value is not None:
@@ -123,7 +131,8 @@ def _by_heads(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     return_lse: bool, grad: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The call on 4-dimensional tensors, with tokens exchanged for heads where the plan does so."""
+    """Attention on 4-dimensional tensors. If the mode or the mesh asks for it, ranks exchange
+    tokens for heads before and after."""
     mode = plan.mode or choose(_shape(plan, q, k, v, options, grad))
     if plan.by_heads > 1:
         swap = plan.swap
@@ -135,8 +144,8 @@ def _by_heads(
     for name, heads in (("q", q.shape[2]), ("k", k.shape[2])):
         if heads % ranks:
             raise NotImplementedError(
-                f"{name} has {heads} heads, which {ranks} ranks share out: a mode that exchanges "
-                "heads needs a multiple; take mode 'gather' or 'ring', or another mesh"
+                f"{name} has {heads} heads for {ranks} ranks: an exchange of heads needs a "
+                f"multiple of {ranks}; take mode 'gather' or 'ring', or another mesh"
             )
     if sink is not None:
         sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
@@ -170,7 +179,7 @@ def _whole(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The call on all tokens of some heads."""
+    """Attention on all tokens of this rank's heads."""
     shared: dict[str, Any] = options._asdict()
     shared["window_size"] = tuple(shared.pop("window"))
     shared |= {"learnable_sink": sink, "return_lse": return_lse}

@@ -1,8 +1,9 @@
 """Calls of the attention kernels on rectangles of a rank's queries and keys.
 
 Tensors here are `[batch, rows, heads, dim]`, and lse is `[batch, heads, rows]`. A pass of one
-rectangle is a call with views of its rows. A pass of more rectangles is a call with packed
-sequences: one for each rectangle, and one without used queries for the rows between two rectangles.
+rectangle calls the kernels with views of the rectangle's rows. A pass of several rectangles is one
+call with packed sequences. Each rectangle is a sequence. Rows between two rectangles are a sequence
+without used queries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .layout import Pass, Rectangle, Window
 
 
 class Options(NamedTuple):
-    """What all calls share."""
+    """The options that all kernel calls of one attention call share."""
 
     window: Window
     softmax_scale: float | None = None
@@ -49,7 +50,7 @@ class Packed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def packed(of: Pass, batch: int, rows_q: int, rows_k: int, device: torch.device) -> Packed:
-    """The sequences of a pass, for each entry of the batch. All rows belong to a sequence."""
+    """The packed sequences of a pass, for all batch entries. Every row belongs to a sequence."""
     bounds_q, bounds_k, used = [0], [0], []
 
     def add(end_q: int, end_k: int, queries: int) -> None:
@@ -81,7 +82,7 @@ def attend(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
     sink: Tensor | None, options: Options,
 ) -> None:  # fmt: skip
-    """Write the rows of out and of lse that belong to queries of the pass."""
+    """Write out and lse of the pass's queries; other rows keep their values."""
     shared: dict[str, Any] = {
         **_shared(of, options),
         "batch_invariant": options.batch_invariant,
@@ -116,8 +117,13 @@ def attend(
 def attend_in_float32(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
 ) -> None:
-    """Write float32 rows of o, `[batch, rows, heads, dim]` and contiguous, and of lse, `[batch,
-    rows, heads]`. Rows of other queries have lse -inf, which a combination leaves out."""
+    """Write float32 o and lse of the pass's queries. All other rows get lse -inf, so that
+    `combine_partial` ignores these rows.
+
+    Args:
+        o: float32 `[batch, rows, heads, dim]`, contiguous.
+        lse: float32 `[batch, rows, heads]`, in this order unlike elsewhere in this module.
+    """
     batch, rows, heads, _ = q.shape
     shared = _shared(of, options)
     shared["window_left"], shared["window_right"] = shared.pop("window_size")
@@ -141,14 +147,15 @@ def gradients(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor,
 ) -> tuple[Rectangle, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Write the rows of dq that belong to queries of the pass.
+    """Write dq of the pass's queries, and return the gradients of the pass's keys.
 
     Args:
-        o, lse, do, dlse: of the queries' whole results, over all keys.
-        sink: if its gradient is wanted.
+        o, lse: the queries' results over all keys, not only over the keys of the pass.
+        do, dlse: the gradients of o and lse.
+        sink: the sink if the caller needs dsink, otherwise None.
 
     Returns:
-        (the rows, dk, dv, dsink): dk and dv are float32, of the keys `rows.k` to `rows.k_end`.
+        (rows, dk, dv, dsink): dk and dv are float32, for the keys `rows.k` to `rows.k_end - 1`.
     """
     shared: dict[str, Any] = {
         **_shared(of, options),
@@ -198,7 +205,7 @@ def _shared(of: Pass, options: Options) -> dict[str, Any]:
 
 
 def _copy(of: Pass, to: Tensor, source: Tensor, dim: int, *, whole: bool) -> None:
-    """Copy the queries of a pass; `whole` says that these are all."""
+    """Copy the rows of a pass's queries; `whole` says that the pass has all queries."""
     if whole:
         to.copy_(source)
         return

@@ -1,7 +1,7 @@
-"""Which way of context parallelism a call takes, from shapes alone.
+"""The choice of a call's mode of context parallelism, from shapes alone.
 
-Every rank computes the same choice, so no rank needs to ask another. The estimate is the time that
-messages take where no kernel runs beside them, and the extra work of each way.
+Every rank computes the same choice, so no rank needs to ask another rank. For each mode, the module
+estimates the time of messages that no kernel hides, and the time of the mode's extra work.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ MODES = ("gather", "ring", "heads")
 # Measured on two H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
 BYTES_PER_SECOND = 320e9  # between ranks, in each direction
 MEMORY_BYTES_PER_SECOND = 2.6e12
-# Reading and writing float32 results of a hop, and the slower kernel that writes them, take as long
-# as so many passes over them.
+# The float32 results of a hop cost as much time as so many passes over their bytes. The cost is
+# their reads and writes, and a slower attention kernel.
 PASSES_OF_A_HOP = 13.0
-# What dK and dV of gathered keys take until they are added up and rounded.
+# Passes over dK and dV of gathered keys, to add them up and to round them.
 PASSES_OF_GRADIENTS = 4.0
 PASSES_OF_HEADS = 3.0  # packing and unpacking tokens of some heads
 
-GATHERED_BYTES = 8 * 2**30  # more K and V than this is not gathered
+GATHERED_BYTES = 8 * 2**30  # the most bytes of K and V that a rank gathers
 
 
 class Shape(NamedTuple):
@@ -44,7 +44,7 @@ def choose(shape: Shape) -> str:
     if gathered_bytes(shape) > GATHERED_BYTES:
         del seconds["gather"]
         if shape.gradient:
-            del seconds["ring"]  # whose backward gathers
+            del seconds["ring"]  # the backward of "ring" gathers
     return min(seconds, key=seconds.__getitem__) if seconds else "gather"
 
 
@@ -55,14 +55,15 @@ def gathered_bytes(shape: Shape) -> int:
 
 
 def costs(shape: Shape) -> dict[str, float]:
-    """Mode -> seconds beside the kernels of one GPU: of a forward, or with its backward."""
+    """Mode -> estimated seconds that the mode adds to the attention kernels of a rank's share. With
+    `shape.gradient`, the seconds include the backward."""
     world, columns = shape.world, shape.head_dim + shape.head_dim_v
     keys = 2 * shape.tokens * shape.heads_k * columns  # bytes of a rank's K and V
-    queries = 2 * shape.tokens * shape.heads * columns  # and of its Q and O
+    queries = 2 * shape.tokens * shape.heads * columns  # bytes of a rank's Q and O
     float32_o = 4 * shape.tokens * shape.heads * shape.head_dim_v
     received = (world - 1) * keys / BYTES_PER_SECOND
     gradients = 0.0
-    if shape.gradient:  # K and V once more, then float32 gradients
+    if shape.gradient:  # the backward receives K and V again, and sends float32 gradients
         passes = PASSES_OF_GRADIENTS * world * 2 * keys / MEMORY_BYTES_PER_SECOND
         gradients = 3 * received + passes
     merging = PASSES_OF_A_HOP * world * float32_o / MEMORY_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""Decoding over a cache of keys that is split between ranks."""
+"""Decode over a KV cache that is split between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ops.attention.arguments import Arguments
 from ..ops.attention.forward import splits_of
 from ..ops.attention.partial import attend_partial, combine_partial
 
-PADDING = 4  # columns after o, for lse: rows stay aligned
+PADDING = 4  # columns after o: the first has lse, and four keep rows aligned to 16 bytes
 
 
 def decode_over_ranks(
@@ -29,29 +29,30 @@ def decode_over_ranks(
     num_splits: int = 0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of the same queries on every rank over keys that are split between the ranks.
+    """Attention over keys that are split between ranks. All ranks have the same queries.
 
-    Every rank computes o and lse over its own keys in float32. One all-gather exchanges them, `4 *
-    batch * seqlen_q * heads * (head_dim_v + 4)` bytes of each rank, and `flash_attn_combine`'s
-    kernel combines them, so that every rank has the whole result.
+    Every rank computes o and lse over its own keys in float32. One all-gather exchanges these
+    results, `4 * batch * seqlen_q * heads * (head_dim_v + 4)` bytes of each rank. The kernel of
+    `flash_attn_combine` then combines them, so every rank has the whole result.
 
     Args:
-        q: `[batch, seqlen_q, heads, head_dim]`, equal on all ranks. Every query sees every key.
+        q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16, equal on all ranks. Every
+            query sees every key.
         k: the rank's keys, `[batch, seqlen_k, heads_k, head_dim]`, or pages as for
-            `flash_attn_varlen_func`. Which keys a rank has does not matter; it may have none.
-        v: of k's shape but for head_dim_v.
+            `flash_attn_varlen_func`. A rank may hold any keys, or none.
+        v: the rank's values, of k's shape but for head_dim_v.
         group: a process group of torch.distributed; None is the default group.
         seqused_k: `[batch]` int32: how many of the rank's keys each sequence uses.
         page_table: as for `flash_attn_varlen_func`.
         softmax_scale: as for `flash_attn_func`.
-        learnable_sink: as for `flash_attn_func`; it counts once.
+        learnable_sink: as for `flash_attn_func`. The sink counts once, not once for each rank.
         softcap: as for `flash_attn_func`.
         num_splits: into how many parts each rank's keys are split; 0 chooses by shapes.
         return_lse: whether to return lse.
 
     Returns:
-        The pair (o, lse) over the keys of all ranks: as `flash_attn_func` returns them, and with
-        the same bits on every rank. Neither has a gradient.
+        The pair (o, lse) over the keys of all ranks, as `flash_attn_func` returns o and lse. Every
+        rank has the same bits. o and lse have no gradient.
 
     Raises:
         TypeError: as `flash_attn_func`.

@@ -1,8 +1,8 @@
 """Messages between ranks, beside the kernels of the current stream.
 
-On a GPU, messages are packed and sent on a stream of their own, which waits for what the current
-stream has written. `wait` makes the current stream wait for the messages; the host never waits.
-NCCL's kernels need free SMs, so messages are started before the kernels beside which they run.
+On a GPU, a side stream packs and sends messages. The side stream first waits for the work that the
+current stream has queued. `Messages.wait` makes the current stream wait for the messages; the host
+never waits. NCCL's kernels need free SMs, so messages start before the attention kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .layout import Range
 
-MOST_SLICES = 4  # more ranges of rows are gathered by an index
+MOST_SLICES = 4  # the most ranges that are copied one by one; more ranges take one index
 
 
 class Rows:
@@ -30,7 +30,7 @@ class Rows:
         self._index: dict[torch.device, Tensor] = {}
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows, contiguous: a view of x where x has them so."""
+        """The rows as one contiguous tensor: a view of x where possible, otherwise a copy."""
         if len(self.ranges) == 1:
             start, end = self.ranges[0]
             return x[:, start:end].contiguous()
@@ -39,7 +39,7 @@ class Rows:
         return x.index_select(1, self.index(x.device))
 
     def in_pieces(self, batch: int) -> bool:
-        """Whether messages of these rows are one for each range, which lies in one piece."""
+        """Whether each range is a message of its own; a range is contiguous if `batch` is 1."""
         return batch == 1 and len(self.ranges) <= MOST_SLICES
 
     def pieces(self, x: Tensor) -> list[Tensor]:
@@ -49,25 +49,26 @@ class Rows:
         return [self.take(x)]
 
     def memory(self, x: Tensor, *, inside: bool, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Memory for messages of these rows of x: in x where possible, or new, of a dtype."""
+        """Memory to receive messages of these rows. With `inside`, the memory is rows of x where
+        possible. Otherwise the memory is new, with `dtype`, or x's dtype if `dtype` is None."""
         if not self.in_pieces(x.shape[0]):
             return [x.new_empty(x.shape[0], self.count, *x.shape[2:], dtype=dtype)]
         views = [x[:, start:end] for start, end in self.ranges]
         return views if inside else [torch.empty_like(view, dtype=dtype) for view in views]
 
     def fill(self, x: Tensor, received: Sequence[Tensor]) -> None:
-        """Write the messages to the rows of x, unless `memory` gave them the place in x."""
+        """Copy received messages to the rows of x, unless `memory` returned rows of x itself."""
         if not self.in_pieces(x.shape[0]):
             self.put(x, received[0])
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """A contiguous tensor that has these rows alone, as `pieces` cuts them."""
+        """Cut x, a contiguous tensor of exactly these rows, into messages as `pieces` does."""
         if not self.in_pieces(x.shape[0]):
             return [x]
         return list(x.split([end - start for start, end in self.ranges], dim=1))
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Write the rows of x."""
+        """Write `values`, one row after the other, to the rows of x."""
         if len(self.ranges) > MOST_SLICES:
             x.index_copy_(1, self.index(x.device), values)
             return
@@ -77,7 +78,7 @@ class Rows:
             row += end - start
 
     def add(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Add messages to the rows of x, each row once, so that the order is fixed."""
+        """Add messages to the rows of x. No row occurs twice, so sums do not depend on an order."""
         if self.in_pieces(x.shape[0]):
             for (start, end), piece in zip(self.ranges, pieces, strict=True):
                 x[:, start:end].add_(piece)
@@ -94,12 +95,12 @@ class Rows:
 
 
 def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[Tensor]]:
-    """Rank -> the messages of all tensors."""
+    """Rank -> the messages of all tensors, in one list."""
     return {rank: [x for parts in both for x in parts] for rank, both in messages.items()}
 
 
 def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
-    """Copy rows of `source` to rows of `to`. The ranges of both are pairs of equal lengths."""
+    """Copy rows `of` of `source` to `rows` of `to`. The i-th ranges of both have equal lengths."""
     if len(rows.ranges) > MOST_SLICES:
         rows.put(to, of.take(source))
         return
@@ -109,7 +110,7 @@ def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    # Of high priority: a waiting message gets the SMs that a finished kernel leaves.
+    # High priority gives a waiting message the SMs that a finished CTA leaves.
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -129,7 +130,7 @@ def beside(device: torch.device, after: Any = None) -> Iterator[None]:
 
 
 class Messages:
-    """Messages that are under way. All of their tensors live until `wait`."""
+    """Messages that have started. The messages' tensors stay alive until `wait`."""
 
     def __init__(self, works: list[Any], device: torch.device, kept: Any) -> None:
         self._works, self._kept, self._event = works, kept, None
@@ -139,7 +140,7 @@ class Messages:
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Make what the current stream does next wait for the messages."""
+        """Make later work of the current stream wait for the messages."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         else:
@@ -151,11 +152,11 @@ class Messages:
 def send(
     group: Any, to: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Tensor]]
 ) -> Messages:
-    """Start messages to ranks of the group, and from ranks.
+    """Start to send tensors to ranks of the group, and to receive tensors from ranks.
 
     Args:
-        to: rank -> contiguous tensors to send.
-        into: rank -> contiguous tensors to receive into, in the order of that rank's `to`.
+        to: rank in the group -> contiguous tensors to send.
+        into: rank in the group -> contiguous tensors to receive into, in the sender's order.
     """
     kinds: tuple[tuple[Callable[..., Any], Mapping[int, Sequence[Tensor]]], ...] = (
         (dist.isend, to),
@@ -167,7 +168,7 @@ def send(
             for x in tensors:
                 device = x.device
                 if x.numel():
-                    # As bytes: gloo knows few dtypes.
+                    # gloo supports few dtypes, so messages are bytes.
                     raw = x.view(-1).view(torch.uint8)
                     peer = dist.get_global_rank(group, rank)
                     operations.append(dist.P2POp(kind, raw, peer, group))

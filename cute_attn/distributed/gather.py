@@ -1,9 +1,9 @@
 """Context parallelism in which each rank receives the keys that its queries see.
 
-Calls that need own keys only run beside the messages. Every query meets all of its keys in one
-call, so nothing is merged or rounded twice. In the backward, each rank computes dK and dV of the
-keys that it has received, in float32. These go back to the ranks that hold the keys, which add them
-up in a fixed order and round the sums once.
+Calls that need only the rank's own keys run beside the messages. Every query sees all of its keys
+in one call, so no results are combined, and o is rounded once. In the backward, each rank computes
+float32 dK and dV of all gathered keys. These parts go back to the ranks that hold the keys. Each of
+those ranks adds up the parts in a fixed order, and rounds the sum once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from .layout import Layout, Needs, Pass, Range, Window, shared_rows
 
 
 class Route:
-    """What one rank exchanges for the keys that queries see.
+    """The rows of keys that one rank sends and receives.
 
     Attributes:
-        needs: the keys that the rank's queries see, and the calls that take these keys.
-        sent: rank -> the own rows that its queries see.
-        received: rank -> the rows of the own `needs` that it sends; for the own rank, its copies.
-        passes: the calls, with the `local` calls first, which need only own keys.
+        needs: the keys that this rank's queries see, and the calls that take these keys.
+        sent: other rank -> the rows of this rank's keys that the other rank's queries see.
+        received: other rank -> the rows of `needs` that the other rank sends. Both dictionaries
+            also have this rank: it copies these rows.
+        passes: the calls. The first `local` calls need only this rank's keys.
+        rows: the number of keys in `needs`.
     """
 
     def __init__(self, layout: Layout, rank: int, window: Window) -> None:
@@ -54,7 +56,7 @@ def _lies_in(of: Pass, rows: tuple[Range, ...]) -> bool:
 
 
 class _Keys:
-    """K and V that a rank's queries see, on their way."""
+    """K and V that a rank's queries see. The constructor starts the messages."""
 
     def __init__(self, route: Route, group: Any, own: tuple[Tensor, Tensor]) -> None:
         self.route = route
@@ -105,7 +107,7 @@ def backward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, sink: Tensor | None, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over its queries."""
+    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
     keys = _Keys(route, group, (k, v))
     seen_k, seen_v = keys.rows
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -163,8 +165,8 @@ class _KeySums:
 
 
 def _return(route: Route, group: Any, sums: list[Tensor], gradients: tuple[Tensor, Tensor]) -> None:
-    """Send dK and dV to the ranks that hold the keys. Add up what all ranks computed of the own
-    keys, the own part first and then in the order of the ranks, and round the sums."""
+    """Send parts of dK and dV to the ranks that hold the keys. Add up the parts of this rank's keys
+    and round the sums. This rank's part comes first, then the other parts by rank."""
     own = route.rank
     others = [rank for rank in sorted(route.sent) if rank != own]
     received = {
@@ -180,7 +182,7 @@ def _return(route: Route, group: Any, sums: list[Tensor], gradients: tuple[Tenso
         messages = send(group, to, flat(received))
     messages.wait()
     if own not in route.sent:
-        return  # no own keys
+        return  # this rank holds no keys
     batch = gradients[0].shape[0]
     few = all(route.sent[rank].in_pieces(batch) for rank in (own, *others))
     for i, (out, x) in enumerate(zip(gradients, sums, strict=True)):
@@ -196,7 +198,8 @@ def _return(route: Route, group: Any, sums: list[Tensor], gradients: tuple[Tenso
 
 
 def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
-    """Write sums to `out`. Each range of rows is read once, and rounded as it is written."""
+    """Write the sums of parts to `out`, range by range of rows. The last addition of a range also
+    rounds its sum, which saves a pass over memory."""
     cuts = {0, out.shape[1], *(end for rows, _ in parts for both in rows.ranges for end in both)}
     for start, end in pairwise(sorted(cuts)):
         found = [

@@ -1,4 +1,5 @@
-"""Exchange of tokens for heads: each rank gets all tokens of some heads, and back (Ulysses)."""
+"""Exchange of tokens for heads (Ulysses): each rank gets all tokens of some heads. A second
+exchange gives each rank its tokens of all heads again."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from .exchange import Rows, beside, flat, send
 
 
 class Swap(NamedTuple):
-    """What the ranks of a group exchange.
+    """The exchange among the ranks of a group.
 
     Attributes:
-        group: the ranks, each of which gets some heads.
-        rank: the own rank in the group.
-        rows: for each rank, its tokens as rows of the tokens that the group holds together.
+        group: the process group; each of its ranks gets an equal part of the heads.
+        rank: this rank in the group.
+        rows: for each rank, the rank's tokens as rows of all tokens that the group holds.
         total: how many tokens the group holds.
     """
 
@@ -27,7 +28,7 @@ class Swap(NamedTuple):
     total: int
 
     def heads(self, rank: int, heads: int) -> slice:
-        """The heads of a rank."""
+        """The heads that a rank gets, of `heads` heads."""
         own = heads // len(self.rows)
         return slice(rank * own, (rank + 1) * own)
 
@@ -36,8 +37,8 @@ class Swap(NamedTuple):
         return [rank for rank in range(len(self.rows)) if rank != self.rank]
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """All tokens of the own heads, from own tokens of all heads, `[batch, rows, heads, dim]`,
-        of each tensor."""
+        """From this rank's tokens of all heads, get all tokens of this rank's heads. Every tensor
+        is `[batch, rows, heads, dim]`."""
         found, own_rows = [], self.rows[self.rank]
         for x in tensors:
             heads = x.shape[2] // len(self.rows)
@@ -64,7 +65,7 @@ class Swap(NamedTuple):
         return found
 
     def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
-        """Own tokens of all heads, from all tokens of the own heads."""
+        """From all tokens of this rank's heads, get this rank's tokens of all heads."""
         own_rows = self.rows[self.rank]
         found, received = [], []
         for x in tensors:
@@ -108,6 +109,6 @@ class _Swapped(torch.autograd.Function):
 
 
 def swapped(swap: Swap, *tensors: Tensor, to_heads: bool) -> tuple[Tensor, ...]:
-    """The exchange of several tensors at once, as a differentiable function."""
+    """Exchange several tensors at once. The exchange is differentiable."""
     found: tuple[Tensor, ...] = _Swapped.apply(swap, to_heads, *tensors)
     return found

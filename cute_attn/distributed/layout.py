@@ -1,11 +1,12 @@
 """Which tokens each rank holds, and which rows of keys a rank's queries see.
 
-Tokens of all sequences are numbered one after the other. A range `(start, end)` of tokens lies in
-one sequence. A rank's rows are the tokens of its ranges, one range after the other.
+Tokens are numbered through all sequences. A range `(start, end)` of tokens may span several
+sequences; a `Piece` lies in one sequence. A rank's rows are the tokens of its ranges, one range
+after the other.
 
 A call of a kernel takes rectangles: rows of queries, and the rows of keys that the queries see. A
-window is aligned at the end of both, as it is for whole sequences. The rectangles of one call share
-no row. This module is plain Python, so a test needs neither a GPU nor a group of ranks.
+window aligns a rectangle's last query with its last key, as for whole sequences. The rectangles of
+one call share no row. This module is plain Python, so tests need neither a GPU nor other ranks.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Piece(NamedTuple):
 
 
 class Window(NamedTuple):
-    """How many keys left and right of its position a query sees; None is all."""
+    """How many keys left and right of its position a query sees; None: all keys."""
 
     left: int | None
     right: int | None
 
 
 class Rectangle(NamedTuple):
-    """Rows [q, q_end) of queries see rows [k, k_end) of keys, or the rows in a window."""
+    """Rows [q, q_end) of queries see rows [k, k_end) of keys, or the part within a window."""
 
     q: int
     q_end: int
@@ -56,8 +57,8 @@ class Needs(NamedTuple):
     """The keys that a rank's queries see.
 
     Attributes:
-        ranges: the keys' tokens, in increasing order; their rows are one after the other.
-        passes: calls that together compute every query once, with these rows as keys.
+        ranges: the keys' tokens, in increasing order. The tokens' rows follow one another.
+        passes: calls that together compute every query once. Their keys are rows of `ranges`.
     """
 
     ranges: tuple[Range, ...]
@@ -101,11 +102,11 @@ class Layout:
     def of(
         cls, layout: str | Sequence[Sequence[Range]], lengths: Sequence[int], world: int
     ) -> Layout:
-        """The layout of a name, or of each rank's list of ranges.
+        """Make a layout from a name, or from each rank's list of ranges.
 
         contiguous: rank r holds the r-th part of all tokens.
-        zigzag: of each sequence, cut into 2 * world chunks, rank r holds the chunks r and
-            2 * world - 1 - r. So every rank has as many pairs of a causal query and key.
+        zigzag: each sequence is cut into 2 * world chunks. Rank r holds the chunks r and
+            2 * world - 1 - r. So causal attention has about equal work on all ranks.
         """
         if not isinstance(layout, str):
             given = tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in layout)
@@ -146,7 +147,7 @@ class Layout:
         return sum(end - start for start, end in self.ranges[rank])
 
     def part(self, parts: int) -> Layout:
-        """The layout in which each rank's rows are cut into `parts` ranks, one after the other."""
+        """The layout that splits each rank's rows between `parts` new ranks."""
         found = []
         for rank in range(self.world):
             rows = self.tokens(rank)
@@ -155,7 +156,7 @@ class Layout:
         return Layout(self.lengths, tuple(found))
 
     def between(self, rank: int, first: int, end: int) -> Iterable[Range]:
-        """The tokens of a rank's rows first to end - 1, as ranges."""
+        """The ranges of tokens in the rows `first` to `end - 1` of a rank."""
         row = 0
         for start, stop in self.ranges[rank]:
             low, high = max(first, row), min(end, row + stop - start)
@@ -164,7 +165,7 @@ class Layout:
             row += stop - start
 
     def pieces(self, rank: int) -> list[Piece]:
-        """A rank's ranges, cut where sequences end, and joined where they touch."""
+        """A rank's ranges, cut at ends of sequences. Adjacent ranges of a sequence are joined."""
         found: list[Piece] = []
         row = sequence = 0
         for start, end in self.ranges[rank]:
@@ -181,7 +182,7 @@ class Layout:
         return found
 
     def needs(self, rank: int, window: Window) -> Needs:
-        """The keys that a rank's queries see, whoever holds them."""
+        """The keys that a rank's queries see, on any rank."""
         seen: list[tuple[Piece, Range]] = []
         for piece in self.pieces(rank):
             low, high = self.bounds[piece.sequence], self.bounds[piece.sequence + 1]
@@ -196,7 +197,8 @@ class Layout:
             row = row_of(ranges, low)
             end = piece.row + piece.end - piece.start
             rectangle = Rectangle(piece.row, end, row, row + high - low)
-            # The last query sees keys past its position: the diagonal is so far from the end.
+            # Kernels align the last query with the last key. Here `past` keys follow the position
+            # of the last query, so the window shifts by `past` keys.
             past = high - piece.end
             shifted = Window(
                 *(None if x is None else x + s * past for x, s in zip(window, (1, -1), strict=True))
@@ -204,7 +206,7 @@ class Layout:
             for of, rectangles in found:
                 last = rectangles[-1]
                 if of == shifted == (None, None) and last[2:] == rectangle[2:]:
-                    rectangles[-1] = last._replace(q_end=end)  # rows of one sequence adjoin
+                    rectangles[-1] = last._replace(q_end=end)  # the rows are adjacent
                     break
                 if of == shifted and last.k_end <= rectangle.k:
                     rectangles.append(rectangle)
@@ -214,16 +216,16 @@ class Layout:
         return Needs(ranges, tuple(Pass(tuple(r), window) for window, r in found))
 
     def hop(self, rank: int, other: int, causal: bool) -> tuple[Pass, ...]:
-        """The calls of a rank's queries with the keys that another rank holds, or the rank itself.
-        The rank's rows are queries and the other's rows are keys; there is no window."""
+        """The calls for the queries of `rank` and the keys of rank `other`, which may be the same
+        rank. There is no window but the causal mask."""
         queries, keys = (_by_sequence(self.pieces(r)) for r in (rank, other))
         shared = [(q, keys[sequence]) for sequence, q in queries.items() if sequence in keys]
         if not causal or rank == other:
             found = [Rectangle(*_rows(q), *_rows(k)) for q, k in shared]
             window = Window(None, 0 if causal else None)
             return (Pass(tuple(found), window),) if found else ()
-        # A piece sees the other rank's keys before it. Pieces that come later see more keys: each
-        # further part of the keys is a call.
+        # A piece sees all keys of the other rank before the piece. Later pieces see more keys. Each
+        # call adds the keys that no earlier call had.
         calls: list[list[Rectangle]] = []
         for q, k in shared:
             first, end, number = k[0].row, _rows(q)[1], 0
@@ -276,8 +278,8 @@ def row_of(ranges: Sequence[Range], token: int) -> int:
 def shared_rows(
     held: Sequence[Range], wanted: Sequence[Range]
 ) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-    """The tokens in both lists of ranges, as rows of `held` and as rows of `wanted`. Rows that
-    adjoin in both are one range."""
+    """The tokens in both lists of ranges, as rows of `held` and as rows of `wanted`. Rows that are
+    adjacent in both lists form one range."""
     rows: list[tuple[Range, Range]] = []
     i = j = row_i = row_j = 0
     while i < len(held) and j < len(wanted):

@@ -17,14 +17,15 @@ from .ring import Ring
 
 
 class Plan:
-    """Which tokens of all sequences each rank of a group holds; `context_parallel` makes it.
+    """Which tokens each rank of a group holds. `context_parallel` makes a plan.
 
     Attributes:
-        rank, world: the own rank in the group, and the number of ranks.
+        rank, world: this rank in the group, and the number of ranks.
         lengths: the length of each sequence.
-        ranges: for each rank, the ranges of its tokens, counted through all sequences.
-        packed: whether tokens are `[total, ...]`, rather than `[batch, seqlen, ...]`.
-        mode: "gather", "ring", "heads", or None: chosen for each call by its shapes.
+        ranges: for each rank, the ranges of its tokens. Tokens are numbered through all sequences.
+        tokens: the number of tokens that this rank holds.
+        packed: whether tensors are `[total, ...]`, rather than `[batch, seqlen, ...]`.
+        mode: "gather", "ring" or "heads"; None: each call's shapes choose the mode.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Plan:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of all ranks, which cut a row of the mesh's tokens into parts."""
+        """The layout of all ranks. Ranks of one row of a mesh split the row's tokens."""
         return self.rows_of if self.by_heads == 1 else self.rows_of.part(self.by_heads)
 
     @property
@@ -63,32 +64,42 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the own rank holds."""
+        """How many tokens this rank holds."""
         return self.layout.tokens(self.rank)
 
     @cached_property
     def rows(self) -> list[Rows]:
-        """For each rank, its tokens as rows of all tokens."""
+        """For each rank, the rank's tokens as rows of all tokens."""
         return [Rows(ranges) for ranges in self.ranges]
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The own rank's tokens of x, which has all tokens. Differentiable.
+        """Take this rank's tokens of x. The function is differentiable.
 
         Args:
             x: a tensor of all tokens.
-            dim: the dimension of tokens; None is 0 for packed sequences, and else 1.
+            dim: the dimension of tokens; None means 0 for packed sequences, otherwise 1.
+
+        Returns:
+            x's tokens of this rank, in the order of the rank's ranges, in x's dtype.
+
+        Raises:
+            ValueError: x has no such dimension, or another number of tokens.
         """
         dim = self._dim(x, dim, self.layout.total)
         return self.rows[self.rank].take(x.movedim(dim, 0)[None])[0].movedim(0, dim)
 
     def unshard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """All tokens, from each rank's own tokens x. Every rank calls this, and gets the result.
+        """Gather the tokens of all ranks. Every rank calls this function.
 
         Args:
-            x: a tensor of the own tokens. The other sizes are equal on all ranks.
+            x: a tensor of this rank's tokens. The other sizes are equal on all ranks.
             dim: as for `shard`.
 
-        The result has no gradient.
+        Returns:
+            A contiguous tensor of all tokens, on every rank, without a gradient.
+
+        Raises:
+            ValueError: x has no such dimension, or another number of tokens.
         """
         with torch.no_grad():
             dim = self._dim(x, dim, self.tokens)
@@ -109,10 +120,13 @@ class Plan:
             return found[0].movedim(0, dim).contiguous()
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
-        """The position of each own token in its sequence: int64 `[tokens]`.
+        """The position of each of this rank's tokens in its sequence.
 
         Args:
-            device: the result's device.
+            device: the result's device; None is torch's default device.
+
+        Returns:
+            int64 `[tokens]`.
         """
         pieces = self.layout.pieces(self.rank)
         firsts = self.layout.bounds
@@ -124,7 +138,7 @@ class Plan:
     # -- what calls exchange
 
     def route(self, window: Window) -> Route:
-        """What the ranks that share tokens exchange for a window."""
+        """The exchange of keys among the ranks that split tokens, for a window."""
         found = self._routes.get(window)
         if found is None:
             found = self._routes[window] = Route(self.rows_of, self.token_rank, window)
@@ -135,7 +149,7 @@ class Plan:
         return {}
 
     def ring(self, causal: bool) -> Ring:
-        """The hops of the ring."""
+        """The hops of this rank in the ring."""
         if causal not in self._rings:
             self._rings[causal] = Ring(self.rows_of, self.token_rank, causal)
         return self._rings[causal]
@@ -156,8 +170,8 @@ class Plan:
         return Swap(self.group, self.token_rank, rows, self.layout.total)
 
     def agree(self, what: tuple[tuple[str, Any], ...]) -> None:
-        """Raise ValueError on all ranks if ranks call with different arguments. Only the first call
-        with these arguments asks the other ranks.
+        """Raise ValueError on all ranks if ranks call with different arguments. Only a rank's first
+        call with given arguments asks the other ranks, which must ask in the same call.
 
         Args:
             what: pairs of an argument's name and its value, which every rank must share.
@@ -169,8 +183,8 @@ class Plan:
         self.agreed.add(what)
 
     def _groups(self) -> list[tuple[Any, list[int]]]:
-        """The groups of the mesh in which the own rank is, each with its ranks of the plan. To ask
-        one group after the other reaches all ranks only if there is one group."""
+        """The one group with all ranks of the plan, and the plan's numbers of these ranks. A row
+        or a column of a mesh would not reach all ranks."""
         if self.heads_group is None:
             return [(self.group, list(range(self.world)))]
         if self.group is None:
@@ -190,7 +204,8 @@ class Plan:
 
 
 def compare(group: Any, ranks: list[int], own: dict[str, Any], verb: str) -> None:
-    """Raise ValueError on every rank of the group if a rank says something else than the first."""
+    """Raise ValueError on every rank of the group if a rank's values differ from the first
+    rank's."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group)
     first = found[0]
@@ -199,5 +214,5 @@ def compare(group: Any, ranks: list[int], own: dict[str, Any], verb: str) -> Non
             if said.get(name) != value:
                 raise ValueError(
                     f"rank {rank} {verb} {name} {said.get(name)}, and rank {ranks[0]} with "
-                    f"{value}: all ranks must say the same"
+                    f"{value}: all ranks must pass the same value"
                 )

@@ -1,8 +1,8 @@
 """Context parallelism in which K and V of each rank pass around all ranks.
 
-In hop h, a rank has the keys of the h-th rank before it, and sends these keys to the next rank
-while it computes with them. Results over the keys of each hop are float32. They are combined, and
-rounded once, after the last hop or where `MOST_PARTS` of them are there.
+In hop h, a rank has the keys of the h-th rank before it. The rank sends these keys to the next rank
+while its kernels read them. Each hop has float32 results. A kernel combines the results after the
+last hop, and earlier whenever `MOST_PARTS` results are waiting. Only the last combination rounds o.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .calls import Options, attend_in_float32
 from .exchange import Messages, beside, send
 from .layout import Layout, Pass
 
-MOST_PARTS = 4  # results over the keys of hops, kept at once
-BUFFERS = 3  # of K and V: one is read, one is received, and one may still be read before that
+MOST_PARTS = 4  # the most float32 results that are kept at once
+# Buffers of K and V. Kernels of this hop read one, and the next hop's keys arrive in another. The
+# third may still be in use by the hop before.
+BUFFERS = 3
 
 
 class Ring:
@@ -47,13 +49,13 @@ class _Hops:
         self.messages: list[Messages] = []
 
     def start(self, hop: int) -> None:
-        """Start to receive the keys of a hop, beside the kernels of the hop before."""
+        """Start to receive the keys of a hop, beside the kernels of the previous hop."""
         if hop >= self.ring.world:
             return
         rows, batch = self.ring.rows[hop], self.keys[0][0].shape[0]
         memory = self.memory[hop % len(self.memory)]
         into = [x[: batch * rows].unflatten(0, (batch, rows)) for x in memory]
-        # The buffer was last read by the kernels of hop - BUFFERS.
+        # The kernels of hop `reader` were the last to read this buffer. Hop 0 reads no buffer.
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin
         with beside(into[0].device, after):
@@ -71,12 +73,12 @@ class _Hops:
         return self.keys[hop]
 
     def done(self, device: torch.device) -> None:
-        """The kernels of one more hop are launched."""
+        """Note that the kernels of one more hop have been launched."""
         self.computed.append(_event(device))
 
 
 class _Parts:
-    """Float32 results over the keys of several calls."""
+    """Float32 results of several calls, each over other keys."""
 
     def __init__(self, count: int, out: Tensor) -> None:
         self.o = out.new_empty(count, *out.shape, dtype=torch.float32)

@@ -59,15 +59,16 @@ def _place(line: int, source: str | None) -> str:
     return f"PTX line {line}" + (f" ({source})" if source else "")
 
 
-# Checks whose findings are what another error leaves behind, if both name the same instruction.
+# Checks whose findings follow from another error, if both findings name the same instruction.
 _AFTERMATH = ("uninitialised",)
 
 
 def causes(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings that share an instruction, directly or through others, in one list each.
+    """Group findings that share an instruction, directly or through other findings.
 
-    Such findings mostly have one cause. The first of a list is the root: an error rather than a
-    note, something done rather than something missing, and then what happened first.
+    The findings of a group mostly have one cause. The first finding of a group is its root. Errors
+    come before notes, findings of `_AFTERMATH` come last among errors, and otherwise earlier
+    findings come first.
     """
     lists: list[list[Finding]] = []
     for found in findings:
@@ -95,7 +96,7 @@ _NO_SOURCE = (
 
 
 def by_cause(findings: Sequence[Finding]) -> list[str]:
-    """The texts of findings, each root in full and the others in short."""
+    """The texts of findings: each root's full text, and short texts of the other findings."""
     lines = []
     for root, *others in causes(findings):
         lines.append(str(root))

@@ -50,10 +50,10 @@ def register_attention() -> None:
     tokens, and on Hopper trees, in models without sliding windows. With
     `--enable-deterministic-inference`, the bits of a request do not depend on the batch.
 
-    Models with latent attention (MLA: DeepSeek V3, Kimi Linear) have the same backend on Hopper,
-    in pages of any multiple of 16 tokens: decode and the verification of chains of up to 16 draft
-    tokens over the latent cache, CUDA graphs of both, and prefill in the expanded form, also after
-    a cached prefix.
+    On Hopper, the backend also serves models with latent attention (MLA: DeepSeek V3, Kimi Linear).
+    Pages may have any multiple of 16 tokens. Decode, and the verification of chains of up to 16
+    draft tokens, read the latent cache, with CUDA graphs. Prefill runs in the expanded form, also
+    after a cached prefix.
 
     For anything else, the server stops at its start with an error that names what is missing.
     """

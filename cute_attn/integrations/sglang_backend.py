@@ -53,8 +53,8 @@ class CuteAttnMetadata:
         unused_rows: whether queries may have rows that belong to no request.
         window_page_table, window_slots: the page table, and the slots of this step's tokens, in the
             pool of sliding windows; None without such a pool.
-        tree_mask: of a tree of drafts, a number for each draft: bit j says whether the draft sees
-            draft j; None without trees.
+        tree_mask: int64, a number for each draft of each request's tree. Bit j says whether the
+            draft sees draft j. None without trees.
     """
 
     cu_seqlens_q: Tensor
@@ -83,13 +83,13 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.refuse(runner)
         self.page_size: int = runner.page_size
-        # Layers with latent attention, and SGLang's wrapper of hybrid models, read these two.
+        # MLA layers, and SGLang's wrapper of hybrid models, read these two attributes.
         self.token_to_kv_pool = self.pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.fp8 = runner.kv_cache_dtype in FP8
         self.slots: Tensor = runner.req_to_token_pool.req_to_token
         self.max_seqlen_k: int = runner.model_config.context_len
-        self.max_context_len = self.max_seqlen_k  # EAGLE's name
+        self.max_context_len = self.max_seqlen_k  # EAGLE reads this name
         # A step may hold prefill and decode, so keys cannot be split.
         self.batch_invariant = bool(runner.server_args.enable_deterministic_inference)
         self.num_splits = 1 if self.batch_invariant else 0
@@ -101,7 +101,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.static: CuteAttnMetadata | None = None
 
     def refuse(self, runner: Any) -> None:
-        """Raise for what has no kernel, before anything is allocated."""
+        """Raise for a model or an option without a kernel, before anything is allocated."""
         refuse(runner)
 
     # -- metadata
@@ -120,8 +120,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.static = self.allocated(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Choose the metadata of a CUDA graph. The graph itself writes the metadata, but for a
-        tree's mask, whose size changes."""
+        """Choose the metadata of a CUDA graph. The graph itself writes the metadata except a tree's
+        mask: the size of SGLang's mask changes between replays."""
         requests = forward_batch.batch_size
         key = forward_batch.forward_mode, requests
         if in_capture:
@@ -271,7 +271,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
 
 def check_options(others: dict[str, Any]) -> None:
-    """Raise for arguments of SGLang that the attention does not have."""
+    """Raise NotImplementedError for arguments of SGLang that the attention does not take."""
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
         raise NotImplementedError(f"{NAME} has no attention with {', '.join(unknown)}")
@@ -300,9 +300,11 @@ def write(metadata: CuteAttnMetadata, forward_batch: Any, backend: CuteAttnBacke
 
 
 def write_tree(metadata: CuteAttnMetadata, forward_batch: Any) -> None:
-    """Write the mask of a step's trees from SGLang's mask, by work on the device alone. SGLang's
-    mask has a matrix of bools for each request, `[drafts, length + drafts]`, one after the other.
-    On a CPU a matrix has the last columns alone, `[drafts, drafts]`."""
+    """Write the mask of a step's trees from SGLang's mask. All work runs on the device.
+
+    SGLang's mask has a bool matrix `[drafts, length + drafts]` for each request, one matrix after
+    the other. In the mode QLEN_ONLY, a matrix has only the last columns, `[drafts, drafts]`.
+    """
     if metadata.tree_mask is None:
         return
     mask, drafts = forward_batch.spec_info.custom_mask, metadata.drafts

@@ -1,10 +1,10 @@
-"""The backend of latent attention (MLA) that `sglang.register` names to SGLang; importing it needs
-SGLang.
+"""The backend of latent attention (MLA) that `sglang.register` names to SGLang. Importing this
+module needs SGLang.
 
 SGLang multiplies by W_UK and W_UV, and keeps a token's latent vector and rotated key in a pool of
-slots. A step of decode or of verification is one call of `mla_decode`, which reads the pool in
-place. Prompts run in the expanded form: SGLang gathers and expands a cached prefix in parts,
-`flash_attn_varlen_func` gives the result and the lse of each part, and SGLang merges the parts.
+slots. In each layer, a step of decode or of verification is one call of `mla_decode`, which reads
+the pool in place. Prompts run in the expanded form: SGLang gathers and expands a cached prefix in
+parts. `flash_attn_varlen_func` computes o and lse of each part, and SGLang merges the parts.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .sglang_backend import (
 
 
 def forward_method(layer: Any, forward_batch: Any) -> AttnForwardMethod:
-    """How a layer computes a step: prompts in the expanded form, all else in the absorbed form."""
+    """The form in which a layer computes a step: expanded for prompts, otherwise absorbed."""
     if forward_batch.forward_mode.is_extend_without_speculative():
         return AttnForwardMethod.MHA_CHUNKED_KV
     return AttnForwardMethod.MLA
 
 
-# SGLang's layers look up by the backend's name which form to compute, and whether the rotated part
-# of q is an argument of its own.
+# SGLang's layers look up the form by the backend's name. The second table says that the rotated
+# part of q is a separate argument.
 AttentionBackendRegistry.register(NAME, forward_method)
 if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
     FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
@@ -93,9 +93,10 @@ class CuteAttnMLABackend(CuteAttnBackend):
     ) -> Any:
         """The attention of a step.
 
-        In the absorbed form `q` is `[tokens, heads, latent vector]` beside `q_rope`. In the
-        expanded form `q`, `k` and `v` are those of all heads, and the latent vectors are in the
-        pool already; the result is then a pair with lse, `[tokens, heads]`, if SGLang asks for it.
+        In the absorbed form `q` is `[tokens, heads, kv_lora_rank]`, and `q_rope` has the rotated
+        columns. In the expanded form `q_rope` is None, `q`, `k` and `v` have all heads, and the
+        latent vectors are already in the pool. If SGLang asks for lse, the expanded form returns a
+        pair of o and lse, `[tokens, heads]`.
         """
         check_options({"sinks": sinks, **others})
         if q_rope is None:
@@ -166,7 +167,7 @@ class CuteAttnMLABackend(CuteAttnBackend):
 
 
 def missing(runner: Any) -> list[str]:
-    """What of a model and of the server's options has no kernel."""
+    """The features of the model and the server's options that have no kernel."""
     config = runner.model_config
     drafts = get_spec().speculative_num_draft_tokens or 0
     cases = {

@@ -58,15 +58,16 @@ _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
-    Supported are inference and training of models whose attention layers have head_dim 64, 128 or
-    256 on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), and on Hopper also
-    192 with values of 128 (DeepSeek V2 and V3, Kimi Linear, LongCat-Flash, MiMo-V2), in bfloat16,
-    float16, or float32 under autocast to either dtype. Layers of 512, as in Gemma 4, have inference
-    on Hopper; a training step raises NotImplementedError. Masks may be causal, bidirectional, or
-    causal sliding windows; softcap, sinks, grouped heads, dynamic and static caches, and padding on
-    either side or in between work too. A sliding window counts tokens, not padding, as in
-    FlashAttention; eager attention differs if there is padding in between. With padding, k and v
-    are copied in each layer, so give a batch without padding no mask, as `generate` does.
+    This package has inference and training for attention layers of head_dim 64, 128 or 256 on
+    Hopper, and of 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...). Hopper also has 192
+    with values of 128 (DeepSeek V2 and V3, Kimi Linear, LongCat-Flash, MiMo-V2). The dtype is
+    bfloat16, float16, or float32 under autocast to either dtype. On Hopper, layers of 512, as in
+    Gemma 4, run inference only; a training step raises NotImplementedError. Masks may be causal,
+    bidirectional, or causal sliding windows. Softcap, sinks, grouped heads, dynamic and static
+    caches, and padding on either side or in between work too. A sliding window counts tokens, not
+    padding, as in FlashAttention; eager attention differs if there is padding in between. With
+    padding, k and v are copied in each layer, so give a batch without padding no mask, as
+    `generate` does.
 
     A row of the batch may hold several sequences. Without a mask and a cache, a sequence starts
     where `position_ids` start again. A batch of one row may instead come with the four arguments of
@@ -400,8 +401,8 @@ def _attend(
 def _over_ranks(
     plan: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, options: Any
 ) -> Tensor:
-    """The output for a rank's tokens, with the plan of `model(..., cp=plan)`. The plan knows the
-    sequences; transformers may take the rank's positions for starts of sequences."""
+    """The output for a rank's tokens, with the plan of `model(..., cp=plan)`. The plan has the
+    sequences' lengths. Lengths that transformers derives from a rank's positions would be wrong."""
     if attention_mask is not None and attention_mask.dtype != torch.int64:
         raise NotImplementedError(
             f"attn_implementation={NAME!r} takes cp without a cache and without padding"

@@ -55,7 +55,11 @@ def use_gated_delta_rule() -> ExitStack:
 
 
 def replace(models: Iterable[str], functions: dict[str, Callable[..., Any]]) -> ExitStack:
-    """Replace functions of models' modules, by name, until the result is closed."""
+    """Replace functions in the modules of `models`, until the caller closes the result.
+
+    Args:
+        functions: the name of each replaced function, and the function that takes its place.
+    """
     restored = ExitStack()
     for model in models:
         name = f"transformers.models.{model}"
@@ -96,7 +100,7 @@ def run(
     cu_seqlens: Tensor | None = None,
     **_: Any,  # what else the model's forward was given: transformers hands all of it on
 ) -> tuple[Tensor, Tensor | None]:
-    """One of our delta rules, with the arguments of transformers' layers."""
+    """Call one of our delta rules with the arguments of transformers' layers."""
     result: tuple[Tensor, Tensor | None] = function(
         *in_autocast(query, key, value),
         g,

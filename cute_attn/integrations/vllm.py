@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackendPath(str):
-    """The value of a member of vLLM's enumerations of backends.
+    """The value of a member of an enumeration of vLLM's backends.
 
     vLLM hands its configuration to a process that it spawns before the process loads plugins. So
     the unpickled value makes the members that the configuration then looks up.
@@ -96,11 +96,12 @@ def register_latent_attention() -> None:
     prefill as the MLA prefill backend CUTE_ATTN.
 
     vLLM uses the backend only on request: `vllm serve MODEL --attention-backend CUTE_ATTN_MLA`.
-    Prompts then run here too, unless `mla_prefill_backend` names another backend. Releases of vLLM
-    that have no names for plugins' backends of latent attention do not have this backend.
+    Prompts then run on this package's kernels too, unless `mla_prefill_backend` names another
+    backend. In older releases of vLLM, plugins cannot add MLA backends, and this function adds
+    nothing.
 
     The backend serves decoder layers on Hopper, in bfloat16 or float16, with a latent cache of the
-    same dtype, in blocks of any multiple of 16 tokens. A cached token has 576 columns with a latent
+    same dtype. Blocks have any multiple of 16 tokens. A cached token has 576 columns with a latent
     vector of 512, 512 with 512, or 320 with 256. Prefill needs a kernel for the expanded heads,
     such as 192 with values of 128. The backend serves prefill, chunked prefill, prefix caching,
     decode, up to 15 draft tokens of a request, and CUDA graphs of decode and verification. vLLM or

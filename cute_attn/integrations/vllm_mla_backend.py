@@ -1,14 +1,14 @@
-"""The backends of latent attention (MLA) that `vllm.register` names to vLLM; importing it needs
-vLLM.
+"""The backends of latent attention (MLA) that `vllm.register` names to vLLM. Importing this module
+needs vLLM.
 
 vLLM multiplies by W_UK and W_UV, and keeps a token's latent vector and rotated key in a cache
-`[num_blocks, block_size, head_size]`. A step of decode is one call of `mla_decode`, which reads the
-cache in place. Prompts run in the expanded form: vLLM gathers and expands a request's earlier
-tokens in parts, `flash_attn_varlen_func` gives the result and the lse of each part, and vLLM merges
-the parts by lse.
+`[num_blocks, block_size, head_size]`. In each layer, a step of decode is one call of `mla_decode`,
+which reads the cache in place. Prompts run in the expanded form: vLLM gathers and expands a
+request's earlier tokens in parts. `flash_attn_varlen_func` computes o and lse of each part, and
+vLLM merges the parts by lse.
 
-All that changes between two steps of decode is in tensors that only the device reads. So a CUDA
-graph of a batch may be replayed for any batch of the same size.
+Between two steps of decode, only tensors change that the device reads. So a CUDA graph of a batch
+may be replayed for any batch of the same size.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
 from .vllm import MLA_NAME, NAME
 from .vllm_backend import write_to_slots
 
-MAJOR = 9  # the compute capability's major number with kernels for latent caches
+MAJOR = 9  # the major compute capability that has kernels for latent caches
 DTYPES = (torch.bfloat16, torch.float16)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
 def why_not_prefill(qk_head_dim: int, v_head_dim: int) -> str | None:
-    """Why prompts in the expanded form have no kernel on Hopper, or None."""
+    """Why prompts with these head dimensions have no kernel on Hopper, or None."""
     pairs = head_dims_by_major()[MAJOR]
     if (qk_head_dim, v_head_dim) in pairs:
         return None
@@ -80,8 +80,8 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """False: the batch decides how the scheduler cuts a prompt in parts, and merging the parts
-        rounds."""
+        """False: the batch decides how vLLM's scheduler cuts a prompt into parts, and each merge of
+        parts rounds."""
         return False
 
     @classmethod
@@ -92,15 +92,15 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
-        """A reason against the combination."""
+        """Why the combination has no kernel, or None."""
         if kv_cache_dtype in (None, "auto", str(dtype).removeprefix("torch.")):
             return None
         return f"a latent cache of {kv_cache_dtype} beside a model of {dtype} has no kernel"
 
 
 class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """The metadata of a step. Requests with equally many new tokens, at most as many as speculative
-    decoding verifies, are a call of decode; all others are prompts."""
+    """The metadata of a step. Requests with at most `reorder_batch_threshold` new tokens, all with
+    equally many, decode. The other requests are prompts."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
@@ -109,7 +109,8 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        # The layers have a prefill backend by then, of which this class takes a copy.
+        # vLLM has already made a prefill backend for each layer. If the user named no backend, our
+        # prefill replaces it, with the same arguments.
         if vllm_config.attention_config.mla_prefill_backend is None:
             layers = vllm_config.compilation_config.static_forward_context
             for name in layer_names:
@@ -188,8 +189,11 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[Tensor, None]:
-        """The attention of absorbed queries, `[tokens, heads, head_size]` or the pair of their
-        parts, over the cache: `[tokens, heads, kv_lora_rank]`."""
+        """The attention of absorbed queries over the cache.
+
+        `q` is `[tokens, heads, head_size]`, or a pair of the latent and the rotated columns. The
+        result is `[tokens, heads, kv_lora_rank]`, without lse.
+        """
         parts = (
             q if isinstance(q, tuple) else q.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         )
@@ -218,7 +222,7 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         skip_scale: bool = False,
     ) -> None:
         """Write latent vectors, `[tokens, kv_lora_rank]`, and rotated keys to their slots."""
-        if kv_cache.is_cuda:  # by vLLM's kernel
+        if kv_cache.is_cuda:  # vLLM's kernel writes
             super().do_kv_cache_update(
                 kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale
             )
@@ -272,7 +276,7 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The attention of the step's tokens to a part of the earlier ones."""
+        """The attention of the step's tokens to a part of the earlier tokens."""
         o, lse = self.attention(
             q,
             k,
@@ -319,6 +323,6 @@ class CuteAttnMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
 
 
 def prefill_like(other: MLAPrefillBackend) -> CuteAttnMLAPrefill:
-    """Our prefill in place of another one."""
+    """Make a CuteAttnMLAPrefill with the constructor's arguments of another prefill backend."""
     names = inspect.signature(MLAPrefillBackend).parameters
     return CuteAttnMLAPrefill(**{name: getattr(other, name) for name in names})

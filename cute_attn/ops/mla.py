@@ -60,7 +60,7 @@ from .operator import (
     is_dynamo_compiling,
 )
 
-# The limits of the kernel, for callers that choose their kernels beforehand, and the operator.
+# The operator, and the kernel's limits for callers that choose kernels before a call.
 __all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
 
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters

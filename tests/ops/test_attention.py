@@ -229,6 +229,7 @@ def test_a_window_as_wide_as_the_sequence_is_none(case: Case, more: int):
     assert same(args, causal, run(wide, window_size=(window[0], 0)))
 
 
+@pytest.mark.slow  # test_batch_invariance has quick ones
 @examples(2, 40)
 @given(case=dense_cases(PLAIN, WINDOW, CAPPED), random=st.randoms(use_true_random=False))
 def test_permuting_the_batch_permutes_the_result(case: Case, random: Any):

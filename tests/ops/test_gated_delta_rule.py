@@ -369,7 +369,7 @@ def test_linear_in_v(device: str):
 # -- a server's pool
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     ("dtype", "segments"),
     [

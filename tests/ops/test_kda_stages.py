@@ -294,7 +294,7 @@ def test_recomputing_gives_what_intra_gave(device: str, data: st.DataObject):
         assert_no_worse(*(valid(args, x) for x in (one, other, reference)), name)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_stages_in_turn_are_the_modular_path(device: str, data: st.DataObject):

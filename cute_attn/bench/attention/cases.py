@@ -95,7 +95,7 @@ class Case:
         seqlen_q, seqlen_k: of each sequence.
         group: query heads of a K/V head.
         page_size: of K and V in pages; 0: K and V are in one piece.
-        part: of the benchmark: "forward", "backward", "decode", "batches" or "pages".
+        part: the benchmark's part: "forward", "backward", "decode", "batches" or "pages".
         lengths: keys of each sequence, at most seqlen_k; empty: all have seqlen_k.
         kind: what a decode case is about.
         kv_dtype: dtype of fp8 k and v; empty: k and v have `dtype`.
@@ -427,7 +427,7 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
 
 def _decode_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The verdicts on a row of the decode table. Some compare the row with another row."""
-    # FlashAttention-3 takes no pages, so that pages of 1 are no case of it.
+    # FlashAttention-3 takes no pages, so rows with pages of 1 are not compared with it.
     peers = {"fp8": (), "page 1": (FA4,)}.get(str(row["kind"]), PEERS_OF["decode"])
     found = [_at_least("decode", row, f"speedup_vs_{who}", 1.0) for who in peers]
     keys = str(row["keys"])

@@ -1,8 +1,8 @@
 """Attention over several GPUs beside one GPU with a part of the work.
 
-One process for each GPU of the machine, with NCCL. The base is one GPU's time for the call with
-1 / W of the heads, which is 1 / W of the work, in the same processes; every GPU runs it at once.
-The share is the base's time divided by the time over ranks.
+The benchmark runs one process for each of the W GPUs of the machine, with NCCL. The base is one
+GPU's time for the call with 1 / W of the heads, and so 1 / W of the work. All GPUs run the base at
+once, in the same processes. The share is the base's time divided by the time over ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ DECODE_SHARE = 0.85  # two GPUs decode 1.7 times as fast as one
 
 
 def lockstep(call: Callable[[], Any], seconds: float = 0.25) -> float:
-    """Milliseconds of a call that all ranks make, the slowest rank's; a median of three runs."""
+    """Milliseconds of a call that all ranks make: the slowest rank's time, the median of three."""
     import torch
     import torch.distributed as dist
 

@@ -2,10 +2,10 @@
 also against cuDNN, where its frontend is installed.
 
 The kernels apply gate, normalisation and sigmoid. Each case's forward is checked against the
-float64 reference, then timed: the do_bench median is the cost of a call, the replay of a CUDA graph
-is the device's part of this cost. For each number of heads, gradients of few tokens are compared
-with the reference; then the backward is timed, without states at the ends. The goals are for an
-H200. A decode step is `gdn-decode`'s.
+float64 reference, and then timed. The do_bench median is the cost of a call. The replay of a CUDA
+graph is the device's part of this cost. For each number of heads, gradients of few tokens are
+compared with the reference. Then the backward is timed, without states at the ends. The goals are
+for an H200. The benchmark `gdn-decode` times a decode step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GOALS: dict[str, dict[tuple[int, int, int, int], float]] = {
     },
     "backward": {(16, 32, 1, 8192): 450, (16, 32, 1, 32768): 1600},
 }  # fmt: skip
-# What the goal is compared with: the device's time, or of a backward the cost of a call.
+# The mode of the time that a goal judges: the device's time, or for a backward the cost of a call.
 JUDGED: dict[str, Mode] = {"forward": "graph", "backward": "do_bench"}
 GATES = ("softplus", "softplus-strong")
 
@@ -53,17 +53,18 @@ class GatedCase(Case):
 
     @property
     def one_kernel_bytes(self) -> int:
-        """Inputs, outputs and states only."""
+        """The bytes of inputs, outputs and states."""
         return 2 * self.qk_bytes + 2 * self.v_wide + 2 * self.beta + 2 * self.state
 
     @property
     def fused_bytes(self) -> int:
-        """What both kernels of the forward move."""
+        """The bytes that both kernels of the forward move."""
         return self.one_kernel_bytes + 2 * self.qk_bytes + 2 * BETWEEN * self.chunk_heads
 
     @property
     def backward_bytes(self) -> int:
-        """What the backward's kernels move: see docs/kernels/gated_delta_rule_backward.md."""
+        """The bytes that the backward's kernels move; see
+        docs/kernels/gated_delta_rule_backward.md."""
         adjoint = 2 * self.qk_bytes + BETWEEN * self.chunk_heads + 2 * self.v_wide
         gradients = 4 * self.qk_bytes + 3 * self.v_wide + self.chunk_states
         return adjoint + gradients + 2 * self.chunk_states + BETWEEN * self.chunk_heads

@@ -130,9 +130,8 @@ class ForwardRow(Row):
         page_keys: the most keys that TMA loads from a page at once.
         page_step: pages have a multiple of `page_step` rows.
         held: columns of Q that a thread holds in registers.
-        turns: the warpgroups of `tile` take turns to start products.
-        v_stages: the number of V tiles in shared memory at once, where it differs from the number
-            of K tiles.
+        turns: whether the warpgroups of `tile` take turns to start products.
+        v_stages: the number of V tiles in shared memory at once; 0: as many as K tiles.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -154,12 +153,12 @@ class ForwardRow(Row):
 
     @property
     def columns(self) -> int:
-        """Columns of q and k that a CTA of SM90 has: whole boxes of TMA."""
+        """The columns of q and k that an SM90 CTA loads, in whole TMA boxes."""
         return -(-self.head_dim // (self.cluster * BOX)) * BOX
 
     @property
     def columns_v(self) -> int:
-        """Columns of v and o that a CTA of SM90 has."""
+        """The columns of v and o that an SM90 CTA has."""
         return self.head_dim_v // self.cluster
 
     def tile_for(self, few: bool, pieces: bool = False, fp8: bool = False) -> Tile:
@@ -181,8 +180,7 @@ class BackwardRow(Row):
             of the cap; None: `tile.m`; 0: the kernel takes no softcap.
         registers: registers of a thread in the load warp's warpgroup and in a consumer warpgroup,
             where the numbers depend on head_dim.
-        v_stages: the number of V tiles in shared memory at once, where it differs from the number
-            of K tiles.
+        v_stages: the number of V tiles in shared memory at once; 0: as many as K tiles.
         costs: the costs of splitting the query heads of a group.
     """
 
@@ -235,12 +233,12 @@ FORWARD = _by_key(
         page_keys=64, held=64,
         fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0, k_warps_few=4),
     ),
-    # A pair of CTAs has a tile, and each CTA a half of the columns.
     ForwardRow(
         "forward", SM90, 320, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
         page_keys=64, held=64,
     ),
+    # A cluster of two CTAs has a tile, and each CTA has a half of the columns.
     ForwardRow(
         "forward", SM90, 512, 512, kernel="sm90_forward", cluster=2, scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 2), pieces=Tile(128, 64, 2), most_packed_heads=32,
@@ -295,7 +293,7 @@ BACKWARD = _by_key(
         "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
         tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
     ),
-    # "single": shared memory has no room for the next tile's operands.
+    # "single" at head_dim 256: shared memory has no room for the next tile's operands.
     *(
         BackwardRow(
             "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler=scheduler,

@@ -43,7 +43,7 @@ SHORT_SEQLEN_Q = TILE_M // 2
 # Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
 PIECE_ROWS = max(row.pieces.m for row in configs.FORWARD.values() if row.pieces)
-MOST_PIECE_ROWS = 2 * PIECE_ROWS  # query rows of a K/V head whose keys are cut into pieces
+MOST_PIECE_ROWS = 2 * PIECE_ROWS  # the most query rows of a K/V head in calls with pieces
 MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 
 # How `sum_partials` adds up the few partial sums of dk and dv, and the many, of few elements, of

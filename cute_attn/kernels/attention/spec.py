@@ -144,8 +144,8 @@ class Sm90ForwardSpec(ForwardSpec):
         loaded: fp8 tiles of K in shared memory at once, and as many of V; 0 without fp8.
         k_warps: warps that convert K, an even number; half as many convert V; 0 without fp8.
         batch_invariant: a row's bits depend neither on other rows nor on `lse`.
-        tree_mask: an argument has, for each query, the keys that the query sees among the last
-            keys of its sequence; only with window_right.
+        tree_mask: whether a tensor says which of its sequence's last keys each query sees; only
+            with window_right.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.

@@ -14,17 +14,18 @@ from .ptx.memory import increment_global, load_shared
 from .scheduler import NO_TILE, StaticPersistentScheduler
 from .smem import Buffer
 
-MAILBOX_BYTES = 16  # as many as `store_async` stores
+MAILBOX_BYTES = 16  # the bytes that one `store_async` stores
 
 
 @dataclass(frozen=True)
 class PairNumbers(Carried):
-    """Numbers that CTA 0 of a cluster of two takes from a counter in global memory, and hands over
-    to CTA 1 through shared memory. One warp of each CTA, in the role `scheduler`, calls `take`.
+    """The numbers of tiles that a cluster of two CTAs takes. CTA 0 increments a counter in global
+    memory, and stores each number to CTA 1's shared memory. One warp of each CTA, in the role
+    `scheduler`, calls `take`.
 
     Attributes:
-        mailbox: the shared address of the buffer.
-        counter: the address of the counter.
+        mailbox: the shared address of the buffer that receives a number.
+        counter: the global address of the counter.
     """
 
     barriers: Barriers
@@ -44,7 +45,8 @@ class PairNumbers(Carried):
 
     @cute.jit
     def take(self, last: Int32, n: Int32) -> Int32:
-        """Take number n of the cluster, in all lanes; the counter goes to 0 after `last`."""
+        """Take the cluster's n-th number, and return it in all lanes. The counter wraps to 0 after
+        `last`."""
         number = Int32(0)
         if cta_rank() == 0:
             if cute.arch.lane_idx() == 0:
@@ -65,7 +67,7 @@ class PairNumbers(Carried):
 
 
 class PairCounterScheduler(StaticPersistentScheduler):
-    """A CounterScheduler for clusters of two CTAs, whose load warps share each number."""
+    """A CounterScheduler for clusters of two CTAs. The load warps of both CTAs get each number."""
 
     def __init__(self, num_tiles: Int32, numbers: PairNumbers):
         self.num_tiles = num_tiles

@@ -29,7 +29,7 @@ class BoxedRows:
 
     Attributes:
         rows: rows of a box.
-        columns: columns of a row, or of the part of a row that `box` starts at a given column.
+        columns: columns of a box: of a whole row, or of a part that starts at a given column.
         packed: query heads that share a box, interleaved token by token; `box` counts them as one
             head.
         ragged: rows of another sequence, or unused rows, may follow a sequence's rows. Boxes then
@@ -89,7 +89,7 @@ class BoxedRows:
         """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
         `start` and has `seqlen` tokens. Past the sequence's end, a `stored` box has no row; a
         loaded box starts with the sequence's last row. The box starts at `column`, by default at
-        the first."""
+        column 0."""
         place = self.place(index, start, seqlen, stored=stored)
         return self.at(x, place, head, sequence, column)
 
@@ -177,8 +177,8 @@ def load_boxes(
     multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
-    `multicast` each CTA of a pair loads half of the boxes into both CTAs. Of an odd number of boxes
-    the first CTA loads one more."""
+    `multicast` each CTA of a pair loads half of the boxes into both CTAs. If the number of boxes
+    is odd, CTA 0 loads one more box than CTA 1."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)

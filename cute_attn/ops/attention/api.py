@@ -42,8 +42,8 @@ def flash_attn_func(
 
     Forward and backward have kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256
     on Blackwell (sm_100a, sm_103a). On Hopper, v may also have head_dim_v 128 where q and k have
-    head_dim 192. A forward alone has Hopper at head_dim 512, at 320 with head_dim_v 256, and at 576
-    with head_dim_v 512.
+    head_dim 192. Hopper also has a forward, without a backward, for head_dim 512, for 320 with
+    head_dim_v 256, and for 576 with head_dim_v 512.
 
     FlashAttention-4's function of this name has the same arguments and defaults, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth argument differs
@@ -97,11 +97,11 @@ def flash_attn_func(
             0, calls with at most 64 query rows for each K/V head split the keys at multiples of
             1024. Other values of num_splits are refused. Gradients are `deterministic`. The
             gradient of learnable_sink is a sum over the batch.
-        cp: a plan of `cute_attn.distributed.context_parallel`: q, k and v have the tokens of one
-            rank, as the plan gives them, and queries see the keys of all ranks. Every rank calls
-            the function. Such a call has no out, num_splits, k_descale and v_descale. The gradient
-            of learnable_sink is the sum over the rank's part of the work, for the sum over all
-            ranks that gradients of parameters get.
+        cp: a plan of `cute_attn.distributed.context_parallel`, for context parallelism. q, k and v
+            have this rank's tokens of the plan, and queries see the keys of all ranks. Every rank
+            calls the function. Such a call takes no out, k_descale and v_descale, and num_splits
+            must be 0 or 1. Each rank's gradient of learnable_sink covers a part of the work. The
+            sum over all ranks is the gradient, as for other parameters in data parallelism.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor
@@ -119,9 +119,11 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: wrong shapes, strides, alignment, devices or values.
+        ValueError: wrong shapes, strides, alignment, devices or values; with cp, also arguments
+            that differ between ranks.
         NotImplementedError: head dimensions or an architecture without a kernel (the message
-            lists the supported ones), or `out` where a gradient is needed.
+            lists the supported ones), `out` where a gradient is needed, or an argument that cp
+            does not take.
     """
     if cp is not None:
         return _over_ranks(
@@ -212,13 +214,14 @@ def flash_attn_varlen_func(
         v_descale: as for `flash_attn_func`.
         batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
-        cp: as for `flash_attn_func`. The plan has the lengths, so the call has no cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k and page_table.
-        tree_mask: int64 `[total_q]`, or `[batch, seqlen_q]` without cu_seqlens_q: which of its
-            sequence's last seqlen_q keys a query sees, for the verification of a tree of drafted
-            tokens. Bit j is the key at the position of query j. A query sees all earlier keys, and
-            no key after its own. Needs `causal` and at most 64 queries in each sequence; packed
-            sequences need max_seqlen_q. On Hopper only. A call with tree_mask has no gradient.
+        cp: as for `flash_attn_func`. The plan has the lengths, so the call takes no cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, page_table and tree_mask.
+        tree_mask: for the verification of a tree of draft tokens, which of its sequence's last
+            seqlen_q keys a query sees. int64 `[total_q]`, or `[batch, seqlen_q]` without
+            cu_seqlens_q; contiguous. Bit j is the key at the position of query j. A query sees all
+            keys before the last seqlen_q keys, and no key after its own position. The mask needs
+            `causal`, Hopper, and at most 64 queries in each sequence. Packed sequences need
+            max_seqlen_q. A call with tree_mask has no gradient.
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
@@ -265,7 +268,7 @@ def _over_ranks(
     deterministic: bool, scheduler: str | None, return_lse: bool, batch_invariant: bool,
     num_splits: int, **unsupported: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A call with cp, which the plan's module runs."""
+    """Run a call that has cp; the plan runs the call."""
     if not hasattr(cp, "attend"):
         raise TypeError(
             f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"

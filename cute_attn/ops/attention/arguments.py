@@ -99,12 +99,13 @@ def _check_tree(a: Any, tree_mask: Tensor) -> None:
         name, most = most_queries(a)
         raise ValueError(
             f"tree_mask is given, and {name} is {most}, must be an int of at most "
-            f"{MOST_TREE_QUERIES}: the number of bits for the last keys"
+            f"{MOST_TREE_QUERIES}: the mask has {MOST_TREE_QUERIES} bits for a query"
         )
 
 
 def most_queries(a: Any) -> tuple[str, int | None]:
-    """The most queries of a sequence, as the host knows them, and the name of their argument."""
+    """The name of the argument that gives the most queries of a sequence, and its value. The value
+    is None if the host does not know it."""
     if a.cu_seqlens_q is None:
         return "seqlen_q", a.q.shape[1]
     return "max_seqlen_q", a.max_seqlen_q

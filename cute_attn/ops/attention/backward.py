@@ -6,7 +6,7 @@ Up to six kernels:
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts. With
-                  `float32_dkdv`, dk and dv are float32, and one split's part is the result
+                  `float32_dkdv`, dk and dv are float32; a single split needs no sum
     zero_unused   rows of no sequence, which the others do not write
 
 None of these kernels adds in an order that depends on timing, so every run gives the same bits. A

@@ -338,11 +338,11 @@ _Layouts = tuple[_Layout, _Layout]
 
 
 class PartsLayout(NamedTuple):
-    """Memory of a launch with pieces.
+    """The memory that CTAs of a launch with pieces share.
 
     Attributes:
-        counters: how many counters the CTAs share.
-        layout: the contiguous layout of the results of pieces: rows of o and the log-sum-exp.
+        counters: the number of counters.
+        layout: the contiguous layout of the pieces' results: rows of o and the log-sum-exp.
     """
 
     counters: int
@@ -350,8 +350,7 @@ class PartsLayout(NamedTuple):
 
     @classmethod
     def of(cls, clusters: int, ctas: int, tile_m: int, head_dim_v: int) -> PartsLayout:
-        """The memory for so many clusters of `ctas` CTAs, each of which counts arrivals of its
-        own."""
+        """The memory for `clusters` clusters of `ctas` CTAs. Each CTA counts its own arrivals."""
         pieces = 2 * clusters
         layout = _contiguous_layout((pieces, tile_m, head_dim_v + PART_COLUMNS))
         return cls(2 + ctas * pieces, layout)
@@ -420,9 +419,12 @@ def batch_of(a: Any) -> int:
 
 
 def takes_pieces(a: Any) -> bool:
-    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces. A single
-    sequence is cut into splits. So are sequences with more rows than a tile of PIECE_ROWS, unless
-    any tile takes the rows twice."""
+    """Whether a call with num_splits of 0 cuts the keys of long sequences into pieces.
+
+    Other calls may cut keys into splits, and so does a single sequence. With more than PIECE_ROWS
+    query rows of a K/V head, a tile of pieces does not hold all rows. Such calls take pieces only
+    if the usual tile does not hold the rows either, and sequences are short.
+    """
     of_call = a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q
     if (
         a.num_splits
@@ -481,8 +483,8 @@ def splits_of(a: Any) -> int:
 
 
 def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int, int]:
-    """The architecture, how many clusters of its forward run at once, and the rows of a tile for
-    any number of rows if the forward has pieces, otherwise 0."""
+    """(the architecture, how many clusters of its forward run at once, tile_m). tile_m is the rows
+    of the tile for any number of rows; 0 if the forward has no pieces."""
     arch = launch.arch_for(device)
     row = configs.forward(arch, head_dim, head_dim_v)
     return arch, launch.num_clusters(device, row.cluster), row.tile.m if row.pieces else 0

@@ -1,4 +1,4 @@
-"""Softmax attention with float32 results, to combine with results over other keys."""
+"""Softmax attention with float32 results, which callers combine with results over other keys."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ on_reload(_combinations.clear)
 
 
 def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
-    """Write the results of a call over parts of its keys, without its sink. A row without keys has
-    lse -inf. Rows of no sequence, or that are not used, keep lse.
+    """Write float32 results of a call, for each of several parts of its keys.
+
+    A row that sees no key of a part has lse -inf there. Unused rows, and rows of no sequence, keep
+    their lse. If the call has no keys at all, o stays unwritten and all of lse is -inf.
 
     Args:
-        a: the call; its num_splits does not count. k and v are not fp8.
-        o: float32 `[parts, ...]`, each part of q's shape but for head_dim_v; contiguous.
+        a: the call. The function ignores `learnable_sink` and `num_splits`. k and v are not fp8.
+        o: float32 `[parts, ...]`, contiguous; each part has q's shape but for head_dim_v.
         lse: float32, of o's shape without the last dimension, with any strides.
     """
     a = a._replace(learnable_sink=None, num_splits=2, return_lse=True)
@@ -92,14 +94,14 @@ def _prepare(a: Arguments) -> tuple[Callable[..., None], int, bool]:
 def combine_partial(
     o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None, sink: Tensor | None
 ) -> None:
-    """Combine results over parts of the keys into given tensors.
+    """Combine results over parts of the keys, and write the whole results to `out` and `out_lse`.
 
     Args:
         o: float32 `[parts, batch, seqlen, heads, head_dim_v]`.
-        lse: `[parts, batch, seqlen, heads]`.
+        lse: float32 `[parts, batch, seqlen, heads]`.
         out: `[batch, seqlen, heads, head_dim_v]`, of any dtype that `flash_attn_combine` takes.
-        out_lse: float32 `[batch, heads, seqlen]`.
-        sink: `[heads]`, counted once.
+        out_lse: float32 `[batch, heads, seqlen]`, or None.
+        sink: `[heads]`, or None. The sink counts once, not once for each part.
     """
     if out.numel():
         sink_dtype = "none" if sink is None else DTYPE_NAMES[sink.dtype]

@@ -40,14 +40,13 @@ def page_step(device: torch.device) -> int:
 
 
 def head_dims_by_major() -> dict[int, tuple[tuple[int, int], ...]]:
-    """By the compute capability's major number, the pairs (head_dim, head_dim_v) of which there is
-    a forward."""
+    """Major compute capability -> the pairs (head_dim, head_dim_v) that have a forward kernel."""
     return {major: table.shapes("forward", archs) for major, archs in ((9, SM90), (10, SM100))}
 
 
 def equal_head_dims(*, fp8: bool = False) -> dict[int, tuple[int, ...]]:
-    """By the compute capability's major number, the head_dims that have a forward with v of equal
-    head_dim, or with `fp8` a forward over fp8 k and v."""
+    """Major compute capability -> the head_dims that have a forward with v of equal head_dim. With
+    `fp8`, the head_dims that have such a forward over fp8 k and v."""
     of_fp8 = {dim for _, arch, dim, dim_v in configs.FORWARD if has_fp8(arch, dim, dim_v)}
     return {
         major: tuple(dim for dim, dim_v in pairs if dim == dim_v and (not fp8 or dim in of_fp8))

@@ -130,7 +130,7 @@ class Pass(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Where segments may start from a state of zero; see `kernels/delta/chunk/starts.py`.
+    """The arguments of segments that may start from zero; see `kernels/delta/chunk/starts.py`.
 
     Attributes:
         bounds: float32 [slots, HV, 2].
@@ -178,7 +178,7 @@ def run_in_segments(
 
 
 def start_length(v: Tensor, cu_seqlens: Tensor | None, per_head: bool) -> int:
-    """Chunks of a segment that may start from zero."""
+    """Chunks of a segment that may start from zero; see `chunks_per_start`."""
     batch, tokens, heads, dim_v = v.shape
     return chunks_per_start(
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,

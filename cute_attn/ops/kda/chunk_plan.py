@@ -410,7 +410,7 @@ class ChunkCall:
         return self.with_segments(table.ADJOINT_PASS, spec)
 
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
-        # With states for a backward, no segment may start earlier: two CTAs would store a state.
+        # A call that stores states for a backward has no warm-ups: two CTAs would store one state.
         short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,

@@ -135,8 +135,7 @@ class FakeArguments:
         return fake_strided(Float32, (cute.sym_int(), self.kv_heads))
 
     def tree_mask(self, given: bool) -> Any:
-        """The keys that each query sees among the last ones, `[batch, seqlen_q]` or `[tokens]`, or
-        None."""
+        """Placeholder of tree_mask, int64 `[batch, seqlen_q]` or `[tokens]`; None if not given."""
         if not given:
             return None
         return fake_contiguous(Int64, self._shape(self.spec.varlen_q, self.seqlen_q))

@@ -67,7 +67,7 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
 
 
 def mask_rows_by_bits(s: cute.Tensor, first: Int32, bits: list[Any]) -> None:
-    """Mask rows as `mask_row_by_bits`; each lane row has its bits."""
+    """Mask each lane row by its own bits; see `mask_row_by_bits`."""
     count = cute.size(s) // LANE_ROWS
     columns = [8 * (j // 2) + j % 2 for j in range(count)]
     shift = cute.arch.lane_idx() % LANES * 2

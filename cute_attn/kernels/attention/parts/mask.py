@@ -33,8 +33,8 @@ def mask_row(
 def mask_row_by_bits(
     values: cute.Tensor, columns: cutlass.Constexpr[Sequence[int]], first: Int32, bits: Int64
 ) -> None:
-    """Set the values of a row to -inf whose bit is not set. Column `first` has bit 0; columns
-    before `first` keep their values. Column `first + 64` and later columns do not count."""
+    """Set a row's values to -inf in columns whose bit is not set. Bit j is column `first + j`.
+    Columns before `first` keep their values. Another mask must hide columns after `first + 63`."""
     for j in cutlass.range_constexpr(len(columns)):
         column = columns[j] - first
         seen = Int32((bits >> Int64(column & 63)) & Int64(1)) != 0

@@ -28,7 +28,7 @@ class Visibility(Carried):
         rows_per_token: heads packed into the rows of a tile; a power of two.
         left, right: how far left and right of the diagonal a query sees; None is no bound. Causal
             is right = 0. With a negative number a query does not see the diagonal.
-        tree: queries may not see some of the last seqlen_q keys; these keys need a mask.
+        tree: whether a tree_mask may hide some of the last seqlen_q keys. Their tiles need a mask.
     """
 
     tile_m: int

@@ -16,8 +16,8 @@ between, dQ is in global memory in float32, in the order of the registers (`quer
     8        load         finds the tile; loads K and dS of each tile of keys
 
 At head_dim 256 a cluster handles one tile of queries, so the hardware hands out tiles as SMs become
-free. At head_dim 192 clusters are persistent, with a counter. The load warp's warpgroup gives
-registers to the other warpgroups; its three other warps idle.
+free. At head_dim 192 clusters are persistent, and take tiles from a counter. The load warp's
+warpgroup gives registers to the other warpgroups; its three other warps idle.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Arguments(NamedTuple):
         first_head, num_heads: the call's query heads.
         first_tile: the part's first tile of keys.
         num_clusters: how many clusters are resident at once.
-        counter: the next tile of persistent clusters, `[1]`.
+        counter: the next tile of persistent clusters, `[1]`; None without persistent clusters.
     """
 
     k: cute.Tensor
@@ -170,8 +170,8 @@ class Sm90DsDq:
         if spec.tile_n != ds_tiles.TILE:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {ds_tiles.TILE}")
         self.spec = spec
-        # A persistent cluster handles tile after tile of queries. K and dS of the next tile are
-        # loaded beside the end of a tile.
+        # A persistent cluster handles several tiles of queries. So the load warp can load the next
+        # tile's K and dS while consumers finish a tile.
         self.persistent = spec.scheduler == "counter"
         self.scheduler = PairCounterScheduler if self.persistent else SingleTileScheduler
         self.dtype = DTYPE[spec.dtype]
@@ -321,7 +321,7 @@ class Sm90DsDq:
         published: Int32 | int = 0, loaded: Int32 | None = None,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Publish the cluster's tile. For each tile of keys, load a part of K for both CTAs, and
-        the CTA's dS. Return the numbers of tiles of queries and of keys so far."""
+        the CTA's dS. Return how many tiles of queries and of keys this warp has loaded so far."""
         spec, barriers = self.spec, queue.barriers
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
@@ -389,8 +389,15 @@ class Sm90DsDq:
         n: Int32 | None,
         again: cutlass.Constexpr[Any] = None,
     ) -> Int32 | None:
-        """Compute and store the warpgroup's dQ of a tile of queries. n tiles of keys came before,
-        None for 0. Return their number after this tile. `again` reads the work again."""
+        """Compute and store the warpgroup's dQ of a tile of queries.
+
+        Args:
+            n: tiles of keys before this tile of queries; None if the cluster has no earlier tile.
+            again: reads `work` again, to save registers; None keeps `work` in registers.
+
+        Returns:
+            The number of tiles of keys so far; None if n is None.
+        """
         own.acc.fill(0.0)
         first, end = self.key_tiles_of_cluster(x, work)
         low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))

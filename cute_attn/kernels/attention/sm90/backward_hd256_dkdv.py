@@ -6,7 +6,8 @@ over the query heads of the head's group or split. For each query head the CTAs 
 of queries that see some of the 128 keys. Each CTA loads a part of Q and dO for both CTAs.
 
 At head_dim 256, dK and dV of 64 keys take 256 registers of each thread of a warpgroup. So one
-warpgroup has dV, and the other warpgroup has dK of the same keys:
+warpgroup has dV, and the other warpgroup has dK of the same keys. At head_dim 192 the warpgroups
+share the work in the same way:
 
     value warpgroup                        key warpgroup
     S^T = K Q^T       64 x tile_m          dP^T = V dO^T       64 x tile_m
@@ -18,8 +19,9 @@ P' is P; with a softcap, P' is P times the slope of the cap. P and P' are in uni
 warpgroup may store dS to global memory, see `ds_tiles`, for the kernel of dQ. Both warpgroups run
 the same steps with exchanged operands: T = X Y^T, then T' from T in registers; then T' Z is added
 to an accumulator. T of the next tile starts before T' Z of this tile, so that T' is computed beside
-a product. This order takes a further stage of Q. Columns of K and V stay in registers: all columns
-at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these columns.
+a product. This order takes a further stage of Q. At head_dim 192, K and V stay in registers. At
+head_dim 256, only the first columns of K and V do. The last stage of Q takes the memory of these
+columns.
 
     warps    role         work on a tile of keys
     0-3      value        computes as above; at the end stores dV through a stage of Q, by TMA
@@ -27,10 +29,10 @@ at head_dim 192. At head_dim 256, the last stage of Q takes the memory of these 
     8        load         finds the tile; loads K and V, then Q with lse, and dO with delta
 
 At head_dim 256 a cluster handles one tile of keys, so the hardware hands out tiles as SMs become
-free. At head_dim 192 clusters are persistent. dK and dV then leave through the places of K and V,
-and CTA 0 takes the next tile from a counter for both CTAs. Partial sums of splits are stored from
-registers. The load warp's warpgroup gives registers to the other warpgroups; its three other warps
-idle.
+free. At head_dim 192 clusters are persistent. CTA 0 takes the next tile from a counter for both
+CTAs. dK and dV are staged in the shared memory of K and V. Partial sums of splits are stored from
+registers. The load warp's warpgroup gives registers to the other warpgroups; its three other
+warps idle.
 """
 
 from __future__ import annotations
@@ -90,14 +92,14 @@ OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # the edges of Y an
 
 @dataclass(frozen=True)
 class Stages:
-    """How shared memory is shared out.
+    """The number of stages, and the columns in registers.
 
     Attributes:
-        q, do: stages of Q, and of dO. S^T of a tile may start before dS^T Q of the tile before, so
-            Q has more stages than dO.
-        held_k, held_v: columns of K and V in registers.
+        q, do: stages of Q, and of dO. S^T of a tile may start before dS^T Q of the previous tile,
+            so Q has more stages than dO.
+        held_k, held_v: columns of K, and of V, in registers.
         overlaid: the last stage of Q overwrites the columns of K and V that have moved to
-            registers. Without this, the stages do not fit.
+            registers. Otherwise shared memory would be too small.
     """
 
     q: int
@@ -114,8 +116,8 @@ STAGES = {
 
 
 def edges(stages: Stages, persistent: bool) -> tuple[Edge, ...]:
-    """The edges in the order in which a tile meets them. A use is a tile of queries; k and v have
-    one use."""
+    """The edges in the order in which a tile meets them. A use of Q, dO or P' is a tile of queries.
+    A use of K or V is a tile of keys."""
     q, do = stages.q, stages.do
     held = Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q")
     kept = Edge("x_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="the places of K and V")
@@ -147,7 +149,7 @@ class Arguments(NamedTuple):
         first_split_head: the first split head of the call.
         first_block, num_blocks: the call's blocks of tile_n keys of each sequence.
         num_clusters: how many clusters are resident at once.
-        counter: the next tile of persistent clusters, `[1]`.
+        counter: the next tile of persistent clusters, `[1]`; None without persistent clusters.
     """
 
     q: cute.Tensor
@@ -245,7 +247,9 @@ class Consumer(Carried):
     taken: Int32 | int = 0
 
 
-KV_AFTER = 2  # tiles of queries that a persistent load warp loads before K and V
+# Tiles of queries that a persistent load warp loads before K and V. The previous tile of keys still
+# uses the memory of K and V.
+KV_AFTER = 2
 
 
 class Sm90Hd256DkDv:
@@ -261,14 +265,14 @@ class Sm90Hd256DkDv:
         self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.stages = stages = STAGES[spec.head_dim, spec.head_dim_v]
-        # A persistent cluster handles tile after tile of keys. Q and dO of the next tile are loaded
-        # beside the end of a tile, and dK and dV leave through K's and V's places.
+        # A persistent cluster handles several tiles of keys. The load warp loads the next tile's Q
+        # and dO while consumers finish a tile. So dK and dV are staged in the memory of K and V.
         self.persistent = spec.scheduler == "counter"
         if self.persistent and stages.overlaid:
             raise ValueError("scheduler is 'counter', must be 'single' where Q overlays K and V")
         self.scheduler = PairCounterScheduler if self.persistent else SingleTileScheduler
-        # By the edges' names: bytes of a stage. By the roles' names: columns of Y, and of the
-        # accumulator, and columns of X in registers.
+        # `bytes` of a stage are by the edge's name. By the role's name: `columns` of X and Y,
+        # `out_columns` of the accumulator, and the columns of X that are `held` in registers.
         self.bytes = {"q": 2 * spec.tile_m * spec.head_dim, "do": 2 * spec.tile_m * spec.head_dim_v}
         self.columns = {VALUE.name: spec.head_dim, KEY.name: spec.head_dim_v}
         self.out_columns = {VALUE.name: spec.head_dim_v, KEY.name: spec.head_dim}
@@ -446,9 +450,9 @@ class Sm90Hd256DkDv:
         tiles: TileMap, visible: Visibility, where: list[Int32], published: Int32 | int = 0,
         loaded: Int32 | int = 0,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Publish the cluster's tile and load the CTA's K and V, then its part of the queries that
-        see some of the cluster's keys, head by head. Return the numbers of tiles of keys and of
-        queries so far."""
+        """Publish the cluster's tile. Load the CTA's K and V. Then load, head by head, the CTA's
+        part of the queries that see some of the cluster's keys. Return how many tiles of keys and
+        of queries this warp has loaded so far."""
         spec, barriers, stages = self.spec, queue.barriers, self.stages
         block, split_head, sequence = where
         work = tiles.work(block, x.first_split_head + split_head, sequence)
@@ -484,7 +488,7 @@ class Sm90Hd256DkDv:
         self, x: Operands, keys: tuple[Any, ...], storage: Pointers, barriers: Barriers,
         published: Int32,
     ) -> None:  # fmt: skip
-        """Load the CTA's K and V of tile `published` of keys."""
+        """Load K and V of the CTA's tile number `published` of keys."""
         if cutlass.const_expr(self.persistent):
             barriers.wait_previous("x_empty", published)
         of_k, of_v = self.k_rows.box(x.k, *keys), self.v_rows.box(x.v, *keys)
@@ -495,7 +499,7 @@ class Sm90Hd256DkDv:
         self, role: Role, tma: cute.CopyAtom, rows: cute.Tensor, storage: Pointers,
         barriers: Barriers, n: Int32 | int,
     ) -> None:  # fmt: skip
-        """Load X of a warpgroup, the CTA's K or V."""
+        """Load X of a warpgroup: K or V of the CTA's keys."""
         edge, x, first = self.x_places(role, storage)
         columns, held = self.columns[role.name], self.held[role.name]
         with cute.arch.elect_one():
@@ -507,8 +511,9 @@ class Sm90Hd256DkDv:
             load_boxes(tma, cute.local_tile(rows, shape, (0, part)), smem, barriers, edge, Int32(n))
 
     def x_places(self, role: Role, storage: Pointers) -> tuple[str, cute.Pointer, cute.Pointer]:
-        """The edge of X, its place, and the place of its first columns until these columns are in
-        registers. If overlaid, the place of X has the other columns alone."""
+        """The edge of X, the buffer of X, and the buffer of X's first columns. With
+        `stages.overlaid`, the buffer of X has only the other columns; the first columns are in the
+        last stage of Q until they are in registers."""
         edge, x = ("k_full", storage.k) if role is VALUE else ("v_full", storage.v)
         if not self.stages.overlaid:
             return edge, x, x
@@ -548,8 +553,14 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
         n: Int32 | None,
     ) -> Int32 | None:
-        """Compute and store dV or dK of a tile of keys. n tiles of queries came before, None for
-        0. Return their number after this tile."""
+        """Compute and store dV or dK of a tile of keys.
+
+        Args:
+            n: tiles of queries before this tile of keys; None if the cluster has no earlier tile.
+
+        Returns:
+            The number of tiles of queries so far; None if n is None.
+        """
         own.acc.fill(0.0)
         own.barriers.wait(self.x_places(role, storage)[0], own.taken)
         fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, self.held[role.name]))
@@ -571,7 +582,7 @@ class Sm90Hd256DkDv:
         else:
             self.store_tile(x, own, storage, work, role)
         if cutlass.const_expr(self.persistent):
-            # TMA overwrites the places that this warp has read.
+            # TMA will overwrite the K and V that this warp has read.
             cute.arch.fence_view_async_shared()
             own.barriers.warp_arrives("x_empty", own.taken)
             n += cutlass.max(end - first, 0) * own.tiles.group
@@ -589,8 +600,8 @@ class Sm90Hd256DkDv:
         role: cutlass.Constexpr[Role],
         base: Int32 | None,
     ) -> None:
-        """Compute dV or dK from `count` tiles of queries. `base` tiles of queries came before, None
-        for 0."""
+        """Compute dV or dK from `count` tiles of queries. `base` is the number of earlier tiles of
+        queries, or None if the cluster has no earlier tile of keys."""
         # Whole tiles of queries need no mask, because every query sees every key of the CTA.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
@@ -768,8 +779,8 @@ class Sm90Hd256DkDv:
         work: Work,
         role: cutlass.Constexpr[Role],
     ) -> None:
-        """Store the CTA's rows of dV or dK through two stages of Q, by TMA; a persistent cluster
-        stores through the places of V and K."""
+        """Store the CTA's rows of dV or dK by TMA, from two stages of Q. A persistent cluster
+        stages the rows in the memory of V or K instead."""
         if cutlass.const_expr(role is VALUE):
             group, tma, out, boxed = 0, x.dv_tma, x.dv, self.v_rows
         else:
@@ -777,7 +788,7 @@ class Sm90Hd256DkDv:
         staged, stage, stages = storage.q, group, 2
         if cutlass.const_expr(self.persistent):
             staged, stage, stages = storage.v if role is VALUE else storage.k, 0, 1
-        # Both warpgroups are done with Q, and have K and V in registers.
+        # Both warpgroups are done with Q, and with the shared memory of K and V.
         meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
         at = shared_address(staged) + stage * self.bytes["q"]

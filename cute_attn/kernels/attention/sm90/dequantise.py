@@ -39,7 +39,7 @@ class Dequantiser(Carried):
             `{name}_empty`.
         fp8, dtype: the element types before and after the conversion.
         nbytes: bytes of a stage of fp8.
-        halves: stages of fp8 that a tile takes, 1 or 2.
+        halves: how many stages of fp8 hold one tile, 1 or 2.
         warps: how many warps share a tile.
         warp: the warp's number among these warps.
         source, to: shared addresses of the rings of both sorts of tiles.

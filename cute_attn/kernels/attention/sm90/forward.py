@@ -38,11 +38,11 @@ see `pieces`. Each piece's CTA stores float32 results, and counts its arrival. W
 segment's pieces have arrived, the CTA that arrived last adds them up, in the order of the keys. If
 there are many rows, CTAs add up a part of the rows each.
 
-At head_dim 512 and 576, a pair of CTAs, a cluster, has a tile of query rows. Each CTA is this
-kernel on its half of the columns of q, k, v and o. Only S crosses: each CTA computes the product of
-its columns, and adds the other CTA's part, see `score_sums`. So both CTAs have the same softmax.
-Where the halves are no whole boxes of TMA, both CTAs have a box of columns, which is zeros in CTA
-1's Q.
+At head_dim 512 and 576, a cluster of two CTAs, a pair, has a tile of query rows. Each CTA runs this
+kernel on a half of the columns of q, k, v and o. The CTAs exchange only parts of S: each CTA
+multiplies its columns, and adds the other CTA's part (`score_sums`). So both CTAs compute the same
+softmax. At head_dim 576, half of the columns is no whole number of TMA boxes. Both CTAs then load
+the middle box of columns, and CTA 1's Q has zeros in that box.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ class Arguments(NamedTuple):
         num_ctas: how many CTAs, or pairs, are resident at once.
         counter: the next tile of a CounterScheduler, `[1]`; with pieces, `[2 + 2 * num_ctas]`:
             the next number of `pieces`, the number of CTAs that are done, and for each segment's
-            first piece the arrivals of warpgroups, with pieces and then with sums. The CTAs of a
-            pair have 2 * num_ctas numbers of arrivals each. All are 0 before and after the launch.
+            first piece the arrivals of warpgroups, with pieces and then with sums. Each CTA of a
+            pair has its own arrivals, so pairs have `[2 + 4 * num_ctas]`. All are 0 before and
+            after the launch.
         parts: with pieces, their results: `[2 * num_ctas, tile_m, head_dim_v +
             configs.PART_COLUMNS]`.
         k_descale, v_descale: factors of fp8 k and v, float32 `[batch, heads_k]`.
-        tree_mask: for each query, the keys that the query sees among the last ones, int64
-            `[batch, seqlen_q]`, or `[tokens]` of packed sequences. Bit j is key seqlen_k - seqlen_q
-            + j.
+        tree_mask: int64 `[batch, seqlen_q]`, or `[tokens]` of packed sequences: which of the
+            sequence's last seqlen_q keys each query sees. Bit j is key seqlen_k - seqlen_q + j.
     """
 
     q: cute.Tensor
@@ -283,7 +283,7 @@ class Sm90Forward:
         self.p_dtype = DTYPE[self.p_dtype_name]
         # The rings of K and V that TMA fills: the ends of their names, and bytes of an element.
         self.loaded, self.loaded_bytes = ("_fp8", 1) if self.fp8 else ("", 2)
-        # A single fp8 tile is loaded in halves: one half comes while the other is converted.
+        # A single stage is loaded in halves: TMA loads one half while warps convert the other.
         self.halves = 2 if spec.loaded == 1 else 1
         self.pieces = spec.scheduler == "pieces"
         self.warpgroups = spec.tile_m // ROWS
@@ -300,7 +300,7 @@ class Sm90Forward:
         self.pair = row.cluster == CTAS
         self.scheduler = (PAIR_SCHEDULERS if self.pair else SCHEDULERS)[spec.scheduler]
         self.columns, self.columns_v = row.columns, row.columns_v
-        # The first columns of Q that CTA 1 has as zeros, because CTA 0 has these columns too.
+        # The number of first columns of CTA 1's Q that are zeros: CTA 0 has these columns too.
         self.zeros = row.cluster * self.columns - spec.head_dim
         self.v_stages = row.v_stages or spec.stages
         self.row_bytes, self.v_row_bytes = 2 * self.columns, 2 * self.columns_v
@@ -573,7 +573,7 @@ class Sm90Forward:
 
     @cute.jit
     def clear_queries(self, storage: Pointers) -> None:
-        """Set the first columns of Q to zeros, in CTA 1."""
+        """Set the first `zeros` columns of CTA 1's Q to 0."""
         rows = self.spec.tile_m
         stage, vectors = rows * self.row_bytes, rows * self.zeros * 2 // VECTOR_BYTES
         if cta_rank() == 1:
@@ -696,13 +696,13 @@ class Sm90Forward:
             work = queue.take(taken)
 
     def numbers(self, x: Operands, storage: Pointers, barriers: Barriers) -> PairNumbers:
-        """The numbers of tiles or pieces that a pair takes."""
+        """The source of a pair's numbers of tiles or pieces."""
         assert x.counter is not None
         mailbox = shared_address(storage.number)
         return PairNumbers(barriers, mailbox, x.counter.iterator.toint())
 
     def first_column(self, columns: int, own: int) -> Any:
-        """The first of a CTA's `own` columns, of so many; None where a CTA has all columns."""
+        """The first column of a CTA that has `own` of `columns` columns; None without pairs."""
         return cta_rank() * (columns - own) if self.pair else None
 
     @cute.jit
@@ -741,7 +741,7 @@ class Sm90Forward:
 
     @cute.jit
     def take_number(self, x: Operands, numbers: PairNumbers | None, n: Int32) -> Int32:
-        """The next number, in lane 0; `n` numbers came before."""
+        """The next number, in lane 0. The load warp has taken `n` numbers before."""
         number = Int32(0)
         if cutlass.const_expr(numbers is not None):
             number = numbers.take(NEVER, n)
@@ -825,7 +825,7 @@ class Sm90Forward:
         self, x: Operands, rows: cute.Tensor, smem: cute.Tensor, of_first: cute.Tensor,
         barriers: Barriers, taken: Int32,
     ) -> None:  # fmt: skip
-        """Load Q, in CTA 1 without the first columns, which stay zeros."""
+        """Load Q. CTA 1 leaves out the first `zeros` columns, which stay 0."""
         barriers.wait_previous("q_empty", taken)
         leads = cta_rank() == 0
         nbytes = cutlass.select_(leads, self.columns, self.columns - self.zeros)
@@ -901,7 +901,7 @@ class Sm90Forward:
         pages: Pages | None,
         found: Any,
     ) -> None:
-        """As `load_keys`, for half of the columns of an fp8 tile."""
+        """Load half of the columns of an fp8 tile of K or V; see `load_keys`."""
         rows = self.k_rows if name == "k" else self.v_rows
         ring, columns, use = f"{name}_fp8", rows.columns // self.halves, n * self.halves + half
         if cutlass.const_expr(pages is None):
@@ -1165,7 +1165,8 @@ class Sm90Forward:
                 own.score_sums.add(own.s)
 
     def used_rows(self, own: Consumer, work: Work) -> Any:
-        """How many of the warp's rows exist, or more; at most 0 where no row exists."""
+        """An upper bound of the warp's existing rows, at most 0 if no row exists. The bound may
+        exceed the warp's 16 rows."""
         rows = work.seqlen_q * self.spec.packed_heads - work.block * self.spec.tile_m
         return rows - own.warp * WARP_ROWS
 
@@ -1205,7 +1206,7 @@ class Sm90Forward:
 
     @cute.jit
     def tree_bits(self, own: Consumer, work: Work, lane_row: cutlass.Constexpr[int]) -> Int64:
-        """The bits of the query of a lane row; all bits if there is no such query."""
+        """The tree_mask bits of a lane row's query. A row without a query has all bits set."""
         token = own.visible.token(self.row(own, work, lane_row))
         bits = Int64(-1)
         if token < work.seqlen_q:
@@ -1309,15 +1310,15 @@ class Sm90Forward:
         group_barrier(own.group)
 
     def arrivals(self, x: Operands, work: PieceWork) -> Int64:
-        """The address of the number of arrivals at a query tile. The CTAs of a pair have numbers of
-        their own."""
+        """The address of the number of arrivals at a query tile. Each CTA of a pair has its own
+        number."""
         number = 2 + work.first_slot
         if self.pair:
             number += cute.arch.block_idx_in_cluster() * x.parts.shape[0]
         return x.counter.iterator.toint() + number * 4
 
     def lse_column(self) -> Any:
-        """The column of a part's log-sum-exp. Each CTA of a pair has its own."""
+        """The column of a part's log-sum-exp. Each CTA of a pair has its own column."""
         return self.spec.head_dim_v + (cta_rank() if self.pair else 0)
 
     def parts(self, work: PieceWork) -> Int32:

@@ -1,9 +1,9 @@
 """The sum of two CTAs' parts of S.
 
-A cluster of two CTAs has the same tile of query rows, and each CTA has a half of the columns of q,
-k and v. So each CTA computes a part of every score. Warp w of a CTA sends its rows to warp w of the
-other CTA, and adds the rows that it gets. A sum of two numbers does not depend on their order, so
-both CTAs have the same S, to the bit, and the same softmax.
+Both CTAs of a cluster have the same tile of query rows. Each CTA has a half of the columns of q, k
+and v. So each CTA computes a part of every score. Warp w of a CTA sends its part to warp w of
+the other CTA, and adds the part that arrives. Addition is commutative, so both CTAs have the same
+bits of S, and compute the same softmax.
 
     scores_full     the other CTA's warp has stored its rows, by `st.async`
     scores_empty    the other CTA's warp has read the rows
@@ -30,11 +30,11 @@ WORDS = VECTOR_BYTES // 4
 
 @dataclass(frozen=True)
 class ScoreSums(Carried):
-    """A warp's sums.
+    """A warp's exchange and sum of parts of S.
 
     Attributes:
-        at: the shared address of the lane's first vector of the rows that the warp gets.
-        uses: the number of earlier sums, `[1]`.
+        at: the shared address of the lane's first vector of the part that arrives.
+        uses: a register with the number of earlier sums, `[1]`.
     """
 
     barriers: Barriers
@@ -55,7 +55,7 @@ class ScoreSums(Carried):
 
     @classmethod
     def of_warp(cls, barriers: Barriers, buffer: Int32, warp: Int32, columns: int) -> ScoreSums:
-        """The sums of warp number `warp`, each of 16 rows of so many columns."""
+        """The sums of warp `warp`, which has 16 rows of `columns` columns."""
         uses = cute.make_rmem_tensor((1,), Int32)
         uses[0] = Int32(0)
         at = buffer + warp * (16 * columns * 4) + cute.arch.lane_idx() * VECTOR_BYTES
@@ -63,7 +63,8 @@ class ScoreSums(Carried):
 
     @cute.jit
     def add(self, s: cute.Tensor) -> None:
-        """Add the other CTA's part to the warp's registers of S; both CTAs' warps call this."""
+        """Add the other CTA's part to the warp's registers of S. The warps of both CTAs call this
+        function."""
         n, barriers = self.uses[0], self.barriers
         vectors = cute.size(s) // WORDS
         step = WARP_SIZE * VECTOR_BYTES

@@ -93,9 +93,10 @@ class Arguments(NamedTuple):
             which is written.
         cu_seqlens: [N + 1].
         segment_states, segment_transitions: see `fake_workspace`.
-        chunks_per_segment, num_segments: segments of the exact transitions.
-        bounds, chunks_per_start: see `starts.short_start`; only with `spec.short_starts`. With
-            segments="outputs", num_segments counts segments of either kind.
+        chunks_per_segment: chunks of a segment with exact transitions.
+        num_segments: the most segments of a sequence. With segments="outputs", this number covers
+            segments with exact transitions and segments that start from zero.
+        bounds, chunks_per_start: see `starts.short_start`; only with `spec.short_starts`.
     """
 
     rows: cute.Tensor
@@ -571,7 +572,7 @@ class ChunkPass:
         index: Any, later: Any,
     ) -> None:  # fmt: skip
         """Update the carried matrix by chunk `index`, whose tiles are at `stage`, and store the
-        chunk's results. `later` is false if the pass stores no results of the chunk before. A
+        chunk's results. `later` is false if the pass stores no results of the previous chunk. A
         branch between the start and the wait of a `wgmma` would make the compiler serialise the
         wgmmas."""
         raise NotImplementedError

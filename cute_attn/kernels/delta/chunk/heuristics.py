@@ -139,8 +139,8 @@ def chunks_per_start(
     num_sms: int,
     per_head: bool,
 ) -> int:
-    """Chunks of a segment that may start from a state of zero (see `starts`), for a call that is
-    split. These segments need no transitions, so there are as many as SMs can take.
+    """Chunks of a segment that may start from a state of zero (see `starts`), for a call that
+    splits sequences. These segments need no transitions, so there are enough for all SMs.
 
     Args:
         tokens: tokens of each sequence, or of all packed sequences together.

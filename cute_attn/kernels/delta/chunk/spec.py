@@ -101,7 +101,7 @@ class PrepareSpec(InputsSpec):
     Attributes:
         for_backward: a backward will use the records. A beta too near 0 to divide by is replaced
             (`gates.nonzero_beta`). With l2norm, the inverse norms of q and k are a result.
-        bounds: bounds of the transitions are a result (see `starts`).
+        bounds: whether `prepare` also writes bounds of the transitions (see `starts`).
     """
 
     for_backward: bool = False

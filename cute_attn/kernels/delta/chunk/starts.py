@@ -1,18 +1,19 @@
-"""Segments that start from a state of zero, where the state before them has decayed.
+"""Segments that start from a state of zero, because the earlier state has decayed.
 
 A token's transition is (I - beta k k^T) Diag(exp(g)). With |k| at most 1 and beta between 0 and 2,
-its norm is at most the largest decay of the token's channels. So the product of these largest
-decays bounds what is left of an earlier state. The product of each channel's own decays is no
-bound, because I - beta k k^T moves a state from channel to channel.
+the transition's norm is at most the largest decay of the token's channels. So the product of these
+largest decays bounds what is left of an earlier state. The product of each channel's own decays is
+no bound, because I - beta k k^T moves a state from channel to channel.
 
-`prepare` stores the base-2 logarithm of this bound for each half of a chunk. A half has +inf where
-the bound does not hold: beta is out of range, or keys have no norm of 1.
+`prepare` stores the base-2 logarithm of this bound for each half of a chunk. A half has +inf if the
+bound does not hold: a beta is out of range, or keys are not normalised.
 
-A boundary between two segments is negligible, if the bound of at most `longest_warm_up` chunks
-before the boundary is at most 2^NEGLIGIBLE. The segment after the boundary then starts so many
-chunks earlier, from a state of zero, and stores no output of these chunks. If all boundaries of a
-sequence and head are negligible, no transition of a segment is needed. Otherwise the head takes
-exact transitions. Every warp computes the same decision from the same numbers.
+A boundary between two segments is negligible if some chunks before the boundary, at most
+`longest_warm_up`, have a bound of at most 2^NEGLIGIBLE. The segment after the boundary then starts
+that many chunks earlier, from a state of zero. The segment stores no output of these chunks, its
+warm-up. If all boundaries of a sequence and head are negligible, no segment needs transitions.
+Otherwise the sequence and head take exact transitions. Every warp computes this decision from the
+same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def fake_bounds(slots: Any, heads: Any) -> cute.Tensor:
 
 
 def longest_warm_up(chunks_per_start: Any) -> Any:
-    """The most chunks that a segment of so many chunks may start earlier."""
+    """The most chunks of warm-up of a segment of `chunks_per_start` chunks."""
     most = cutlass.min(cutlass.max(chunks_per_start // 4, 2), MOST_WARM_UP)
     return cutlass.min(most, chunks_per_start)
 
@@ -70,8 +71,8 @@ def chunk_before_start(
 
 
 def chunks_until_negligible(bounds: cute.Tensor, end: Int32, head: Int32, most: Int32) -> Any:
-    """Return after how many chunks, back from slot `end`, a state is negligible; 0 if not within
-    `most` chunks. All loads start before the first wait."""
+    """Return how many chunks before slot `end` make an earlier state negligible; 0 if `most` chunks
+    do not suffice. All loads start before the first wait."""
     halves = []
     for i in range(MOST_WARM_UP):
         at = end - cutlass.min(Int32(i + 1), most)
@@ -89,14 +90,14 @@ def short_start(
     bounds: cute.Tensor, slot: Int32, num_chunks: Int32, head: Int32, segment: Int32,
     chunks_per_start: Int32,
 ) -> Any:  # fmt: skip
-    """Return whether all boundaries of a sequence and head are negligible, and the chunks that
-    `segment` starts earlier. A whole warp calls this.
+    """Return whether all boundaries of a sequence and head are negligible, and the number of
+    `segment`'s warm-up chunks. A whole warp calls this function.
 
     Args:
         bounds: float32 [slots, HV, HALVES], see the module's docstring.
         slot: the slot of the sequence's first chunk.
         num_chunks: chunks of the sequence.
-        chunks_per_start: chunks of a segment; a boundary for each lane.
+        chunks_per_start: chunks of a segment. Each lane checks one boundary.
     """
     lane = cute.arch.lane_idx()
     boundary = lane * chunks_per_start
@@ -112,8 +113,8 @@ def short_start(
 
 @cute.jit
 def half_bound(log2_decay: Float32, beta: Float32) -> Any:
-    """Return the bound of 32 tokens with this logarithm, if beta of all of a warp's lanes is in
-    range, else +inf."""
+    """Return `log2_decay`, the logarithm of the bound of a warp's 32 tokens. Return +inf if beta of
+    one of the tokens is out of range."""
     outside = Boolean(not (beta >= 0.0 and beta <= 2.0))
     outside = cute.arch.vote_any_sync(outside)
     return Float32(cutlass.select_(outside, Float32.inf, log2_decay))

@@ -157,7 +157,7 @@ class Arguments(NamedTuple):
             None without `spec.store_norms`.
         lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
         beta_scale: factor of the sigmoid of beta.
-        bounds: float32 [slots, HV, 2], written for chunks before boundaries: see `starts`. None
+        bounds: float32 [slots, HV, 2], written for chunks before boundaries (see `starts`); None
             without `spec.bounds`.
         chunks_per_start: chunks from one boundary to the next; None without `spec.bounds`.
     """
@@ -410,8 +410,8 @@ class KdaPrepare:
 
     @cute.jit
     def store_largest(self, smem: Int32, sub: Int32, part: Int32, gates: Any) -> None:
-        """Store the largest gate of each token of a sub-chunk, of the warp's 64 channels. With
-        every exchange a lane has half as many tokens: in the end token lane // 2."""
+        """Store, for each token of a sub-chunk, the largest gate of the warp's 64 channels. Each
+        exchange halves a lane's number of tokens. At the end, a lane has token lane // 2."""
         lane = cute.arch.lane_idx()
         values = [cute.arch.fmax(*pair) for pair in gates]
         for distance in (16, 8, 4, 2):
@@ -430,7 +430,7 @@ class KdaPrepare:
 
     @cute.jit
     def store_bound(self, smem: Int32, beta: Float32, bounds: cute.Tensor) -> None:
-        """Store the bound of a warp's 32 tokens, a token a lane."""
+        """Store the bound of a warp's 32 tokens. Each lane has one token."""
         thread, _, _ = cute.arch.thread_idx()
         largest = load_shared(Float32, smem + self.memory["largest"] + thread * 4)[0]
         if cutlass.const_expr(self.spec.head_dim_k > 64):
