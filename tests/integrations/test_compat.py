@@ -417,7 +417,9 @@ class Cache:
 LENGTHS_BEFORE = (3, 21)
 
 
-@pytest.mark.parametrize("place", ["slots", "pages", "batch_idx"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("slots", marks=pytest.mark.slow), "pages", "batch_idx"]
+)
 def test_new_rows_are_appended_and_seen(place: str):
     tables = {"slots": [[0], [1]], "batch_idx": [[3], [1]], "pages": [[4, 1], [0, 2]]}
     slots = {"slots": 3, "batch_idx": 5, "pages": 5}[place]

@@ -113,7 +113,7 @@ def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
 @pytest.mark.parametrize(
     "padding",
     [
-        pytest.param(name, marks=[] if i < 2 else pytest.mark.slow)
+        pytest.param(name, marks=[] if i < 1 else pytest.mark.slow)
         for i, name in enumerate(PADDINGS)
     ],
 )

@@ -109,15 +109,12 @@ def test_what_a_server_needs(arch: str, modular: bool, changes: dict[str, Any]) 
     check(plan_chunk_kda(arch, **call), arch, spilled={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
-        # The operator's tests compile it, too.
         ("sm_100a", {"index_dtype": "int32", "state_v_first": True, "grouped": True}),
-        *(
-            pytest.param(arch, {}, marks=pytest.mark.slow)
-            for arch in ("sm_80", "sm_90a", "sm_100a")
-        ),
+        *((arch, {}) for arch in ("sm_80", "sm_90a", "sm_100a")),
     ],
     ids=str,
 )

@@ -131,6 +131,7 @@ def _rows(args: dict[str, Any], name: str) -> list[Any]:
 # -- what does not matter
 
 
+@pytest.mark.slow
 @examples(2, 40)
 @given(case=dense_cases(CAUSAL, PACKED_HEADS), data=st.data())
 def test_later_tokens_do_not_matter(case: Case, data: st.DataObject):

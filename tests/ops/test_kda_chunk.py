@@ -89,10 +89,8 @@ def test_agrees_with_the_reference(device: str, path: str, data: st.DataObject):
     assert_agrees(args, *run(args, **PATHS[path]))
 
 
-@pytest.mark.everywhere
-@pytest.mark.parametrize(
-    "gates", [g if g == "extreme" else pytest.param(g, marks=pytest.mark.slow) for g in GATES]
-)
+@pytest.mark.everywhere(quick=False)
+@pytest.mark.parametrize("gates", GATES)
 def test_gates_of_any_size(device: str, gates: str):
     for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
         args = Case(kind, lengths, gates=gates, alike=gates == "weak", seed=3).arguments(device)

@@ -68,7 +68,7 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
     assert_agrees(args, *run(args))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @few
 @given(data=st.data())
 def test_only_named_slots_change_and_padded_rows_are_zero(device: str, data: st.DataObject):
