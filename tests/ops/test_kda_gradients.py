@@ -191,7 +191,7 @@ def same(one: Gradients, other: Gradients, names: tuple[str, ...] = INPUTS) -> b
 # -- agreement
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
 @examples(4)
@@ -222,7 +222,7 @@ def test_kept_results_change_no_bit(device: str, case: Case):
     assert same(found, differentiated(args, of, **KEEP))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gates"),
@@ -250,7 +250,7 @@ def test_no_worse_than_autocast(device: str, kind: Kind, gates: str):
             assert_no_worse(found[name], theirs, true, f"gradient of {name}")
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize("gates", [pytest.param(x, marks=pytest.mark.slow) for x in GATES])
 def test_gates_of_any_kind(device: str, gates: str):
     for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
@@ -259,7 +259,7 @@ def test_gates_of_any_kind(device: str, gates: str):
         assert_agrees(args, of, differentiated(args, of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.parametrize(
     "gate",
     [pytest.param(x, marks=pytest.mark.slow) for x in ("a few", 0.0, -1e-6, -5.0, -20.0, -1000.0)],
@@ -291,7 +291,7 @@ def test_gates_of_nearly_0(device: str, bias: float):
     assert_agrees(args, of, differentiated(args, of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scale", "size"),
@@ -305,7 +305,7 @@ def test_scales_up_to_the_limits(device: str, kind: Kind, scale: float, size: fl
     assert_agrees(args, of, differentiated(args, of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_errors_over_many_draws(device: str, dtype: torch.dtype):
@@ -335,7 +335,7 @@ def test_errors_over_many_draws(device: str, dtype: torch.dtype):
         assert ours[name] <= 4 * theirs[name], f"{name}: {(ours[name] / theirs[name]) ** 0.5:.2f}"
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "beta"), ONE_BETA)
 def test_one_beta_for_tokens_with_similar_keys(device: str, dtype: torch.dtype, beta: float):
@@ -345,7 +345,7 @@ def test_one_beta_for_tokens_with_similar_keys(device: str, dtype: torch.dtype, 
     assert_agrees(args, of, differentiated(args, of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 def test_beta_of_0_counts_as_the_smallest_where_a_gradient_is_needed(device: str):
     """With float16 that is 2**-14, and the state moves as far as the definition says."""
@@ -362,7 +362,7 @@ def test_beta_of_0_counts_as_the_smallest_where_a_gradient_is_needed(device: str
     assert (found - moved).norm() < 2 * torch.finfo(torch.float16).eps * moved.norm()
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())
@@ -383,6 +383,7 @@ def test_sequences_in_segments(device: str, data: st.DataObject):
 # -- exact properties
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=pytest.mark.slow), "sm_100a"])
 def test_no_schedule_changes_a_bit(arch: str):
     """The gradients are the same under any schedule of warps and CTAs, and with any number of
@@ -402,7 +403,7 @@ def test_no_schedule_changes_a_bit(arch: str):
         assert not x[:, :2].any() and not x[:, -3:].any()
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())
@@ -412,7 +413,7 @@ def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
     assert same(differentiated(args, of), differentiated(args, of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(2)
 @given(data=st.data())
@@ -425,7 +426,7 @@ def test_layouts_do_not_matter(device: str, data: st.DataObject):
         assert same(first, differentiated(replace(case, layout=layout).arguments(device), of))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())
@@ -446,7 +447,7 @@ def test_grouped_heads_are_repeated_heads(device: str, data: st.DataObject):
         assert ((grouped[name].double() - parts.sum(3)).abs() <= rounding).all()
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())
@@ -472,7 +473,7 @@ def test_packed_sequences_are_sequences_alone(device: str, data: st.DataObject):
         assert same(alone, differentiated(one, of_one), names)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())
@@ -496,7 +497,7 @@ def test_what_has_no_effect_has_no_gradient_and_changes_none(device: str, data: 
     assert same(alone, differentiated(head, {"do": of["do"][:, :cut]}), TOKENS)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @pytest.mark.slow
 @examples(3)
 @given(data=st.data())

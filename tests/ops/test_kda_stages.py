@@ -96,14 +96,14 @@ def check(
 # -- agreement
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(3)
 @given(data=st.data())
 def test_gate_cumsum(device: str, data: st.DataObject):
     assert_cumsum(data.draw(cases(device)).arguments(device))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_gates_near_zero_are_as_accurate(device: str):
     """softplus of what is far below 0, where 1 + exp(x) has lost what counts."""
     for length in (1, 64):
@@ -123,7 +123,7 @@ def assert_cumsum(args: dict[str, Any]) -> None:
     assert_no_worse(*(valid(args, x) for x in (total, plain, exact)), "G")
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_a_long_memory_does_not_drift(device: str):
     """The state without tokens that add to it, as in `test_kda_chunk`."""
     args = Case(DECAYS, (6 * 64,), group=1).arguments(device)
@@ -195,7 +195,7 @@ def test_scores_of_two_tokens(device: str):
     assert_scores_agree(args, *given_.values(), results=results[:2])
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(3)
 @given(data=st.data())
 def test_recompute_w_u(device: str, data: st.DataObject):
@@ -218,7 +218,7 @@ def test_recompute_w_u(device: str, data: st.DataObject):
         assert torch.equal(valid(args, one), valid(args, other))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(3)
 @given(data=st.data())
 def test_delta_h(device: str, data: st.DataObject):
@@ -251,7 +251,7 @@ def test_delta_h(device: str, data: st.DataObject):
     assert torch.equal(less.h[:, :count], h[:, :count])
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(3)
 @given(data=st.data())
 def test_output(device: str, data: st.DataObject):
@@ -317,7 +317,7 @@ def test_stages_in_turn_are_the_modular_path(device: str, data: st.DataObject):
     assert same(args, (o, states.final_state), run(args, return_intermediate_states=True))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_grouped_heads_are_repeated_heads_in_every_stage(device: str, data: st.DataObject):
@@ -351,7 +351,7 @@ def test_grouped_heads_are_repeated_heads_in_every_stage(device: str, data: st.D
     assert torch.equal(valid(args, o), valid(args, o_repeated))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 @examples(2)
 @given(data=st.data())
 def test_stages_of_later_tokens_do_not_matter(device: str, data: st.DataObject):
@@ -368,7 +368,7 @@ def test_stages_of_later_tokens_do_not_matter(device: str, data: st.DataObject):
     assert torch.equal(*(x[:, :cut] for x in totals))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_layouts_do_not_matter_to_stages(device: str):
     case = Case(DECAYS, (70, 3))
     given_ = inputs(case.arguments(device))
@@ -382,7 +382,7 @@ def test_layouts_do_not_matter_to_stages(device: str):
     assert all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_a_chunk_count_that_is_too_small_writes_nothing_past_the_states(device: str):
     """cu_seqlens_cpu says so, and cu_seqlens another thing."""
     args = Case(DECAYS, (100, 70), group=1).arguments(device)
@@ -436,7 +436,7 @@ def test_the_registered_operators_are_well_behaved(device: str):
         torch.library.opcheck(operator.default, arguments)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(quick=False)
 def test_compiled_code_calls_the_stages(device: str):
     args = Case(SMALL, (70,)).arguments(device)
     given_ = inputs(args)
