@@ -80,42 +80,39 @@ def context_parallel(
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode is {mode!r}, must be one of {MODES} or None")
-    groups, everybody = _groups_of(group)
+    by_tokens, by_heads, all_ranks = _groups_of(group)
     lengths, packed = _lengths(seqlen, cu_seqlens)
-    by_tokens = 1 if groups[0] is None else dist.get_world_size(groups[0])
-    whole = everybody if everybody is not None else next(g for g in groups if g is not None)
     given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
     said = {"layout": given, "mode": mode, "lengths": lengths, "packed": packed}
-    compare(whole, list(range(dist.get_world_size(whole))), said, "plans with")
-    plan = ContextParallel(*groups, Layout.of(layout, lengths, by_tokens), packed=packed, mode=mode)
-    plan.everybody = everybody
-    if mode == "heads" and groups[1] is not None:
+    compare(all_ranks, said, "plans with")
+    if mode == "heads" and by_heads is not None:
         raise ValueError("mode is 'heads' with a mesh, whose second dimension exchanges heads")
-    return plan
+    rows = Layout.of(layout, lengths, dist.get_world_size(by_tokens))
+    return ContextParallel(by_tokens, by_heads, all_ranks, rows, packed=packed, mode=mode)
 
 
-def _groups_of(group: Any) -> tuple[tuple[Any, Any], Any]:
-    """((the group that splits tokens, the group that exchanges heads), the group of all ranks)."""
+def _groups_of(group: Any) -> tuple[Any, Any, Any]:
+    """The group that splits tokens, the group that exchanges heads or None, and the group of all
+    ranks of the plan."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed has no process group: call init_process_group first")
     if group is None:
-        return (dist.group.WORLD, None), None
+        return dist.group.WORLD, None, dist.group.WORLD
     if not hasattr(group, "mesh_dim_names"):
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"group is {type(group).__name__}, must be a ProcessGroup, a DeviceMesh or None"
             )
-        return (group, None), None
+        return group, None, group
     if group.ndim == 1:
-        return (group.get_group(), None), None
+        return group.get_group(), None, group.get_group()
     if group.ndim != 2:
         raise ValueError(f"group is a mesh of {group.ndim} dimensions, must have 1 or 2")
-    ranks = group.mesh.flatten().tolist()
-    if len(ranks) == dist.get_world_size():
-        everybody = dist.group.WORLD
+    if group.mesh.numel() == dist.get_world_size():
+        all_ranks = dist.group.WORLD
     else:
-        everybody = group._flatten().get_group()
-    return (group.get_group(0), group.get_group(1)), everybody
+        all_ranks = group._flatten().get_group()
+    return group.get_group(0), group.get_group(1), all_ranks
 
 
 def _lengths(

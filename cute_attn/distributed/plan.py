@@ -29,17 +29,25 @@ class Plan:
     """
 
     def __init__(
-        self, group: Any, heads_group: Any, layout: Layout, *, packed: bool, mode: str | None
+        self,
+        group: Any,
+        heads_group: Any,
+        all_ranks: Any,
+        layout: Layout,
+        *,
+        packed: bool,
+        mode: str | None,
     ) -> None:
-        self.group, self.heads_group = group, heads_group
+        self.group, self.heads_group, self.all_ranks = group, heads_group, all_ranks
         self.rows_of = layout
         self.packed, self.mode = packed, mode
-        self.by_tokens = 1 if group is None else dist.get_world_size(group)
+        self.by_tokens = dist.get_world_size(group)
         self.by_heads = 1 if heads_group is None else dist.get_world_size(heads_group)
-        self.token_rank = 0 if group is None else dist.get_rank(group)
+        self.token_rank = dist.get_rank(group)
         self.head_rank = 0 if heads_group is None else dist.get_rank(heads_group)
         self.agreed: set[Any] = set()
         self._routes: dict[Any, Route] = {}
+        self._rings: dict[bool, Ring] = {}
 
     @property
     def rank(self) -> int:
@@ -105,17 +113,16 @@ class Plan:
             dim = self._dim(x, dim, self.tokens)
             own = x.detach().movedim(dim, 0).contiguous()[None]
             found = own.new_empty(1, self.layout.total, *own.shape[2:])
-            for group, ranks in self._groups():
-                into = {
-                    i: [found.new_empty(1, self.rows[r].count, *own.shape[2:])]
-                    for i, r in enumerate(ranks)
-                    if r != self.rank
-                }
-                with beside(x.device):
-                    messages = send(group, {key: [own] for key in into}, into)
-                messages.wait()
-                for i, (part,) in into.items():
-                    self.rows[ranks[i]].put(found, part)
+            into = {
+                rank: [found.new_empty(1, rows.count, *own.shape[2:])]
+                for rank, rows in enumerate(self.rows)
+                if rank != self.rank
+            }
+            with beside(x.device):
+                messages = send(self.all_ranks, {rank: [own] for rank in into}, into)
+            messages.wait()
+            for rank, (part,) in into.items():
+                self.rows[rank].put(found, part)
             self.rows[self.rank].put(found, own)
             return found[0].movedim(0, dim).contiguous()
 
@@ -144,10 +151,6 @@ class Plan:
             found = self._routes[window] = Route(self.rows_of, self.token_rank, window)
         return found
 
-    @cached_property
-    def _rings(self) -> dict[bool, Ring]:
-        return {}
-
     def ring(self, causal: bool) -> Ring:
         """The hops of this rank in the ring."""
         if causal not in self._rings:
@@ -166,8 +169,7 @@ class Plan:
     @cached_property
     def all_heads(self) -> Swap:
         """The exchange of tokens for heads among all ranks of a plan without a mesh of heads."""
-        rows = tuple(Rows(ranges) for ranges in self.ranges)
-        return Swap(self.group, self.token_rank, rows, self.layout.total)
+        return Swap(self.group, self.token_rank, tuple(self.rows), self.layout.total)
 
     def agree(self, what: tuple[tuple[str, Any], ...]) -> None:
         """Raise ValueError on all ranks if ranks call with different arguments. Only a rank's first
@@ -178,20 +180,8 @@ class Plan:
         """
         if what in self.agreed:
             return
-        for group, ranks in self._groups():
-            compare(group, ranks, dict(what), "calls flash attention with")
+        compare(self.all_ranks, dict(what), "calls flash attention with")
         self.agreed.add(what)
-
-    def _groups(self) -> list[tuple[Any, list[int]]]:
-        """The one group with all ranks of the plan, and the plan's numbers of these ranks. A row
-        or a column of a mesh would not reach all ranks."""
-        if self.heads_group is None:
-            return [(self.group, list(range(self.world)))]
-        if self.group is None:
-            return [(self.heads_group, list(range(self.world)))]
-        return [(self.everybody, list(range(self.world)))]
-
-    everybody: Any = None  # a group of all ranks of a mesh with two dimensions
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
         dim = (0 if self.packed else 1) if dim is None else dim
@@ -203,16 +193,16 @@ class Plan:
         return dim % x.dim()
 
 
-def compare(group: Any, ranks: list[int], own: dict[str, Any], verb: str) -> None:
+def compare(group: Any, own: dict[str, Any], verb: str) -> None:
     """Raise ValueError on every rank of the group if a rank's values differ from the first
     rank's."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group)
     first = found[0]
-    for rank, said in zip(ranks, found, strict=True):
+    for rank, said in enumerate(found):
         for name, value in first.items():
             if said.get(name) != value:
                 raise ValueError(
-                    f"rank {rank} {verb} {name} {said.get(name)}, and rank {ranks[0]} with "
+                    f"rank {rank} {verb} {name} {said.get(name)}, and rank 0 with "
                     f"{value}: all ranks must pass the same value"
                 )
