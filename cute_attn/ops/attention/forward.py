@@ -98,38 +98,13 @@ class Attention(Operator[_Called]):
 
     def prepare(self, a: Any) -> _Ready:
         left, right = bounds(a)
-        arch = launch.arch_for(a.q.device)
         head_dim, head_dim_v = dims_of(a)
-        (kernel, spec), *combine = plan_attention(
-            arch,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=DTYPE_NAMES[a.q.dtype],
-            heads=a.q.shape[-2],
-            heads_k=a.k.shape[-2],
-            window_left=left is not None,
-            window_right=right is not None,
-            sink=None if a.learnable_sink is None else DTYPE_NAMES[a.learnable_sink.dtype],
-            softcap=bool(a.softcap),
-            varlen_q=a.cu_seqlens_q is not None,
-            varlen_k=a.cu_seqlens_k is not None,
-            seqused_q=a.seqused_q is not None,
-            seqused_k=a.seqused_k is not None,
-            page_size=None if a.page_table is None else a.k.shape[1],
-            scheduler=a.scheduler,
+        ((kernel, spec), *combine), cluster, clusters = requests_of(
+            a,
             num_splits=0 if takes_pieces(a) else splits_of(a),
             pieces=True,
-            return_lse=bool(a.return_lse),
-            short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
-            few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
-            kv_dtype=DTYPE_NAMES[a.k.dtype],
-            k_descale=a.k_descale is not None,
-            v_descale=a.v_descale is not None,
             batch_invariant=bool(a.batch_invariant),
-            tree_mask=a.tree_mask is not None,
         )
-        cluster = table.find("forward", arch, *dims_of(a)).cluster
-        clusters = launch.num_clusters(a.q.device, cluster)
         return (
             launch.get_for(a.q.device, kernel, spec),
             head_dim**-0.5,
@@ -410,6 +385,45 @@ class Splits(NamedTuple):
                 None if lse is None else lse[None],
                 sink,
             )
+
+
+def requests_of(
+    a: Any, *, num_splits: int, pieces: bool, batch_invariant: bool
+) -> tuple[list[launch.Request], int, int]:
+    """Return the kernels of a call, the CTAs of a cluster of the forward, and how many clusters run
+    at once. The other parameters are as for `plan_attention`."""
+    arch, (head_dim, head_dim_v) = launch.arch_for(a.q.device), dims_of(a)
+    left, right = bounds(a)
+    requests = plan_attention(
+        arch,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=DTYPE_NAMES[a.q.dtype],
+        heads=a.q.shape[-2],
+        heads_k=a.k.shape[-2],
+        window_left=left is not None,
+        window_right=right is not None,
+        sink=None if a.learnable_sink is None else DTYPE_NAMES[a.learnable_sink.dtype],
+        softcap=bool(a.softcap),
+        varlen_q=a.cu_seqlens_q is not None,
+        varlen_k=a.cu_seqlens_k is not None,
+        seqused_q=a.seqused_q is not None,
+        seqused_k=a.seqused_k is not None,
+        page_size=None if a.page_table is None else a.k.shape[1],
+        scheduler=a.scheduler,
+        num_splits=num_splits,
+        pieces=pieces,
+        return_lse=bool(a.return_lse),
+        short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        kv_dtype=DTYPE_NAMES[a.k.dtype],
+        k_descale=a.k_descale is not None,
+        v_descale=a.v_descale is not None,
+        batch_invariant=batch_invariant,
+        tree_mask=a.tree_mask is not None,
+    )
+    cluster = table.find("forward", arch, head_dim, head_dim_v).cluster
+    return requests, cluster, launch.num_clusters(a.q.device, cluster)
 
 
 def batch_of(a: Any) -> int:

@@ -10,14 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention import table
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import MOST_READY, may_remember
-from .arguments import Arguments, bounds, dims_of
-from .forward import FORWARD, is_few, is_short
-from .plan import plan_attention, plan_attention_combine
+from .arguments import Arguments, bounds
+from .forward import FORWARD, requests_of
+from .plan import plan_attention_combine
 
 _ready: dict[tuple[Any, ...], tuple[Callable[..., None], int, bool]] = {}
 _combinations: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -62,31 +61,9 @@ def attend_partial(a: Arguments, o: Tensor, lse: Tensor) -> None:
 
 
 def _prepare(a: Arguments) -> tuple[Callable[..., None], int, bool]:
-    arch, dims = launch.arch_for(a.q.device), dims_of(a)
-    left, right = bounds(a)
-    (kernel, spec), _ = plan_attention(
-        arch,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        dtype=DTYPE_NAMES[a.q.dtype],
-        heads=a.q.shape[-2],
-        heads_k=a.k.shape[-2],
-        window_left=left is not None,
-        window_right=right is not None,
-        softcap=bool(a.softcap),
-        varlen_q=a.cu_seqlens_q is not None,
-        varlen_k=a.cu_seqlens_k is not None,
-        seqused_q=a.seqused_q is not None,
-        seqused_k=a.seqused_k is not None,
-        page_size=None if a.page_table is None else a.k.shape[1],
-        scheduler=a.scheduler,
-        num_splits=2,
-        return_lse=True,
-        short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
-        few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
-        pieces=False,
+    ((kernel, spec), _), _, clusters = requests_of(
+        a, num_splits=2, pieces=False, batch_invariant=False
     )
-    clusters = launch.num_clusters(a.q.device, table.find("forward", arch, *dims).cluster)
     function = launch.get_for(a.q.device, kernel, spec)
     return function, clusters, spec.scheduler == "counter"
 
