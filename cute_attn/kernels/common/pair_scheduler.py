@@ -10,9 +10,9 @@ from cutlass import Int32, Int64
 from .carried import Carried
 from .pipeline import Barriers, Edge, Kind, Reach, Role
 from .ptx.cluster import cta_rank, remote_address, store_async
-from .ptx.memory import increment_global, load_shared
+from .ptx.memory import increment_global, load_shared, shared_address
 from .scheduler import NO_TILE, StaticPersistentScheduler
-from .smem import Buffer
+from .smem import Buffer, Pointers
 
 MAILBOX_BYTES = 16  # the bytes that one `store_async` stores
 
@@ -31,6 +31,11 @@ class PairNumbers(Carried):
     barriers: Barriers
     mailbox: Int32
     counter: Int64
+
+    @staticmethod
+    def of(barriers: Barriers, storage: Pointers, counter: cute.Tensor) -> PairNumbers:
+        """`storage` has the buffer "number", and `counter` is in global memory."""
+        return PairNumbers(barriers, shared_address(storage.number), counter.iterator.toint())
 
     @staticmethod
     def edges(scheduler: Role) -> tuple[Edge, ...]:

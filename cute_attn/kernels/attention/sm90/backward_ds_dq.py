@@ -301,10 +301,8 @@ class Sm90DsDq:
         """Publish the cluster's tile, and load the tile's operands."""
         queue = TileQueue(Work, storage.work, barriers)
         if cutlass.const_expr(self.persistent):
-            mailbox = shared_address(storage.number)
-            numbers = PairNumbers(barriers, mailbox, x.counter.iterator.toint())
             queue.fill(
-                PairCounterScheduler(x.num_tiles, numbers),
+                PairCounterScheduler(x.num_tiles, PairNumbers.of(barriers, storage, x.counter)),
                 tiles,
                 lambda where, published, loaded: self.load_tile(
                     x, storage, queue, tiles, where, published, loaded

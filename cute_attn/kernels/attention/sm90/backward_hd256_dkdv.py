@@ -429,10 +429,8 @@ class Sm90Hd256DkDv:
         queries = QueryLoads.of(self.spec, storage, barriers, multicast=True)
         queue = TileQueue(Work, storage.work, barriers)
         if cutlass.const_expr(self.persistent):
-            mailbox = shared_address(storage.number)
-            numbers = PairNumbers(barriers, mailbox, x.counter.iterator.toint())
             queue.fill(
-                PairCounterScheduler(x.num_tiles, numbers),
+                PairCounterScheduler(x.num_tiles, PairNumbers.of(barriers, storage, x.counter)),
                 tiles,
                 lambda where, published, loaded: self.load_tile(
                     x, storage, queries, queue, tiles, visible, where, published, loaded

@@ -698,8 +698,7 @@ class Sm90Forward:
     def numbers(self, x: Operands, storage: Pointers, barriers: Barriers) -> PairNumbers:
         """The source of a pair's numbers of tiles or pieces."""
         assert x.counter is not None
-        mailbox = shared_address(storage.number)
-        return PairNumbers(barriers, mailbox, x.counter.iterator.toint())
+        return PairNumbers.of(barriers, storage, x.counter)
 
     def first_column(self, columns: int, own: int) -> Any:
         """The first column of a CTA that has `own` of `columns` columns; None without pairs."""
