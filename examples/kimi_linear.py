@@ -26,14 +26,14 @@ kernels run in the emulator, with every check on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
+from functools import partial
 from typing import Any
 
 import language_model
 import torch
-from language_model import WIDTH, Rules, Ways, exact_softmax, without_state
+from language_model import WIDTH, Rules, Ways, exact_delta, exact_softmax, plain_delta
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
@@ -168,24 +168,11 @@ class LatentAttention(torch.nn.Module):
         return torch.einsum("bthl,hvl->bthv", o, to_value)
 
 
-def exact_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """The float64 reference, token by token; the gradient is autograd's."""
-    return kda_reference(q, *inputs, **without_state(options)).o.to(q.dtype), None
-
-
-def plain_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Plain PyTorch in chunks, with 16-bit operands."""
-    stages = kda_chunk_reference(
-        q, *inputs, **without_state(options), dtype=torch.float32, stage_dtype=q.dtype
-    )
-    return stages.o.to(q.dtype), None
-
-
 def ways() -> Ways:
     return Ways(
-        Rules(exact_delta, exact_softmax),
+        Rules(partial(exact_delta, kda_reference), exact_softmax),
         Rules(cute_attn.chunk_kda, cute_attn.flash_attn_func),
-        Rules(plain_delta, attention_in_low_precision),
+        Rules(partial(plain_delta, kda_chunk_reference), attention_in_low_precision),
     )
 
 
@@ -226,9 +213,7 @@ def train_with_fla() -> dict[str, list[float]]:
         torch.manual_seed(0)
         model = KDAForCausalLM(config).cuda().train()
         tokens = language_model.repeated_tokens(BATCH, TOKENS, "cuda")
-        losses[name] = language_model.fit(
-            model, functools.partial(loss_of_fla, model, tokens), STEPS, "cuda"
-        )
+        losses[name] = language_model.fit(model, partial(loss_of_fla, model, tokens), STEPS, "cuda")
     return losses
 
 

@@ -46,7 +46,24 @@ def exact_softmax(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, T
     return o.to(q.dtype), lse
 
 
-def without_state(options: dict[str, Any]) -> dict[str, Any]:
+def exact_delta(
+    reference: Callable[..., Any], q: Tensor, *inputs: Tensor, **options: Any
+) -> tuple[Tensor, Any]:
+    """A delta rule's float64 reference, token by token; the gradient is autograd's."""
+    return reference(q, *inputs, **_without_state(options)).o.to(q.dtype), None
+
+
+def plain_delta(
+    chunk_reference: Callable[..., Any], q: Tensor, *inputs: Tensor, **options: Any
+) -> tuple[Tensor, Any]:
+    """A delta rule in plain PyTorch, in chunks, with 16-bit operands."""
+    stages = chunk_reference(
+        q, *inputs, **_without_state(options), dtype=torch.float32, stage_dtype=q.dtype
+    )
+    return stages.o.to(q.dtype), None
+
+
+def _without_state(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a delta rule that its references take."""
     return {name: x for name, x in options.items() if name != "output_final_state"}
 

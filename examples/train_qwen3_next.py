@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import language_model
 import torch
-from language_model import WIDTH, Rules, Ways, exact_softmax, without_state
+from language_model import WIDTH, Rules, Ways, exact_delta, exact_softmax, plain_delta
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
@@ -124,25 +124,11 @@ class GatedAttention(torch.nn.Module):
         return self.out(o.flatten(-2) * torch.sigmoid(gate))
 
 
-def exact_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """The float64 reference, token by token; the gradient is autograd's."""
-    found = gated_delta_rule_reference(q, *inputs, **without_state(options))
-    return found.o.to(q.dtype), None
-
-
-def plain_delta(q: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Plain PyTorch in chunks, with 16-bit operands."""
-    stages = gated_delta_rule_chunk_reference(
-        q, *inputs, **without_state(options), dtype=torch.float32, stage_dtype=q.dtype
-    )
-    return stages.o.to(q.dtype), None
-
-
 def ways() -> Ways:
     return Ways(
-        Rules(exact_delta, exact_softmax),
+        Rules(partial(exact_delta, gated_delta_rule_reference), exact_softmax),
         Rules(cute_attn.chunk_gated_delta_rule, cute_attn.flash_attn_func),
-        Rules(plain_delta, attention_in_low_precision),
+        Rules(partial(plain_delta, gated_delta_rule_chunk_reference), attention_in_low_precision),
     )
 
 

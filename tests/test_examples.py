@@ -212,12 +212,12 @@ def test_train_kimi_linear_notices_a_gradient_twice_as_large(
     assert ours > 2 * plain
 
 
-def generate_with_latent_cache(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def generate(monkeypatch: pytest.MonkeyPatch, example_name: str, layer: str) -> tuple[float, float]:
     """The errors of the logits, by a model of one layer before its training."""
-    example = load("kimi_linear")
+    example = load(example_name)
     monkeypatch.setattr(example, "GENERATED", 3)
     torch.manual_seed(0)
-    model = example.language_model.Model([example.LatentAttention()])
+    model = example.language_model.Model([getattr(example, layer)()])
     prompt = example.language_model.repeated_tokens(1, 6, "cpu")
     with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
         errors: tuple[float, float] = example.generated(model, prompt)
@@ -226,7 +226,7 @@ def generate_with_latent_cache(monkeypatch: pytest.MonkeyPatch) -> tuple[float, 
 
 @pytest.mark.slow
 def test_generate_with_a_latent_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, plain = generate_with_latent_cache(monkeypatch)
+    ours, plain = generate(monkeypatch, "kimi_linear", "LatentAttention")
     assert 0 < ours <= 2 * plain
 
 
@@ -240,7 +240,7 @@ def test_generate_with_a_latent_cache_notices_a_token_that_is_not_seen(
         return right(*args, cache_seqlens=cache_seqlens - 1, **rest)
 
     monkeypatch.setattr(cute_attn, "mla_decode", short)
-    ours, plain = generate_with_latent_cache(monkeypatch)
+    ours, plain = generate(monkeypatch, "kimi_linear", "LatentAttention")
     assert ours > 2 * plain
 
 
@@ -267,20 +267,8 @@ def test_train_qwen3_next(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPat
     assert all(0 < ours <= 2 * plain for ours, plain in errors.values())
 
 
-def generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """The errors of the logits, by a model of one layer before its training."""
-    example = load("train_qwen3_next")
-    monkeypatch.setattr(example, "GENERATED", 3)
-    torch.manual_seed(0)
-    model = example.language_model.Model([example.GatedDeltaNet()])
-    prompt = example.language_model.repeated_tokens(1, 6, "cpu")
-    with cute_attn.emulated("sm_90a", Emulator(num_sms=2)):
-        errors: tuple[float, float] = example.generated(model, prompt)
-    return errors
-
-
 def test_generate_with_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, plain = generate_with_qwen3_next(monkeypatch)
+    ours, plain = generate(monkeypatch, "train_qwen3_next", "GatedDeltaNet")
     assert 0 < ours <= 2 * plain
 
 
@@ -294,7 +282,7 @@ def test_generate_with_qwen3_next_notices_a_state_that_is_not_kept(
         return right(*inputs, torch.zeros_like(state), **rest)
 
     monkeypatch.setattr(cute_attn, "gated_delta_rule_decode", forgetful)
-    ours, plain = generate_with_qwen3_next(monkeypatch)
+    ours, plain = generate(monkeypatch, "train_qwen3_next", "GatedDeltaNet")
     assert ours > 2 * plain
 
 
