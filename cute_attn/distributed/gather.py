@@ -8,6 +8,7 @@ those ranks adds up the parts in a fixed order, and rounds the sum once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -76,12 +77,14 @@ class _Keys:
             for x, source in zip(self.rows, own, strict=True):
                 copy_rows(x, route.received[route.rank], source, route.sent[route.rank])
 
-    def wait(self) -> None:
-        """Make the following kernels wait for the keys of other ranks."""
+    def passes(self) -> Iterator[Pass]:
+        """The passes in turn: first the passes over the rank's own keys, beside the messages."""
+        yield from self.route.passes[: self.route.local]
         self.messages.wait()
         for rank, both in self.into.items():
             for x, parts in zip(self.rows, both, strict=True):
                 self.route.received[rank].fill(x, parts)
+        yield from self.route.passes[self.route.local :]
 
 
 def forward(
@@ -94,12 +97,8 @@ def forward(
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
-    for number, of in enumerate(route.passes):
-        if number == route.local:
-            keys.wait()
+    for of in keys.passes():
         attend(of, q, seen_k, seen_v, out, lse, sink, options)
-    if len(route.passes) == route.local:
-        keys.wait()
     return out, lse
 
 
@@ -116,17 +115,13 @@ def backward(
     if not route.passes:
         dq.zero_()
     sums = _KeySums()
-    for number, of in enumerate(route.passes):
-        if number == route.local:
-            keys.wait()
+    for of in keys.passes():
         rows, *of_keys, of_sink = gradients(
             of, q, seen_k, seen_v, o, lse, do, dlse, sink, options, dq
         )
         sums.add(slice(rows.k, rows.k_end), of_keys, route.rows)
         if dsink is not None and of_sink is not None:
             dsink += of_sink
-    if len(route.passes) == route.local:
-        keys.wait()
     _return(route, group, sums.values(*keys.rows), (dk, dv))
     return dq, dk, dv, dsink
 
