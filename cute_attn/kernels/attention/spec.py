@@ -254,6 +254,7 @@ class PreprocessSpec(Spec):
         varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
         negative_left: with `rows_without_keys`, queries see keys from a bound to the right on: the
             last queries of a sequence may see no key.
+        ordered: with `sums`, the kernel also clears the counters of `ordered_sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -277,9 +278,12 @@ class PreprocessSpec(Spec):
     varlen_k: bool = False
     seqused_k: bool = False
     negative_left: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ordered and not self.sums:
+            raise ValueError("ordered is True, it needs sums")
         if (self.varlen_k or self.seqused_k or self.negative_left) and not self.rows_without_keys:
             raise ValueError(
                 "varlen_k, seqused_k or negative_left is True, they need rows_without_keys"
@@ -386,6 +390,8 @@ class Sm90BackwardSpec(BackwardSpec):
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
         stores_ds: the dK/dV kernel at head_dim 192 and 256 also stores dS, see `ds_tiles`.
+        ordered: the kernel of all gradients adds to the sums of dQ in a fixed order, see
+            `ordered_sums`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -400,3 +406,4 @@ class Sm90BackwardSpec(BackwardSpec):
     tile_m: int
     tile_n: int
     stores_ds: bool = False
+    ordered: bool = False

@@ -375,7 +375,8 @@ class Backward(Operator[BackwardArguments]):
         dq_sums = zeroed = None
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
-            zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
+            count = num_query_zeros(heads, stats.shape[-1], ordered=is_deterministic(a))
+            zeroed = q.new_empty(count, dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
         window_left, window_right = None, ready.right

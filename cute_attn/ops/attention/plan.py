@@ -383,6 +383,7 @@ def backward_requests(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             partial=partial,
+            **({"ordered": True} if fused and deterministic else {}),
         )
         return kernel, spec
 
@@ -401,6 +402,7 @@ def backward_requests(
         dlse=dlse,
         head_dim_v=row.head_dim_v,
         sums=fused,
+        ordered=fused and deterministic,
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
         seqused_k=rows_without_keys and seqused_k,

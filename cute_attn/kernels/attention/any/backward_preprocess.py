@@ -42,7 +42,15 @@ from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ..parts.arguments import FakeArguments
 from ..parts.work import TileMap
 from ..spec import PreprocessSpec
-from ..statistics import DELTA, FLAG_ROWS, LARGE, LSE, STATS_ROWS, padded_start
+from ..statistics import (
+    DELTA,
+    FLAG_ROWS,
+    LARGE,
+    LSE,
+    ORDER_COUNTERS,
+    STATS_ROWS,
+    padded_start,
+)
 
 NUM_THREADS = 256
 THREADS_A_ROW = 8
@@ -152,6 +160,9 @@ class BackwardPreprocess:
                     row = padded_start(tiles.queries, sequence) + first
                     tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
                     x.zeroed[1 + tile] = 0
+                if cutlass.const_expr(self.spec.ordered):
+                    if thread < ORDER_COUNTERS:
+                        self.clear_order(x, padded_start(tiles.queries, sequence) + first, head)
             copy, copy_stride, first_seen, end_seen = None, Int64(0), Int32(0), None
             if cutlass.const_expr(self.spec.rows_without_keys):
                 keys = Sequences(x.seqlen_k, x.cu_seqlens_k, x.seqused_k).length(sequence)
@@ -186,6 +197,14 @@ class BackwardPreprocess:
                 for warp in cutlass.range_constexpr(1, STATS_WARPS):
                     total += warp_dsink[warp]
                 (x.dsink_partial.iterator + number).store(total)
+
+    def clear_order(self, x: Arguments, row: Int32, head: Int32) -> None:
+        """Clear a counter of `ordered_sums` in each of ORDER_COUNTERS threads."""
+        thread, _, _ = cute.arch.thread_idx()
+        heads, tiles = x.stats.shape[1], x.stats.shape[2] // STATS_ROWS
+        tile = Int64(head) * tiles + row // STATS_ROWS
+        assert x.zeroed is not None
+        x.zeroed[1 + Int64(heads) * tiles + tile * ORDER_COUNTERS + thread] = 0
 
     def sequence_of(
         self, x: cute.Tensor, queries: Sequences, sequence: Int32, head: Int32

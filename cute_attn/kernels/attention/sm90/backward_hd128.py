@@ -61,18 +61,21 @@ from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work
 from ..query_sums import WARPS, QuerySums
 from ..spec import Sm90BackwardSpec
+from . import ordered_sums
 from .dq_sums import StagedSums
 from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
 from .key_rows import KeyRows
-from .key_tiles import lane_anew
+from .key_tiles import KeyTiles, lane_anew
 from .mma import ROWS, STEP, WARPGROUP, WARPGROUP_WARPS, start_output
+from .ordered_sums import OrderedAdditions, OrderedSums
 from .query_zeros import QueryZeros
-from .uses import QueryOrder, Use
+from .uses import FixedOrder, QueryOrder, Use, Uses
 
 WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+ADDERS = Role("adders", range(ZEROS.warps[-1] + 1, ZEROS.warps[-1] + 1 + WARPGROUPS))
 assert len(CONSUMERS) == WARPS
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
@@ -91,10 +94,12 @@ STARTS, START_STEP = 4, 2
 
 COLUMNS_AHEAD = 16  # all columns of a tile that a lane has
 
+# Roles that read the tiles to work on. An edge counts the warps of a role, whichever they are.
+READERS = Role("consumers and adders", range(len(CONSUMERS) + len(ADDERS)))
+
 # The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
 # otherwise a tile of queries.
 EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
     Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
     Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
@@ -107,6 +112,8 @@ EDGES = (
     Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
 )
+IN_ANY_ORDER = (*TileQueue.edges(LOAD, CONSUMERS), *EDGES)
+IN_ORDER = (*TileQueue.edges(LOAD, READERS), *EDGES, *ordered_sums.edges(CONSUMERS, ADDERS))
 
 
 class Sm90Hd128Backward:
@@ -121,10 +128,13 @@ class Sm90Hd128Backward:
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.rows = KeyRows(spec)
         windowed = spec.window_left or spec.window_right
-        self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
+        if spec.ordered:
+            self.order = FixedOrder()
+        else:
+            self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
         self.load = LoadWarp(spec, self.order, self.rows)
         self.zeros = QueryZeros(spec.head_dim)
-        self.pipeline = Pipeline(*EDGES)
+        self.pipeline = Pipeline(*(IN_ORDER if spec.ordered else IN_ANY_ORDER))
         dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
         q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
         self.smem = SharedMemory(
@@ -141,7 +151,8 @@ class Sm90Hd128Backward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
+        roles = (CONSUMERS, LOAD, ZEROS, *((ADDERS,) if self.spec.ordered else ()))
+        return report_names(self.smem, self.pipeline, roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -180,10 +191,21 @@ class Sm90Hd128Backward:
             elif warp == ZEROS.warps[0]:
                 queue = TileQueue(Work, storage.work, barriers)
                 self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+            elif cutlass.const_expr(self.spec.ordered):
+                group = warp - ADDERS.warps[0]
+                queue = TileQueue(Work, storage.work, barriers)
+                OrderedAdditions.of(
+                    self.sums, barriers,
+                    KeyTiles(warp, group, queue, tiles, visible, bounded=True),
+                    Uses(self.order, x.dq_sums.shape[1] // self.spec.tile_m), x.dq_sums, x.zeroed,
+                    shared_address(storage.dq), group,
+                ).run()  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             staging = shared_address(storage.dq)
             sums = StagedSums(self.sums, x.dq_sums.iterator.toint(), staging)
+            if cutlass.const_expr(self.spec.ordered):
+                sums = OrderedSums(self.sums, sums.at, staging, barriers)
             own = Consumer.of(
                 self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
                 x.dq_sums, sums, columns_ahead=COLUMNS_AHEAD,
@@ -235,11 +257,15 @@ class Sm90Hd128Backward:
         dq = wgmma.wait(own.start_dq(n, use.taken))
         own.barriers.warp_arrives("ds_empty", n)
         own.barriers.warp_arrives("k_empty", use.taken)
-        own.sums.wait()
+        if cutlass.const_expr(self.spec.ordered):
+            own.sums.wait_for_staging(own.keys.warp, n)
+        else:
+            own.sums.wait()
         own.sums.stage(own.keys.warp, dq, range(own.sums.vectors))
-        own.sums.reduce(own.keys.warp, use.sums)
+        self.add_staged(own, n, use.sums)
         own.turns.end()
-        own.sums.wait()
+        if cutlass.const_expr(not self.spec.ordered):
+            own.sums.wait()
         return use.taken + 1
 
     @cute.jit
@@ -249,7 +275,8 @@ class Sm90Hd128Backward:
         if use.left == 0:
             own.barriers.warp_arrives("v_empty", use.taken)
         own.ds.store(own.scores.ds, own.keys.warp, n, lane_anew())
-        own.sums.wait()
+        if cutlass.const_expr(not self.spec.ordered):
+            own.sums.wait()
         return own.uses.after(own.keys, use)
 
     @cute.jit
@@ -270,6 +297,8 @@ class Sm90Hd128Backward:
         barriers = own.barriers
         switches = use.taken != after.taken
         if cutlass.const_expr(not starts):
+            if cutlass.const_expr(self.spec.ordered):
+                own.sums.wait_for_staging(own.keys.warp, n - 1)
             barriers.wait("ds_full", n - 1)
         own.turns.wait()
         if cutlass.const_expr(not starts):
@@ -304,13 +333,20 @@ class Sm90Hd128Backward:
             dp = own.start_dp(n + 1)
         own.turns.give()
         if cutlass.const_expr(not starts):
-            own.sums.reduce(own.keys.warp, before)
+            self.add_staged(own, n - 1, before)
         if cutlass.const_expr(follows):
             own.compute_score_gradients(after, n + 1, s, dp, large)
             if switches:
                 self.rows.store(x, own, use.taken, n + 1)
         else:
             self.rows.store(x, own, use.taken, n + 1)
+
+    def add_staged(self, own: Consumer, n: Int32, tile: Int32) -> None:
+        """Add dQ of use n, which has been staged, to a tile of the sums."""
+        if self.spec.ordered:
+            own.sums.publish(own.keys.warp, n)
+        else:
+            own.sums.reduce(own.keys.warp, tile)
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:

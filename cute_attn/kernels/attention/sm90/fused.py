@@ -16,14 +16,14 @@ from ...common.carried import Carried
 from ...common.pipeline import Barriers
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address
-from ...common.scheduler import CounterScheduler, TileQueue
+from ...common.scheduler import CounterScheduler, TicketScheduler, TileQueue
 from ...common.smem import Pointers
 from ...common.tma import BOX
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
-from ..parts.work import TileMap, Work, following, tiles_of_keys
+from ..parts.work import TileMap, Work, tiles_of_keys
 from ..spec import Sm90BackwardSpec
 from ..statistics import FLAG_ROWS, padded_start
 from .dq_sums import RegisterSums, StagedSums
@@ -118,7 +118,8 @@ def parameters(
     """The structs that the host passes to the device code. Each split of a group counts as a K/V
     head."""
     row_bytes = L2_PARTS * ELEMENT_BYTES * spec.head_dim
-    tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
+    tiles = tiles_of_keys(a, spec.tile_n, row_bytes)
+    tiles = (tiles.ordered if spec.ordered else tiles.balanced)(spec, a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()
@@ -150,7 +151,8 @@ class LoadWarp:
         """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         keys = KeyLoads.of(self.spec, storage, barriers)
         queries = QueryLoads.of(self.spec, storage, barriers)
-        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        kind = TicketScheduler if self.spec.ordered else CounterScheduler
+        scheduler = kind(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill(
             scheduler,
@@ -172,8 +174,8 @@ class LoadWarp:
             queue.publish_work(taken, work)
             keys.load("k", x, work, taken)
             stats_start = padded_start(tiles.queries, work.sequence)
-            start = self.order.start(work, first, end)
-            tile, head = start, work.head
+            walk = self.order.walk(tiles, work, first, end)
+            tile, head = walk.start, work.head
             for i in cutlass.range((end - first) * tiles.group, unroll=1):
                 row = stats_start + tile * self.spec.tile_m
                 queries.load("q", x, work, tile, head, row, n)
@@ -185,7 +187,7 @@ class LoadWarp:
                 if i == 0:
                     queue.barriers.wait("zeros_full", taken)
                 n += 1
-                tile, head = following(tile, head, start, end, lowest=self.order.lowest)
+                tile, head = walk.following(tile, head)
             taken += 1
         else:
             self.rows.store_zeros(x, work)

@@ -1,0 +1,158 @@
+"""Sums of dQ that CTAs add to in a fixed order, so that every run gives the same bits.
+
+A consumer warp stages its part of dQ in shared memory. For each consumer warpgroup, one warp of the
+load warp's warpgroup adds the warpgroup's parts to the sums in global memory. A counter in global
+memory for each tile of the sums and each warpgroup counts the tiles of keys that have been added.
+The place of a tile of keys in the order is a matter of shapes alone; see `OrderedTileMap`.
+
+    consumers    adding warp
+    dQ staged
+                 waits until the counter is the tile's place
+                 adds the parts; the staging is free once the parts are read
+                 counts the tile once the parts are added
+
+The counters lie behind the numbers of `query_zeros`, ORDER_COUNTERS for each STATS_ROWS rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ...common.carried import Carried
+from ...common.pipeline import Barriers, Edge, Kind, Role
+from ...common.ptx.async_copy import add_bulk
+from ...common.ptx.memory import add_release, load_acquire
+from ..query_sums import QuerySums
+from ..statistics import STATS_ROWS
+from .dq_sums import StagedSums
+from .key_tiles import KeyTiles, group_anew
+from .mma import WARPGROUP_WARPS
+from .uses import OrderedUse, Uses
+
+WARPGROUPS = 2
+
+
+def edges(consumers: Role, adders: Role) -> tuple[Edge, ...]:
+    """The edges between a warpgroup and its adding warp. Use n of warpgroup g is use
+    WARPGROUPS * n + g of the edges."""
+    group, adder = (
+        Role(role.name, role.warps[:count])
+        for role, count in ((consumers, WARPGROUP_WARPS), (adders, 1))
+    )
+    return (
+        Edge("dq_full", group, adder, WARPGROUPS, Kind.WARPS, payload="a warpgroup's dQ"),
+        Edge("dq_empty", adder, group, WARPGROUPS, Kind.WARPS, payload="its staging"),
+    )
+
+
+@dataclass(frozen=True)
+class OrderedSums(StagedSums):
+    """The staging of a consumer warp.
+
+    Attributes:
+        barriers: the kernel's mbarriers, with `edges`.
+    """
+
+    barriers: Barriers
+
+    def wait_for_staging(self, warp: Int32, n: Int32) -> None:
+        """Wait until the warp may stage use n."""
+        self.barriers.wait_previous("dq_empty", WARPGROUPS * n + group_anew(warp))
+
+    def publish(self, warp: Int32, n: Int32) -> None:
+        """Hand use n, which has been staged, to the adding warp. Called long after `stage`, so that
+        the fence does not wait."""
+        cute.arch.fence_view_async_shared()
+        self.barriers.warp_arrives("dq_full", WARPGROUPS * n + group_anew(warp))
+
+
+@dataclass(frozen=True)
+class OrderedAdditions(Carried):
+    """The work of a warpgroup's adding warp.
+
+    Attributes:
+        sums: the order of the sums in memory.
+        at: the sums' global address.
+        counters: the counters' global address.
+        staging: shared address of the warpgroup's parts.
+        group: the warpgroup.
+    """
+
+    sums: QuerySums
+    barriers: Barriers
+    keys: KeyTiles
+    uses: Uses
+    at: Int64
+    counters: Int64
+    staging: Int32
+    group: Int32
+
+    @classmethod
+    def of(
+        cls, sums: QuerySums, barriers: Barriers, keys: KeyTiles, uses: Uses,
+        dq_sums: cute.Tensor, zeroed: cute.Tensor, staging: Int32, group: Int32,
+    ) -> OrderedAdditions:  # fmt: skip
+        tiles = Int64(dq_sums.shape[0]) * (dq_sums.shape[1] // STATS_ROWS)
+        nbytes = cls.part_bytes(sums) * group
+        return cls(
+            sums, barriers, keys, uses, dq_sums.iterator.toint() + nbytes,
+            zeroed.iterator.toint() + (1 + tiles + group) * Int32.width // 8, staging + nbytes,
+            group,
+        )  # fmt: skip
+
+    @staticmethod
+    def part_bytes(sums: QuerySums) -> int:
+        """Bytes of a warpgroup's parts."""
+        return WARPGROUP_WARPS * sums.part * Float32.width // 8
+
+    @cute.jit
+    def run(self) -> None:
+        """Add all uses of the CTA."""
+        queue, n, taken = self.keys.queue, Int32(0), Int32(0)
+        queue.wait(taken)
+        goes_on = queue.read(taken).exists
+        if goes_on:
+            use = self.uses.first(self.keys, taken)
+            while goes_on:
+                self.add(use, n)
+                goes_on, after = self.uses.after(self.keys, use)
+                if use.left == 0:
+                    queue.release(use.taken)
+                    taken = use.taken + 1
+                use = after
+                n += 1
+        queue.release(taken)
+
+    @cute.jit
+    def add(self, use: OrderedUse, n: Int32) -> None:
+        """Add use n to its sum, in its place."""
+        tile, index = use.sums, WARPGROUPS * n + self.group
+        counter = self.counters + Int64(WARPGROUPS * tile) * (Int32.width // 8)
+        place = self.place(use)
+        while load_acquire(counter) != place:
+            pass
+        # The fence orders the acquired sums before the async proxy's additions to them.
+        cute.arch.fence_proxy("async.global")
+        self.barriers.wait("dq_full", index)
+        if cute.arch.lane_idx() == 0:
+            nbytes = self.part_bytes(self.sums)
+            target = self.at + Int64(tile) * (self.sums.tile * Float32.width // 8)
+            add_bulk(target, self.staging, nbytes)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.barriers.arrive("dq_empty", index)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.fence_proxy("async.global")
+            add_release(counter, 1)
+        cute.arch.sync_warp()
+
+    def place(self, use: OrderedUse) -> Int32:
+        """How many tiles of keys add to the use's sum earlier."""
+        keys = self.keys
+        work = keys.queue.read(use.taken)
+        first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
+        return Int32(cutlass.select_(use.step < 0, work.block - first, end - 1 - work.block))
