@@ -286,14 +286,11 @@ def has_fused_dq(
     softcap: bool,
     dq: bool = True,
     dkdv: bool = True,
-    deterministic: bool = False,
 ) -> bool:
     """Whether one kernel on `arch` computes dK, dV and sums of dQ, if all three gradients are
     needed."""
     dims = head_dim, head_dim_v
     if not (dq and dkdv) or not configs.has("backward_fused", arch, *dims):
-        return False
-    if deterministic and head_dim != 128:
         return False
     return not softcap or configs.backward("backward_fused", arch, *dims).capped_m != 0
 

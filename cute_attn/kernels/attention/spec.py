@@ -23,6 +23,7 @@ DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
+ORDERS = ("rising", "alternating", "rotating")
 GATHERED = 1  # page_rows: K and V are gathered row by row, from pages of any size
 
 HEAD_DIMS_V = head_dims_v("forward")
@@ -390,8 +391,8 @@ class Sm90BackwardSpec(BackwardSpec):
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
         stores_ds: the dK/dV kernel at head_dim 192 and 256 also stores dS, see `ds_tiles`.
-        ordered: the kernel of all gradients adds to the sums of dQ in a fixed order, see
-            `ordered_sums`.
+        order: the order in which the kernel of all gradients adds to the sums of dQ: "any", or an
+            order of `OrderedTileMap`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -399,6 +400,7 @@ class Sm90BackwardSpec(BackwardSpec):
         "scheduler": ("single", "counter"),
         "head_dim": head_dims("backward_dkdv", SM90),
         "head_dim_v": head_dims_v("backward_dkdv", SM90),
+        "order": ("any", *ORDERS),
     }
 
     head_dim: int
@@ -406,4 +408,9 @@ class Sm90BackwardSpec(BackwardSpec):
     tile_m: int
     tile_n: int
     stores_ds: bool = False
-    ordered: bool = False
+    order: str = "any"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of additions is the same in every run."""
+        return self.order != "any"

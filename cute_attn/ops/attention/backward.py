@@ -182,7 +182,6 @@ class BackwardArguments(NamedTuple):
             softcap=bool(self.softcap),
             dq=self.need_dq,
             dkdv=self.need_dkdv,
-            deterministic=is_deterministic(self),
         )
 
     def parts_with_ds(self, splits: int) -> Parts:
@@ -292,6 +291,7 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
             deterministic=is_deterministic(a),
+            batch_invariant=bool(a.batch_invariant),
             float32_dkdv=bool(a.float32_dkdv),
         )
 
@@ -354,6 +354,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dkdv,
             a.need_dsink,
             is_deterministic(a),
+            bool(a.batch_invariant),
             a.float32_dkdv,
             parts.splits,
             parts.heads > 0,

@@ -16,7 +16,7 @@ The counters lie behind the numbers of `query_zeros`, ORDER_COUNTERS for each ST
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import cutlass
 import cutlass.cute as cute
@@ -26,12 +26,13 @@ from ...common.carried import Carried
 from ...common.pipeline import Barriers, Edge, Kind, Role
 from ...common.ptx.async_copy import add_bulk
 from ...common.ptx.memory import add_release, load_acquire
+from ...common.scheduler import TileQueue
 from ..query_sums import QuerySums
 from ..statistics import STATS_ROWS
 from .dq_sums import StagedSums
 from .key_tiles import KeyTiles, group_anew
 from .mma import WARPGROUP_WARPS
-from .uses import OrderedUse, Uses
+from .uses import OrderedUse, Use, Uses
 
 WARPGROUPS = 2
 
@@ -68,6 +69,20 @@ class OrderedSums(StagedSums):
         the fence does not wait."""
         cute.arch.fence_view_async_shared()
         self.barriers.warp_arrives("dq_full", WARPGROUPS * n + group_anew(warp))
+
+
+@dataclass(frozen=True)
+class OfWork(Carried):
+    """The fields of a work that the place of its uses depends on."""
+
+    block: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    @classmethod
+    def read(cls, queue: TileQueue, taken: Int32) -> OfWork:
+        work = queue.read(taken)
+        return cls(*(Int32(getattr(work, field.name)) for field in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -111,28 +126,35 @@ class OrderedAdditions(Carried):
 
     @cute.jit
     def run(self) -> None:
-        """Add all uses of the CTA."""
+        """Add all uses of the CTA.
+
+        A work's record is released before the work's uses are added: consumers hand over a work's
+        last use only when they know the next works."""
         queue, n, taken = self.keys.queue, Int32(0), Int32(0)
         queue.wait(taken)
         goes_on = queue.read(taken).exists
         if goes_on:
             use = self.uses.first(self.keys, taken)
+            of_work = OfWork.read(queue, taken)
+            queue.release(taken)
             while goes_on:
-                self.add(use, n)
+                self.add(use, of_work, n)
                 goes_on, after = self.uses.after(self.keys, use)
                 if use.left == 0:
-                    queue.release(use.taken)
                     taken = use.taken + 1
+                    of_work = OfWork.read(queue, taken)
+                    queue.release(taken)
                 use = after
                 n += 1
-        queue.release(taken)
+        else:
+            queue.release(taken)
 
     @cute.jit
-    def add(self, use: OrderedUse, n: Int32) -> None:
+    def add(self, use: Use, of_work: OfWork, n: Int32) -> None:
         """Add use n to its sum, in its place."""
         tile, index = use.sums, WARPGROUPS * n + self.group
         counter = self.counters + Int64(WARPGROUPS * tile) * (Int32.width // 8)
-        place = self.place(use)
+        place = self.place(use, of_work)
         while load_acquire(counter) != place:
             pass
         # The fence orders the acquired sums before the async proxy's additions to them.
@@ -150,9 +172,10 @@ class OrderedAdditions(Carried):
             add_release(counter, 1)
         cute.arch.sync_warp()
 
-    def place(self, use: OrderedUse) -> Int32:
+    def place(self, use: Use, work: OfWork) -> Int32:
         """How many tiles of keys add to the use's sum earlier."""
         keys = self.keys
-        work = keys.queue.read(use.taken)
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
-        return Int32(cutlass.select_(use.step < 0, work.block - first, end - 1 - work.block))
+        tiles = (work.seqlen_q + (keys.visible.tile_m - 1)) // keys.visible.tile_m
+        falls = use.step < 0 if isinstance(use, OrderedUse) else False
+        return keys.tiles.place(work.block, use.tile, first, end, falls, tiles)
