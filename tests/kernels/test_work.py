@@ -20,7 +20,9 @@ import torch
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.parts.visibility import Visibility
 from cute_attn.kernels.attention.parts.work import LAST_TILES, SplitTileMap, TileMap
+from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -144,6 +146,38 @@ def test_splits_of_a_tile_follow_one_another_and_share_its_key_tiles(splits: int
         parts = [tiles.work(0, 0, 0, split).part(first, end) for split in range(splits)]
         assert [i for part in parts for i in range(*part)] == list(range(first, end))
         assert all(first <= a <= b <= end for a, b in parts)
+
+
+@pytest.mark.usefixtures("integers")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("clusters", [1, 5, 9, 40])
+def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(order: str, clusters: int) -> None:
+    """In the places of an order, all tiles of keys that a tile of queries sees follow one another.
+    Without a rotation, each waits for smaller numbers only, so that none waits for ever."""
+    spec = SimpleNamespace(order=order)
+    ordered = tile_map(True, 1, False, at_once=1).ordered(spec, clusters)
+    sees = Visibility(4, TILE, 1, None, 0 if order == "alternating" else None)
+    numbers = {
+        tuple(map(int, ordered.locate(number)[1:])): number
+        for number in range(int(ordered.count()))
+    }
+    blocks, tiles = -(-33 // TILE), -(-20 // 4)
+    for head, sequence, tile in itertools.product(
+        range(KV_HEADS), range(BATCH), range(tiles)
+    ):
+        falls = bool(int(ordered.falls(sequence * KV_HEADS + head, sequence)))
+        first, end = sees.visitors(tile, 20, 33)
+        places = [
+            int(ordered.place(block, tile, first, end, falls, tiles)) for block in range(first, end)
+        ]
+        assert sorted(places) == list(range(end - first))
+        if ordered.rotates is None or not int(ordered.rotates):
+            of_tile = [numbers[block, head, sequence] for block in range(first, end)]
+            assert [sorted(of_tile).index(n) for n in of_tile] == places
+        elif blocks <= tiles:
+            starts = [int(ordered.rotated_start(block, tiles, blocks)) for block in range(blocks)]
+            steps = [(tile - start) % tiles for start in starts]
+            assert [sorted(steps).index(n) for n in steps] == places
 
 
 def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:

@@ -10,10 +10,11 @@ Up to six kernels:
     zero_unused   rows of no sequence, which the others do not write
 
 None of these kernels adds in an order that depends on timing, so every run gives the same bits. A
-call that is not `deterministic`, and needs all of dq, dk and dv, may get two other kernels
-(`heuristics.has_fused_dq`) in place of dq and dkdv:
+call that needs all of dq, dk and dv may get two other kernels (`heuristics.has_fused_dq`) in place
+of dq and dkdv:
 
-    dkdv          dk and dv, as above; and float32 sums of dq, in any order
+    dkdv          dk and dv, as above; and float32 sums of dq, in any order, or if the call is
+                  `deterministic` in a fixed order
     postprocess   dq from its sums
 
 On Hopper, at head_dim 192 and 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for
@@ -32,7 +33,8 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
-    numbers of zeros 4 + 4 heads R / 128     only with postprocess
+    numbers of zeros 4 + 4 heads R / 128     only with postprocess; if `deterministic`, and of
+                                             additions: 4 + 20 heads R / 128
     dS               2 R (keys + 127) for each query head of a part; only with ds_dq
     sums of dq       4 R head_dim            only with ds_dq and parts of the keys
 """

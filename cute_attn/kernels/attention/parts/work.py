@@ -196,14 +196,14 @@ class TileMap(Carried):
         blocks = cutlass.max(1, self.blocks(self.divided.tokens))
         fit = clusters // blocks
         fit += Int32(cutlass.select_(10 * fit * blocks < 9 * clusters, 1, 0))
-        at_once = cutlass.max(1, cutlass.min(fit, self.heads * self.batch))
+        at_once = Int32(cutlass.max(1, cutlass.min(fit, self.heads * self.batch)))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
         rotates = None
         if spec.order == "rotating":
             fills = 10 * fit * blocks >= 9 * clusters
             rotates = Int32(cutlass.select_(fills & (fit * blocks <= clusters), 1, 0))
-            values["heads_at_once"] = cutlass.select_(rotates != 0, Int32(1), at_once)
+            values["heads_at_once"] = Int32(cutlass.select_(rotates != 0, Int32(1), at_once))
         return OrderedTileMap(**values, order=spec.order, rotates=rotates)
 
     def on_device(self, o: cute.Tensor) -> TileMap:

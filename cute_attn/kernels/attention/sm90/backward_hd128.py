@@ -17,11 +17,13 @@ each query head the CTA loops over the tiles of 64 queries that see some of the 
     0-7      consumers    compute all of the above; at the end store dK and dV from registers
     8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
     9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
+    10-11    adders       add to the sums of dQ in a fixed order, see `ordered_sums`
 
 Each warp stages its part of dQ in its own shared memory. A bulk reduction adds the part to float32
 sums in global memory. `backward_postprocess` scales and rounds the sums. CTAs add in any order, so
-the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
-consumers; its two other warps idle.
+the bits of dQ differ from run to run. With `spec.ordered`, an adding warp adds the staged parts in
+a fixed order. The load warp's warpgroup gives its registers to the consumers; without
+`spec.ordered` its two other warps idle.
 
 As in `backward_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
 loop turns over after dS, and dQ is one tile late:

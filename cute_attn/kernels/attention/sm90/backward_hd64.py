@@ -19,11 +19,13 @@ P' is P; with a softcap, P' is P times the slope of the cap.
     0-7      consumers    compute all of the above; at the end store dK and dV from registers
     8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
     9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
+    10-11    adders       add to the sums of dQ in a fixed order, see `ordered_sums`
 
 Each thread adds its part of a tile's dQ to float32 sums in global memory. `backward_postprocess`
-scales and rounds the sums. CTAs add in any order, so the bits of dQ differ from run to run.
+scales and rounds the sums. CTAs add in any order, so the bits of dQ differ from run to run. With
+`spec.ordered`, each warp stages its part, and an adding warp adds the part in a fixed order.
 `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup gives
-its registers to the consumers; its two other warps idle.
+its registers to the consumers; without `spec.ordered` its two other warps idle.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the next
 tile. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the other
