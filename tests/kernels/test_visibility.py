@@ -48,7 +48,8 @@ def test_visitors_are_the_inverse_of_query_tiles(tile_m: int, tile_n: int) -> No
         sees = Visibility(tile_m, tile_n, 1, left, right)
         seqlen_q, seqlen_k = case
         visits = [
-            interval(*sees.query_tiles(key_tile, *case)) for key_tile in range(-(-seqlen_k // tile_n))
+            interval(*sees.query_tiles(key_tile, *case))
+            for key_tile in range(-(-seqlen_k // tile_n))
         ]
         for tile in range(-(-seqlen_q // tile_m)):
             visitors = [n for n, tiles in enumerate(visits) if tile in tiles]

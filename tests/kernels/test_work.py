@@ -162,9 +162,7 @@ def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(order: str, clus
         for number in range(int(ordered.count()))
     }
     blocks, tiles = -(-33 // TILE), -(-20 // 4)
-    for head, sequence, tile in itertools.product(
-        range(KV_HEADS), range(BATCH), range(tiles)
-    ):
+    for head, sequence, tile in itertools.product(range(KV_HEADS), range(BATCH), range(tiles)):
         falls = bool(int(ordered.falls(sequence * KV_HEADS + head, sequence)))
         first, end = sees.visitors(tile, 20, 33)
         places = [

@@ -112,19 +112,19 @@ def edges(ordered: bool) -> tuple[Edge, ...]:
         readers, more = READERS, ordered_sums.edges(CONSUMERS, ADDERS)
         q_stages = ORDERED_Q_STAGES
     return (
-    *TileQueue.edges(LOAD, readers),
-    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
-    Edge("q_full", LOAD, CONSUMERS, q_stages, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, q_stages, Kind.WARPS, payload="their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
-    *more,
+        *TileQueue.edges(LOAD, readers),
+        Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
+        Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+        Edge("q_full", LOAD, CONSUMERS, q_stages, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q_stages, Kind.WARPS, payload="their stage"),
+        Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+        Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+        Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+        Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
+        *more,
     )
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ...common.carried import Carried
 from ...common.pipeline import Barriers, Edge, Kind, Role

@@ -85,9 +85,7 @@ class FixedOrder(QueryOrder):
     def use(self, walk: Walk, **of_use: Any) -> Use:
         if not isinstance(walk, OrderedWalk):
             return super().use(walk, **of_use)
-        return OrderedUse(
-            tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use
-        )
+        return OrderedUse(tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use)
 
 
 @dataclass(frozen=True)
