@@ -249,13 +249,13 @@ class PreprocessSpec(Spec):
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
         head_dim_v: head dimension of o and its gradient.
-        sums: the kernel clears the numbers of `query_zeros`.
+        sums: the kernel clears the numbers of `query_zeros`, or with `ordered` of `ordered_sums`.
         rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
             key: queries see keys up to a bound to the right, or with `negative_left`.
         varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
         negative_left: with `rows_without_keys`, queries see keys from a bound to the right on: the
             last queries of a sequence may see no key.
-        ordered: with `sums`, the kernel also clears the counters of `ordered_sums`.
+        ordered: see `sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -301,6 +301,7 @@ class PostprocessSpec(Spec):
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
         tile_m, columns: the order of the sums, see `query_sums`.
+        ordered: a sum that nothing was added to is not written; the counters of `ordered_sums` tell.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -318,6 +319,7 @@ class PostprocessSpec(Spec):
     head_dim: int
     tile_m: int
     columns: int
+    ordered: bool = False
 
 
 @dataclass(frozen=True)

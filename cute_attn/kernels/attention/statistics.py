@@ -38,9 +38,15 @@ def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
 
 
 def num_query_zeros(heads: int, rows: int, *, ordered: bool = False) -> int:
-    """The length of `zeroed` (see `query_zeros`), from the padded rows of each head. With
-    `ordered`, the counters of `ordered_sums` follow."""
-    return 1 + heads * (rows // STATS_ROWS) * (1 + ORDER_COUNTERS * ordered)
+    """The length of `zeroed`, from the padded rows of each head: the numbers of `query_zeros`, or
+    with `ordered` the counters of `ordered_sums`."""
+    tiles = heads * (rows // STATS_ROWS)
+    return tiles * ORDER_COUNTERS if ordered else 1 + tiles
+
+
+def counters_of_tile(tile_m: int) -> int:
+    """The distance of a tile's counters from the next tile's in `ordered_sums`."""
+    return ORDER_COUNTERS * tile_m // STATS_ROWS
 
 
 def num_tiles(tokens: int, batch: int, varlen: bool) -> int:

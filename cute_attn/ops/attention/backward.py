@@ -33,8 +33,8 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
-    numbers of zeros 4 + 4 heads R / 128     only with postprocess; if `deterministic`, and of
-                                             additions: 4 + 20 heads R / 128
+    numbers of zeros 4 + 4 heads R / 128     only with postprocess; if `deterministic`, numbers of
+                                             additions: 16 heads R / 128
     dS               2 R (keys + 127) for each query head of a part; only with ds_dq
     sums of dq       4 R head_dim            only with ds_dq and parts of the keys
 """
@@ -443,7 +443,10 @@ class Backward(Operator[BackwardArguments]):
                     *(() if ready.postprocess is None else (dq_sums, zeroed)),
                 )  # fmt: skip
             if ready.postprocess is not None:
-                ready.postprocess(dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
+                ready.postprocess(
+                    dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0],
+                    zeroed if is_deterministic(a) else None,
+                )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
                     ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))

@@ -366,8 +366,8 @@ def backward_requests(
     dims = head_dim, head_dim_v
     fused = has_fused_dq(arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv)
     ds = ds and dq and dkdv
-    order = "any"
-    if deterministic:
+    order, ordered = "any", fused and deterministic
+    if ordered:
         alternates = window_right and not window_left and not batch_invariant
         order = "alternating" if alternates else "rising"
 
@@ -389,7 +389,7 @@ def backward_requests(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             partial=partial,
-            **({"order": order} if fused and order != "any" else {}),
+            **({"order": order} if ordered else {}),
         )
         return kernel, spec
 
@@ -408,7 +408,7 @@ def backward_requests(
         dlse=dlse,
         head_dim_v=row.head_dim_v,
         sums=fused,
-        ordered=fused and deterministic,
+        ordered=ordered,
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
         seqused_k=rows_without_keys and seqused_k,
@@ -420,7 +420,9 @@ def backward_requests(
     postprocess = None
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
-        spec = PostprocessSpec(dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns)
+        spec = PostprocessSpec(
+            dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
+        )
         postprocess = table.find("backward_postprocess", arch, *dims).kernel, spec
     return BackwardRequests(
         preprocess=(preprocess_kernel, preprocess),

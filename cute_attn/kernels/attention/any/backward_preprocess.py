@@ -6,7 +6,7 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     dsink   = sum_i -exp(s - lse_i) delta_i
 
 If the gradient of q is added up in global memory, the kernel also sets the counters of
-`query_zeros` to 0. If rows may see no key, the kernel copies do, with zeros in these rows. P is 0
+`query_zeros` or `ordered_sums` to 0. If rows may see no key, the kernel copies do, with zeros in these rows. P is 0
 in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
 
 The kernel is bound by memory bandwidth, and reads o and do once. Eight threads share a row, so an
@@ -66,7 +66,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         stats: lse and delta, `[2, heads, padded rows]`; see `statistics`.
-        zeroed: the counters of finished zeros; see `query_zeros`.
+        zeroed: the counters of finished zeros, or of additions; see `query_zeros` and
+            `ordered_sums`.
         dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
         seen_do: the copy of do. The kernel uses this field and the next fields with
             `rows_without_keys`.
@@ -149,20 +150,22 @@ class BackwardPreprocess:
         exists, block, head, sequence = tiles.locate(number)
 
         dsink = Float32(0.0)
-        if cutlass.const_expr(x.zeroed is not None):
+        if cutlass.const_expr(x.zeroed is not None and not self.spec.ordered):
             if number == 0 and thread == 0:
                 x.zeroed[0] = 0
         if exists:
             length = tiles.queries.length(sequence)
             first = block * STATS_ROWS
-            if cutlass.const_expr(x.zeroed is not None):
+            if cutlass.const_expr(self.spec.ordered):
+                if thread < ORDER_COUNTERS:
+                    row = padded_start(tiles.queries, sequence) + first
+                    tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
+                    x.zeroed[tile * ORDER_COUNTERS + thread] = 0
+            elif cutlass.const_expr(x.zeroed is not None):
                 if thread == 0:
                     row = padded_start(tiles.queries, sequence) + first
                     tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
                     x.zeroed[1 + tile] = 0
-                if cutlass.const_expr(self.spec.ordered):
-                    if thread < ORDER_COUNTERS:
-                        self.clear_order(x, padded_start(tiles.queries, sequence) + first, head)
             copy, copy_stride, first_seen, end_seen = None, Int64(0), Int32(0), None
             if cutlass.const_expr(self.spec.rows_without_keys):
                 keys = Sequences(x.seqlen_k, x.cu_seqlens_k, x.seqused_k).length(sequence)
@@ -197,14 +200,6 @@ class BackwardPreprocess:
                 for warp in cutlass.range_constexpr(1, STATS_WARPS):
                     total += warp_dsink[warp]
                 (x.dsink_partial.iterator + number).store(total)
-
-    def clear_order(self, x: Arguments, row: Int32, head: Int32) -> None:
-        """Clear a counter of `ordered_sums` in each of ORDER_COUNTERS threads."""
-        thread, _, _ = cute.arch.thread_idx()
-        heads, tiles = x.stats.shape[1], x.stats.shape[2] // STATS_ROWS
-        tile = Int64(head) * tiles + row // STATS_ROWS
-        assert x.zeroed is not None
-        x.zeroed[1 + Int64(heads) * tiles + tile * ORDER_COUNTERS + thread] = 0
 
     def sequence_of(
         self, x: cute.Tensor, queries: Sequences, sequence: Int32, head: Int32

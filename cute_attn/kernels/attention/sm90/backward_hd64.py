@@ -198,10 +198,11 @@ class Sm90Hd64Backward:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
                 self.load.run(x, storage, barriers, tiles, visible)
-            elif warp == ZEROS.warps[0]:
-                queue = TileQueue(Work, storage.work, barriers)
-                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
-            elif cutlass.const_expr(self.spec.ordered):
+            elif cutlass.const_expr(not self.spec.ordered):
+                if warp == ZEROS.warps[0]:
+                    queue = TileQueue(Work, storage.work, barriers)
+                    self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+            elif warp >= ADDERS.warps[0]:
                 group = warp - ADDERS.warps[0]
                 queue = TileQueue(Work, storage.work, barriers)
                 OrderedAdditions.of(

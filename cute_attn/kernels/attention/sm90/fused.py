@@ -184,8 +184,9 @@ class LoadWarp:
                 queries.load("do", x, work, tile, head, row, n)
                 # The wait may follow these loads. Consumers add a use's dQ to the sums only after
                 # they get the next use's Q and dO, or the next work.
-                if i == 0:
-                    queue.barriers.wait("zeros_full", taken)
+                if cutlass.const_expr(not self.spec.ordered):
+                    if i == 0:
+                        queue.barriers.wait("zeros_full", taken)
                 n += 1
                 tile, head = walk.following(tile, head)
             taken += 1

@@ -11,7 +11,11 @@ The place of a tile of keys in the order is a matter of shapes alone; see `Order
                  adds the parts; the staging is free once the parts are read
                  counts the tile once the parts are added
 
-The counters lie behind the numbers of `query_zeros`, ORDER_COUNTERS for each STATS_ROWS rows.
+The first tile of keys stores its parts, so the sums need no zeros. A sum that no tile of keys adds to
+is not written; its counter is 0, and the postprocess stores zeros in its place.
+
+    counters    Int32 [heads * padded rows / STATS_ROWS, ORDER_COUNTERS], zeros at first. The counters
+                of a sum's two halves follow one another
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from cutlass import Float32, Int32, Int64
 
 from ...common.carried import Carried
 from ...common.pipeline import Barriers, Edge, Kind, Role
-from ...common.ptx.async_copy import add_bulk
+from ...common.ptx.async_copy import add_bulk, store_bulk
 from ...common.ptx.memory import add_release, load_acquire
 from ...common.scheduler import TileQueue
 from ..query_sums import QuerySums
-from ..statistics import STATS_ROWS
 from .dq_sums import StagedSums
 from .key_tiles import KeyTiles, group_anew
 from .mma import WARPGROUP_WARPS
+from ..statistics import counters_of_tile
 from .uses import OrderedUse, Use, Uses
 
 WARPGROUPS = 2
@@ -110,11 +114,10 @@ class OrderedAdditions(Carried):
         cls, sums: QuerySums, barriers: Barriers, keys: KeyTiles, uses: Uses,
         dq_sums: cute.Tensor, zeroed: cute.Tensor, staging: Int32, group: Int32,
     ) -> OrderedAdditions:  # fmt: skip
-        tiles = Int64(dq_sums.shape[0]) * (dq_sums.shape[1] // STATS_ROWS)
         nbytes = cls.part_bytes(sums) * group
         return cls(
             sums, barriers, keys, uses, dq_sums.iterator.toint() + nbytes,
-            zeroed.iterator.toint() + (1 + tiles + group) * Int32.width // 8, staging + nbytes,
+            zeroed.iterator.toint() + Int64(group) * (Int32.width // 8), staging + nbytes,
             group,
         )  # fmt: skip
 
@@ -152,7 +155,7 @@ class OrderedAdditions(Carried):
     def add(self, use: Use, of_work: OfWork, n: Int32) -> None:
         """Add use n to its sum, in its place."""
         tile, index = use.sums, WARPGROUPS * n + self.group
-        counter = self.counters + Int64(WARPGROUPS * tile) * (Int32.width // 8)
+        counter = self.counters + Int64(tile) * (counters_of_tile(self.sums.tile_m) * 4)
         place = self.place(use, of_work)
         while load_acquire(counter) != place:
             pass
@@ -162,7 +165,10 @@ class OrderedAdditions(Carried):
         if cute.arch.lane_idx() == 0:
             nbytes = self.part_bytes(self.sums)
             target = self.at + Int64(tile) * (self.sums.tile * Float32.width // 8)
-            add_bulk(target, self.staging, nbytes)
+            if place == 0:
+                store_bulk(target, self.staging, nbytes)
+            else:
+                add_bulk(target, self.staging, nbytes)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.barriers.arrive("dq_empty", index)
