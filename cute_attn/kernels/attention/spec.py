@@ -301,7 +301,8 @@ class PostprocessSpec(Spec):
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
         tile_m, columns: the order of the sums, see `query_sums`.
-        ordered: a sum that nothing was added to is not written; the counters of `ordered_sums` tell.
+        ordered: sums that nothing was added to are not written, and have a counter of 0; see
+            `ordered_sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.

@@ -6,8 +6,8 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     dsink   = sum_i -exp(s - lse_i) delta_i
 
 If the gradient of q is added up in global memory, the kernel also sets the counters of
-`query_zeros` or `ordered_sums` to 0. If rows may see no key, the kernel copies do, with zeros in these rows. P is 0
-in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
+`query_zeros` or `ordered_sums` to 0. If rows may see no key, the kernel copies do, with zeros in
+these rows. P is 0 in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
 
 The kernel is bound by memory bandwidth, and reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,

@@ -52,7 +52,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Pipeline, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.memory import shared_address
 from ...common.scheduler import CounterScheduler, TileQueue
@@ -61,24 +61,27 @@ from ..parts import fragments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work
-from ..query_sums import WARPS, QuerySums
+from ..query_sums import QuerySums
 from ..spec import Sm90BackwardSpec
-from . import ordered_sums
 from .dq_sums import StagedSums
-from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
+from .fused import (
+    CONSUMERS,
+    LOAD,
+    WARPGROUPS,
+    Arguments,
+    Consumer,
+    Operands,
+    OtherWarps,
+    edges,
+    fake_arguments,
+    parameters,
+    roles,
+)
 from .key_rows import KeyRows
-from .key_tiles import KeyTiles, lane_anew
-from .mma import ROWS, STEP, WARPGROUP, WARPGROUP_WARPS, start_output
-from .ordered_sums import OrderedAdditions, OrderedSums
-from .query_zeros import QueryZeros
-from .uses import FixedOrder, QueryOrder, Use, Uses
-
-WARPGROUPS = 2
-CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
-LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
-ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
-ADDERS = Role("adders", range(ZEROS.warps[-1] + 1, ZEROS.warps[-1] + 1 + WARPGROUPS))
-assert len(CONSUMERS) == WARPS
+from .key_tiles import lane_anew
+from .mma import ROWS, STEP, WARPGROUP, start_output
+from .ordered_sums import OrderedSums
+from .uses import FixedOrder, QueryOrder, Use
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
 # up.
@@ -95,27 +98,6 @@ Q_STAGES, DO_STAGES = 2, 2
 STARTS, START_STEP = 4, 2
 
 COLUMNS_AHEAD = 16  # all columns of a tile that a lane has
-
-# Roles that read the tiles to work on. An edge counts the warps of a role, whichever they are.
-READERS = Role("consumers and adders", range(len(CONSUMERS) + len(ADDERS)))
-
-# The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
-# otherwise a tile of queries.
-EDGES = (
-    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
-)
-IN_ANY_ORDER = (*TileQueue.edges(LOAD, CONSUMERS), *EDGES)
-IN_ORDER = (*TileQueue.edges(LOAD, READERS), *EDGES, *ordered_sums.edges(CONSUMERS, ADDERS))
 
 
 class Sm90Hd128Backward:
@@ -134,9 +116,10 @@ class Sm90Hd128Backward:
             self.order = FixedOrder()
         else:
             self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
-        self.load = LoadWarp(spec, self.order, self.rows)
-        self.zeros = QueryZeros(spec.head_dim)
-        self.pipeline = Pipeline(*(IN_ORDER if spec.ordered else IN_ANY_ORDER))
+        self.others = OtherWarps(spec, self.order, self.rows, self.sums)
+        self.pipeline = Pipeline(
+            *edges(spec.ordered, k=K_STAGES, q=Q_STAGES, do=DO_STAGES, ds=DS_STAGES)
+        )
         dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
         q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
         self.smem = SharedMemory(
@@ -153,8 +136,7 @@ class Sm90Hd128Backward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = (CONSUMERS, LOAD, ZEROS, *((ADDERS,) if self.spec.ordered else ()))
-        return report_names(self.smem, self.pipeline, roles, shared_base)
+        return report_names(self.smem, self.pipeline, roles(self.spec.ordered), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -188,21 +170,7 @@ class Sm90Hd128Backward:
 
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            if warp == LOAD.warps[0]:
-                self.load.run(x, storage, barriers, tiles, visible)
-            elif cutlass.const_expr(not self.spec.ordered):
-                if warp == ZEROS.warps[0]:
-                    queue = TileQueue(Work, storage.work, barriers)
-                    self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
-            elif warp >= ADDERS.warps[0]:
-                group = warp - ADDERS.warps[0]
-                queue = TileQueue(Work, storage.work, barriers)
-                OrderedAdditions.of(
-                    self.sums, barriers,
-                    KeyTiles(warp, group, queue, tiles, visible, bounded=True),
-                    Uses(self.order, x.dq_sums.shape[1] // self.spec.tile_m), x.dq_sums, x.zeroed,
-                    shared_address(storage.dq), group,
-                ).run()  # fmt: skip
+            self.others.run(warp, x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             staging = shared_address(storage.dq)

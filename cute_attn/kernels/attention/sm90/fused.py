@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.carried import Carried
-from ...common.pipeline import Barriers
+from ...common.pipeline import Barriers, Edge, Kind, Role
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address
 from ...common.scheduler import CounterScheduler, TicketScheduler, TileQueue
@@ -24,17 +24,29 @@ from ..parts.arguments import FakeArguments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work, tiles_of_keys
+from ..query_sums import WARPS, QuerySums
 from ..spec import Sm90BackwardSpec
 from ..statistics import FLAG_ROWS, padded_start
+from . import ordered_sums
 from .dq_sums import RegisterSums, StagedSums
 from .ds_ring import DsRing
 from .key_loads import KeyLoads, QueryLoads, key_rows, query_rows
 from .key_rows import KeyRows
 from .key_tiles import KeyProducts, KeyTiles, group_anew, lane_anew
 from .mma import ROWS, WARPGROUP_WARPS
+from .ordered_sums import OrderedAdditions
+from .query_zeros import QueryZeros
 from .score_tile import ScoreTile, Statistics
 from .turns import Turns
 from .uses import QueryOrder, Use, Uses
+
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+# In any order of additions the consumers add, and a warp writes zeros; in a fixed order, warps add.
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+ADDERS = Role("adders", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + WARPGROUP_WARPS))
+assert len(CONSUMERS) == WARPS
 
 # Bytes of a query that tiles of keys reread: Q, dO and the sums of dQ. A budget of half of L2 for
 # these data makes kernels up to 8 % faster than all of L2.
@@ -130,6 +142,67 @@ def parameters(
         a.num_splits, tiles.count(), a.counter,
     )  # fmt: skip
     return x, tiles, visible, scaling
+
+
+def roles(ordered: bool) -> tuple[Role, ...]:
+    """The roles, with or without a fixed order of additions."""
+    return CONSUMERS, LOAD, ADDERS if ordered else ZEROS
+
+
+def edges(ordered: bool, *, k: int, q: int, do: int, ds: int) -> tuple[Edge, ...]:
+    """The edges in the order in which a tile meets them, from the stages of the rings. A use is a
+    tile of keys for k, v and zeros, otherwise a tile of queries."""
+    readers = CONSUMERS
+    if ordered:  # an edge counts the warps of a role, whichever they are
+        readers = Role("consumers and adders", range(len(CONSUMERS) + len(ADDERS)))
+    sums = (Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),)
+    return (
+        *TileQueue.edges(LOAD, readers),
+        Edge("k_full", LOAD, CONSUMERS, k, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, k, Kind.WARPS, payload="its stage"),
+        Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+        Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, payload="their stage"),
+        Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, do, Kind.WARPS, payload="their stage"),
+        Edge("ds_full", CONSUMERS, CONSUMERS, ds, Kind.WARPS, payload="dS"),
+        Edge("ds_empty", CONSUMERS, CONSUMERS, ds, Kind.WARPS, payload="its stage"),
+        *(ordered_sums.edges(CONSUMERS, ADDERS) if ordered else sums),
+    )
+
+
+class OtherWarps:
+    """The warps of the load warp's warpgroup. All methods run on the device."""
+
+    def __init__(self, spec: Sm90BackwardSpec, order: QueryOrder, rows: KeyRows, sums: QuerySums):
+        self.spec, self.order, self.sums = spec, order, sums
+        self.load = LoadWarp(spec, order, rows)
+        self.zeros = QueryZeros(spec.head_dim)
+
+    @cute.jit
+    def run(
+        self,
+        warp: Int32,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        queue = TileQueue(Work, storage.work, barriers)
+        if warp == LOAD.warps[0]:
+            self.load.run(x, storage, barriers, tiles, visible)
+        elif cutlass.const_expr(self.spec.ordered):
+            adder = warp - ADDERS.warps[0]
+            keys = KeyTiles(warp, adder, queue, tiles, visible, bounded=True)
+            uses = Uses(self.order, x.dq_sums.shape[1] // self.spec.tile_m)
+            OrderedAdditions(
+                self.sums, barriers, keys, uses, x.dq_sums.iterator.toint(),
+                x.zeroed.iterator.toint(), shared_address(storage.dq), adder, len(ADDERS),
+            ).run()  # fmt: skip
+        elif warp == ZEROS.warps[0]:
+            self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
 
 
 class LoadWarp:

@@ -1,8 +1,8 @@
 """Sums of dQ that CTAs add to in a fixed order, so that every run gives the same bits.
 
-A consumer warp stages its part of dQ in shared memory. For each consumer warpgroup, one warp of the
-load warp's warpgroup adds the warpgroup's parts to the sums in global memory. A counter in global
-memory for each tile of the sums and each warpgroup counts the tiles of keys that have been added.
+A consumer warp stages its part of dQ in shared memory. Warps of the load warp's warpgroup add a
+consumer warpgroup's parts to the sums in global memory. A counter in global memory for each tile of
+the sums and each warpgroup counts the tiles of keys that have been added.
 The place of a tile of keys in the order is a matter of shapes alone; see `OrderedTileMap`.
 
     consumers    adding warp
@@ -11,17 +11,18 @@ The place of a tile of keys in the order is a matter of shapes alone; see `Order
                  adds the parts; the staging is free once the parts are read
                  counts the tile once the parts are added
 
-The first tile of keys stores its parts, so the sums need no zeros. A sum that no tile of keys adds to
-is not written; its counter is 0, and the postprocess stores zeros in its place.
+The first tile of keys stores its parts, so the sums need no zeros. A sum that no tile of keys adds
+to is not written. Its counter is 0, and the postprocess makes dQ 0.
 
-    counters    Int32 [heads * padded rows / STATS_ROWS, ORDER_COUNTERS], zeros at first. The counters
-                of a sum's two halves follow one another
+    counters    Int32 [heads * padded rows / STATS_ROWS, ORDER_COUNTERS], zeros at first. The
+                counters of a sum's two halves follow one another
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -31,17 +32,17 @@ from ...common.ptx.async_copy import add_bulk, store_bulk
 from ...common.ptx.memory import add_release, load_acquire
 from ...common.scheduler import TileQueue
 from ..query_sums import QuerySums
+from ..statistics import counters_of_tile
 from .dq_sums import StagedSums
 from .key_tiles import KeyTiles, group_anew
 from .mma import WARPGROUP_WARPS
-from ..statistics import counters_of_tile
 from .uses import OrderedUse, Use, Uses
 
 WARPGROUPS = 2
 
 
 def edges(consumers: Role, adders: Role) -> tuple[Edge, ...]:
-    """The edges between a warpgroup and its adding warp. Use n of warpgroup g is use
+    """The edges between a warpgroup and an adding warp. Use n of warpgroup g is use
     WARPGROUPS * n + g of the edges."""
     group, adder = (
         Role(role.name, role.warps[:count])
@@ -90,14 +91,15 @@ class OfWork(Carried):
 
 @dataclass(frozen=True)
 class OrderedAdditions(Carried):
-    """The work of a warpgroup's adding warp.
+    """The work of an adding warp. The adding warps take turns: an addition may take longer than a
+    warpgroup takes for a tile of queries.
 
     Attributes:
         sums: the order of the sums in memory.
         at: the sums' global address.
         counters: the counters' global address.
-        staging: shared address of the warpgroup's parts.
-        group: the warpgroup.
+        staging: shared address of the parts of all consumer warps.
+        adder, adders: the number of the warp, and the number of adding warps.
     """
 
     sums: QuerySums
@@ -107,28 +109,12 @@ class OrderedAdditions(Carried):
     at: Int64
     counters: Int64
     staging: Int32
-    group: Int32
-
-    @classmethod
-    def of(
-        cls, sums: QuerySums, barriers: Barriers, keys: KeyTiles, uses: Uses,
-        dq_sums: cute.Tensor, zeroed: cute.Tensor, staging: Int32, group: Int32,
-    ) -> OrderedAdditions:  # fmt: skip
-        nbytes = cls.part_bytes(sums) * group
-        return cls(
-            sums, barriers, keys, uses, dq_sums.iterator.toint() + nbytes,
-            zeroed.iterator.toint() + Int64(group) * (Int32.width // 8), staging + nbytes,
-            group,
-        )  # fmt: skip
-
-    @staticmethod
-    def part_bytes(sums: QuerySums) -> int:
-        """Bytes of a warpgroup's parts."""
-        return WARPGROUP_WARPS * sums.part * Float32.width // 8
+    adder: Int32
+    adders: int
 
     @cute.jit
     def run(self) -> None:
-        """Add all uses of the CTA.
+        """Add the warp's share of the uses of the CTA.
 
         A work's record is released before the work's uses are added: consumers hand over a work's
         last use only when they know the next works."""
@@ -139,8 +125,13 @@ class OrderedAdditions(Carried):
             use = self.uses.first(self.keys, taken)
             of_work = OfWork.read(queue, taken)
             queue.release(taken)
+            others = Int32(self.adder)  # additions that other warps do first
             while goes_on:
-                self.add(use, of_work, n)
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    if others == 0:
+                        self.add(use, of_work, n, group)
+                        others = Int32(self.adders)
+                    others -= 1
                 goes_on, after = self.uses.after(self.keys, use)
                 if use.left == 0:
                     taken = use.taken + 1
@@ -152,10 +143,12 @@ class OrderedAdditions(Carried):
             queue.release(taken)
 
     @cute.jit
-    def add(self, use: Use, of_work: OfWork, n: Int32) -> None:
-        """Add use n to its sum, in its place."""
-        tile, index = use.sums, WARPGROUPS * n + self.group
-        counter = self.counters + Int64(tile) * (counters_of_tile(self.sums.tile_m) * 4)
+    def add(self, use: Use, of_work: OfWork, n: Int32, group: cutlass.Constexpr[int]) -> None:
+        """Add a warpgroup's half of use n to its sum, in its place."""
+        tile, index = use.sums, WARPGROUPS * n + group
+        nbytes = WARPGROUP_WARPS * self.sums.part * Float32.width // 8
+        counter = self.counters + group * (Int32.width // 8)
+        counter += Int64(tile) * (counters_of_tile(self.sums.tile_m) * (Int32.width // 8))
         place = self.place(use, of_work)
         while load_acquire(counter) != place:
             pass
@@ -163,12 +156,12 @@ class OrderedAdditions(Carried):
         cute.arch.fence_proxy("async.global")
         self.barriers.wait("dq_full", index)
         if cute.arch.lane_idx() == 0:
-            nbytes = self.part_bytes(self.sums)
-            target = self.at + Int64(tile) * (self.sums.tile * Float32.width // 8)
+            target = self.at + group * nbytes
+            target += Int64(tile) * (self.sums.tile * Float32.width // 8)
             if place == 0:
-                store_bulk(target, self.staging, nbytes)
+                store_bulk(target, self.staging + group * nbytes, nbytes)
             else:
-                add_bulk(target, self.staging, nbytes)
+                add_bulk(target, self.staging + group * nbytes, nbytes)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.barriers.arrive("dq_empty", index)
