@@ -48,8 +48,10 @@ def edges(consumers: Role, adders: Role) -> tuple[Edge, ...]:
         Role(role.name, role.warps[:count])
         for role, count in ((consumers, WARPGROUP_WARPS), (adders, 1))
     )
+    # One warp waits for all uses of an mbarrier. A warp that left uses out would mistake the phase.
+    stages = WARPGROUPS * len(adders)
     return (
-        Edge("dq_full", group, adder, WARPGROUPS, Kind.WARPS, payload="a warpgroup's dQ"),
+        Edge("dq_full", group, adder, stages, Kind.WARPS, payload="a warpgroup's dQ"),
         Edge("dq_empty", adder, group, WARPGROUPS, Kind.WARPS, payload="its staging"),
     )
 
