@@ -154,8 +154,7 @@ def test_splits_of_a_tile_follow_one_another_and_share_its_key_tiles(splits: int
 def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(order: str, clusters: int) -> None:
     """In the places of an order, all tiles of keys that a tile of queries sees follow one another.
     Without a rotation, each waits for smaller numbers only, so that none waits for ever."""
-    spec = SimpleNamespace(order=order)
-    ordered = tile_map(True, 1, False, at_once=1).ordered(spec, clusters)
+    ordered = tile_map(True, 1, False, at_once=1).ordered(order, clusters)
     sees = Visibility(4, TILE, 1, None, 0 if order == "alternating" else None)
     numbers = {
         tuple(map(int, ordered.locate(number)[1:])): number

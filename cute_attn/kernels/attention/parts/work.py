@@ -190,7 +190,7 @@ class TileMap(Carried):
         alike = 2 * self.queries.tokens < self.keys.tokens
         return replace(self, last_tiles=Int32(cutlass.select_(alike, 0, LAST_TILES * clusters)))
 
-    def ordered(self, spec: BackwardSpec, clusters: Int32) -> OrderedTileMap:
+    def ordered(self, order: str, clusters: Int32) -> OrderedTileMap:
         """These tiles with an order; see `OrderedTileMap`. The tiles of a group of heads fill the
         clusters about once, so that all clusters end a group at about the same time."""
         blocks = cutlass.max(1, self.blocks(self.divided.tokens))
@@ -200,11 +200,11 @@ class TileMap(Carried):
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
         rotates = None
-        if spec.order == "rotating":
+        if order == "rotating":
             fills = 10 * fit * blocks >= 9 * clusters
             rotates = Int32(cutlass.select_(fills & (fit * blocks <= clusters), 1, 0))
             values["heads_at_once"] = Int32(cutlass.select_(rotates != 0, Int32(1), at_once))
-        return OrderedTileMap(**values, order=spec.order, rotates=rotates)
+        return OrderedTileMap(**values, order=order, rotates=rotates)
 
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""

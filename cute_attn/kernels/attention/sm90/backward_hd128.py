@@ -112,10 +112,9 @@ class Sm90Hd128Backward:
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.rows = KeyRows(spec)
         windowed = spec.window_left or spec.window_right
+        self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
         if spec.ordered:
             self.order = FixedOrder()
-        else:
-            self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
         self.others = OtherWarps(spec, self.order, self.rows, self.sums)
         self.pipeline = Pipeline(
             *edges(spec.ordered, k=K_STAGES, q=Q_STAGES, do=DO_STAGES, ds=DS_STAGES)

@@ -174,7 +174,7 @@ class Sm90Hd64Backward:
             self.others.run(warp, x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            sums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
+            sums: RegisterSums | OrderedSums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
             if cutlass.const_expr(self.spec.ordered):
                 sums = OrderedSums(self.sums, sums.at, shared_address(storage.dq), barriers)
             own = Consumer.of(

@@ -131,7 +131,10 @@ def parameters(
     head."""
     row_bytes = L2_PARTS * ELEMENT_BYTES * spec.head_dim
     tiles = tiles_of_keys(a, spec.tile_n, row_bytes)
-    tiles = (tiles.ordered if spec.ordered else tiles.balanced)(spec, a.num_ctas)
+    if spec.ordered:
+        tiles = tiles.ordered(spec.order, a.num_ctas)
+    else:
+        tiles = tiles.balanced(spec, a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()

@@ -31,6 +31,7 @@ from ...common.pipeline import Barriers, Edge, Kind, Role
 from ...common.ptx.async_copy import add_bulk, store_bulk
 from ...common.ptx.memory import add_release, load_acquire
 from ...common.scheduler import TileQueue
+from ..parts.work import OrderedTileMap
 from ..query_sums import QuerySums
 from ..statistics import counters_of_tile
 from .dq_sums import StagedSums
@@ -178,4 +179,5 @@ class OrderedAdditions(Carried):
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
         tiles = (work.seqlen_q + (keys.visible.tile_m - 1)) // keys.visible.tile_m
         falls = use.step < 0 if isinstance(use, OrderedUse) else False
+        assert isinstance(keys.tiles, OrderedTileMap)
         return keys.tiles.place(work.block, use.tile, first, end, falls, tiles)
