@@ -199,12 +199,7 @@ class TileMap(Carried):
         at_once = Int32(cutlass.max(1, cutlass.min(fit, self.heads * self.batch)))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
-        rotates = None
-        if order == "rotating":
-            fills = 10 * fit * blocks >= 9 * clusters
-            rotates = Int32(cutlass.select_(fills & (fit * blocks <= clusters), 1, 0))
-            values["heads_at_once"] = Int32(cutlass.select_(rotates != 0, Int32(1), at_once))
-        return OrderedTileMap(**values, order=order, rotates=rotates)
+        return OrderedTileMap(**values, order=order)
 
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""
@@ -331,36 +326,19 @@ class OrderedTileMap(TileMap):
         alternating  the groups of heads that share L2 alternate, and the last group is falling.
                      In causal calls, CTAs that end a rising group with its shortest tiles begin the
                      next group with its longest tiles. Packed sequences alternate instead of groups
-        rotating     if the tiles of a head run at once, the tiles are spread over the tiles of
-                     queries, where they begin, and wrap around. A tile waits for all tiles that
-                     began less far before a sum. Otherwise all tiles are rising
 
     Attributes:
         order: the name.
-        rotates: whether the tiles of a head run at once; only with "rotating".
     """
 
     order: str = "rising"
-    rotates: Int32 | None = None
 
     @property
     def alternates(self) -> bool:
         return self.order == "alternating"
 
-    def rotated_start(self, block: Int32, end: Int32, blocks: Int32) -> Int32:
-        """The tile of queries, of `end` tiles, with which a tile of keys begins."""
-        return Int32(cutlass.select_(self.rotates != 0, block * end // blocks, 0))
-
-    def place(
-        self, block: Int32, tile: Int32, first: Int32, end: Int32, falls: Any, tiles: Int32
-    ) -> Int32:
-        """How many of the tiles of keys first to end - 1 add to the sum of a tile of queries before
-        a block. `tiles` counts the sequence's tiles of queries."""
-        if self.rotates is not None:
-            rising = end - 1 - block
-            rotated = ((tile + 1) * end - 1) // tiles - block
-            rotated = cutlass.select_(rotated < 0, rotated + end, rotated)
-            return Int32(cutlass.select_(self.rotates != 0, rotated, rising))
+    def place(self, block: Int32, first: Int32, end: Int32, falls: Boolean) -> Int32:
+        """How many of the tiles of keys first to end - 1 add to a sum before a block."""
         return Int32(cutlass.select_(falls, block - first, end - 1 - block))
 
     def falls(self, head: Int32, sequence: Int32) -> Int32:

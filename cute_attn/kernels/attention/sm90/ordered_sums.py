@@ -177,7 +177,5 @@ class OrderedAdditions(Carried):
         """How many tiles of keys add to the use's sum earlier."""
         keys = self.keys
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
-        tiles = (work.seqlen_q + (keys.visible.tile_m - 1)) // keys.visible.tile_m
-        falls = use.step < 0 if isinstance(use, OrderedUse) else False
-        assert isinstance(keys.tiles, OrderedTileMap)
-        return keys.tiles.place(work.block, use.tile, first, end, falls, tiles)
+        assert isinstance(keys.tiles, OrderedTileMap) and isinstance(use, OrderedUse)
+        return keys.tiles.place(work.block, first, end, use.step < 0)

@@ -74,17 +74,13 @@ class FixedOrder(QueryOrder):
 
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
         assert isinstance(tiles, OrderedTileMap)
-        if tiles.rotates is not None:
-            blocks = (work.seqlen_k + (tiles.tile_size - 1)) // tiles.tile_size
-            return Walk(tiles.rotated_start(work.block, end, blocks), end, 0)
         falls = tiles.falls_of(work)
         start = Int32(cutlass.select_(falls != 0, end - 1, first))
         end = Int32(cutlass.select_(falls != 0, first - 1, end))
         return OrderedWalk(start, end, None, 1 - 2 * falls)
 
     def use(self, walk: Walk, **of_use: Any) -> Use:
-        if not isinstance(walk, OrderedWalk):
-            return super().use(walk, **of_use)
+        assert isinstance(walk, OrderedWalk)
         return OrderedUse(tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use)
 
 
@@ -215,9 +211,5 @@ class Uses(Carried):
             if goes_on:
                 after = self.first(keys, use.taken + 1)
         else:
-            after = use.following(self.tiles_of_head, self.lowest(keys))
+            after = use.following(self.tiles_of_head, self.order.lowest)
         return goes_on, after
-
-    def lowest(self, keys: KeyTiles) -> int | None:
-        rotates = isinstance(keys.tiles, OrderedTileMap) and keys.tiles.rotates is not None
-        return 0 if rotates else self.order.lowest
