@@ -433,6 +433,18 @@ def _(p: Edged) -> Planted:
     return p.swap(line, r", (%r\d+|1);", ", 2;"), all_waits(p)
 
 
+@ordered("an addition counts without a release", "race")
+def _(p: Edged) -> Planted:
+    line = p.all(COUNTED)[0]
+    return p.swap(line, "release", "relaxed"), [*adds(p), *p.all(STAGE)]
+
+
+@ordered("a count is read without an acquire", "race")
+def _(p: Edged) -> Planted:
+    line = p.all(r"ld\.acquire")[0]
+    return p.swap(line, "acquire", "relaxed"), [*adds(p), *p.all(STAGE)]
+
+
 # -- storing
 
 
@@ -598,7 +610,7 @@ for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [bug for planter in (dq, *of_keys, short, two) for bug in planter.bugs]
+BUGS = [bug for planter in (dq, *of_keys, short, two, ordered) for bug in planter.bugs]
 
 
 def name_of(bug: Bug) -> str:
@@ -616,9 +628,10 @@ def test_the_kernel_is_clean(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_cta_waits_for_one_that_has_not_started() -> None:
+@pytest.mark.parametrize("name", ["two", "ordered"])
+def test_no_cta_waits_for_one_that_has_not_started(name: str) -> None:
     """On one SM, the second begins when the first has ended."""
-    _, prepare = kernel("two", num_sms=1)
+    _, prepare = kernel(name, num_sms=1)
     run = prepare(None)
     for schedule, seed in SEEDS:
         done, right = run(schedule, seed)
