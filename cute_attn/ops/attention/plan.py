@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import launch
 from ...kernels.attention import configs, table
@@ -366,10 +366,11 @@ def backward_requests(
     dims = head_dim, head_dim_v
     fused = has_fused_dq(arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv)
     ds = ds and dq and dkdv
-    order, ordered = "any", fused and deterministic
+    ordered = fused and deterministic
+    of_order: dict[str, Any] = {}
     if ordered:
         alternates = window_right and not window_left and not batch_invariant
-        order = "alternating" if alternates else "rising"
+        of_order = {"order": "alternating" if alternates else "rising"}
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
         kernel = table.find("backward_fused" if fused else direction, arch, *dims).kernel
@@ -389,7 +390,7 @@ def backward_requests(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             partial=partial,
-            **({"order": order} if ordered else {}),
+            **of_order,
         )
         return kernel, spec
 
