@@ -816,12 +816,23 @@ def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.Monk
         ({"heads": 12, "head_dim_v": 64}, 6),
         ({"heads": 19, "num_sms": 128}, 1),
         ({"heads": 1, "sequences": 19, "packed": True, "tokens": 2**20}, 16),
+        # With shared copies, there is a CTA on each SM.
+        ({"shared": True}, 1),
+        ({"shared": True, "heads": 12}, 4),
+        ({"shared": True, "heads": 12, "tokens": 2**15}, 4),
+        ({"shared": True, "heads": 12, "tokens": 512}, 1),
+        ({"shared": True, "heads": 16}, 3),
+        ({"shared": True, "heads": 34}, 1),
+        ({"shared": True, "heads": 8}, 5),
     ],
     ids=str,
 )
 def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any], segments: int):
-    usual = {"sequences": 1, "tokens": 8192, "heads": 64, "head_dim_v": 128, "packed": False}
-    given = usual | {"num_sms": 132} | sizes
+    usual = {
+        "sequences": 1, "tokens": 8192, "heads": 64, "head_dim_k": 128, "head_dim_v": 128,
+        "packed": False, "num_sms": 132, "shared": False,
+    }  # fmt: skip
+    given = usual | sizes
     length = chunks_per_segment(**given)
     chunks = -(-given["tokens"] // 64)
     assert segments == (-(-chunks // length) if length else 1)

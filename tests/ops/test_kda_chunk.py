@@ -321,11 +321,14 @@ def in_segments(args: dict[str, Any], length: int) -> None:
         assert_agrees(args, *run(args))
     (sizes,) = asked
     batch, tokens, heads, dim = args["v"].shape
+    dim_k = args["k"].shape[-1]
+    shared = sizes.pop("shared")
+    assert not shared or dim_k % 128 == dim % 128 == 0
     packed = "cu_seqlens" in args
     sequences = len(args["cu_seqlens"]) - 1 if packed else batch
     assert sizes == {
-        "sequences": sequences, "tokens": tokens, "heads": heads, "head_dim_v": dim,
-        "packed": packed, "num_sms": 10**6,
+        "sequences": sequences, "tokens": tokens, "heads": heads, "head_dim_k": dim_k,
+        "head_dim_v": dim, "packed": packed, "num_sms": 10**6,
     }  # fmt: skip
 
 

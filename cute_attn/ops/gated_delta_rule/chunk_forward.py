@@ -158,10 +158,11 @@ class ChunkForward(NamedTuple):
             "sequences": sequences,
             "tokens": tokens,
             "heads": heads,
+            "head_dim_k": dim_k,
             "head_dim_v": dim_v,
             "packed": cu_seqlens is not None,
             "num_sms": self.num_sms,
         }
         if self.per_head:
-            return head_chunks_per_segment(head_dim_k=dim_k, **sizes)
-        return chunks_per_segment(**sizes)
+            return head_chunks_per_segment(**sizes)
+        return chunks_per_segment(shared=self.split[1][1].cluster > 1, **sizes)

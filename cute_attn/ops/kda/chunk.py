@@ -454,9 +454,11 @@ class _Chunk(Operator[ChunkArguments]):
                     sequences=sequences,
                     tokens=tokens,
                     heads=heads,
+                    head_dim_k=dim_k,
                     head_dim_v=dim_v,
                     packed=cu_seqlens is not None,
                     num_sms=num_sms,
+                    shared=split[1][1].cluster > 1,
                 )
             if length:
                 run_in_segments(

@@ -118,9 +118,11 @@ class Pass(NamedTuple):
                 sequences=sequences,
                 tokens=tokens,
                 heads=heads,
+                head_dim_k=dim_k,
                 head_dim_v=dim_v,
                 packed=cu_seqlens is not None,
                 num_sms=self.num_sms,
+                shared=self.split[0][1].cluster > 1,
             )
         if length:
             carried = first, last
@@ -167,7 +169,8 @@ def run_in_segments(
     starts = None
     if request[1].bounds:
         starts = Starts(
-            _new_empty(decay, (*decay.shape[:2], HALVES)), start_length(v, inputs[-1], False)
+            _new_empty(decay, (*decay.shape[:2], HALVES)),
+            start_length(v, inputs[-1], kernels[0][1].cluster > 1),
         )
     prepare = launch.get_for(v.device, *request)
     prepare(*inputs, *records, *scalars, *(starts or (None, None)))
@@ -177,7 +180,7 @@ def run_in_segments(
     )
 
 
-def start_length(v: Tensor, cu_seqlens: Tensor | None, per_head: bool) -> int:
+def start_length(v: Tensor, cu_seqlens: Tensor | None, shared: bool) -> int:
     """Chunks of a segment that may start from zero; see `chunks_per_start`."""
     batch, tokens, heads, dim_v = v.shape
     return chunks_per_start(
@@ -187,7 +190,7 @@ def start_length(v: Tensor, cu_seqlens: Tensor | None, per_head: bool) -> int:
         head_dim_v=dim_v,
         packed=cu_seqlens is not None,
         num_sms=launch.num_sms(v.device),
-        per_head=per_head,
+        shared=shared,
     )
 
 

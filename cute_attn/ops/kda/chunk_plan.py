@@ -14,9 +14,11 @@ from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
+    has_dependent_launch,
     head_gradients_config,
     output_config,
     segments_config,
+    segments_pass_config,
     state_pass_config,
 )
 from ...kernels.delta.chunk.spec import (
@@ -370,9 +372,8 @@ class ChunkCall:
             "decays": self.decays,
         }
 
-    def prepare(self, *, for_backward: bool, bounds: bool = False) -> launch.Request:
-        spec = PrepareSpec(**self.inputs, for_backward=for_backward, bounds=bounds)
-        return table.PREPARE, spec
+    def prepare(self, *, for_backward: bool, **options: bool) -> launch.Request:
+        return table.PREPARE, PrepareSpec(**self.inputs, for_backward=for_backward, **options)
 
     def with_prepare(
         self, passes: list[launch.Request], *, for_backward: bool
@@ -382,8 +383,13 @@ class ChunkCall:
         whole, *split = passes
         prepare = self.prepare(for_backward=for_backward)
         if split:
-            bounds = split[0][1].short_starts
-            split = [self.prepare(for_backward=for_backward, bounds=bounds), *split]
+            of_pass = split[0][1]
+            first = self.prepare(
+                for_backward=for_backward,
+                bounds=of_pass.short_starts,
+                starts_next=of_pass.dependent,
+            )
+            split = [first, *split]
         return [prepare, whole, *split]
 
     def state_pass(self, *, store_states: bool) -> list[launch.Request]:
@@ -412,14 +418,20 @@ class ChunkCall:
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
         # A call that stores states for a backward has no warm-ups: two CTAs would store one state.
         short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
+        dependent = has_dependent_launch(self.dims["arch"])
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,
             index_dtype=spec.index_dtype,
             **segments_config(**self.dims),
             short_starts=short,
+            dependent=dependent,
         )
-        outputs = dataclasses.replace(spec, segments="outputs", short_starts=short)
+        outputs = dataclasses.replace(
+            spec, segments="outputs", short_starts=short, dependent=dependent
+        )
+        if isinstance(spec, StatePassSpec):
+            outputs = dataclasses.replace(outputs, **segments_pass_config(**self.dims))
         transitions = dataclasses.replace(outputs, segments="transitions")
         if isinstance(transitions, StatePassSpec):  # a pass without results
             transitions = dataclasses.replace(transitions, store_states=False)

@@ -354,9 +354,11 @@ class Pool(Operator[PoolArguments]):
                 sequences=sequences,
                 tokens=tokens,
                 heads=heads,
+                head_dim_k=dim_k,
                 head_dim_v=dim_v,
                 packed=a.cu_seqlens is not None,
                 num_sms=ready.num_sms,
+                shared=ready.split[1][1].cluster > 1,
             )
         states = carried_states(a)
         read = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
 from .spec import CHUNK, MOST_HEADS_PER_CTA, record_elements
@@ -32,6 +32,17 @@ def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[st
     }
 
 
+def segments_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The fields of a StatePassSpec with segments that differ from `state_pass_config`."""
+    shares = arch == "sm_90a" and head_dim_k % 128 == 0 and head_dim_v % 128 == 0
+    return {"cluster": 2 if shares else 1}
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Whether kernels of segments start before the end of the previous kernel."""
+    return arch == "sm_90a"
+
+
 def has_head_path(arch: str) -> bool:
     """Whether the fused path for one decay a head (`per_head`) has kernels."""
     return arch == "sm_90a"
@@ -50,12 +61,27 @@ def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     }
 
 
-# Microseconds, from measurements on an H100 with 8 and 32 value heads: a chunk of a pass of
-# `per_head.state_pass`, a step of `segments`, and what three kernels cost more than one.
-HEAD_OUTPUT_CHUNK, HEAD_TRANSITION_CHUNK, SEGMENT_STEP, MORE_KERNELS = 1.0, 1.0, 4.5, 10.0
+class SegmentTimes(NamedTuple):
+    """Microseconds of passes over segments, from measurements on an H100.
+
+    Attributes:
+        outputs, transitions: a chunk of each pass.
+        step: a step of `segments`.
+        kernels: what three kernels cost more than one.
+    """
+
+    outputs: float
+    transitions: float
+    step: float
+    kernels: float
 
 
-def head_chunks_per_segment(
+HEAD_TIMES = SegmentTimes(outputs=1.0, transitions=1.0, step=4.5, kernels=10.0)
+CHANNEL_TIMES = SegmentTimes(outputs=1.25, transitions=0.95, step=4.5, kernels=6.0)
+
+
+def shared_chunks_per_segment(
+    times: SegmentTimes,
     *,
     sequences: int,
     tokens: int,
@@ -65,7 +91,7 @@ def head_chunks_per_segment(
     packed: bool,
     num_sms: int,
 ) -> int:
-    """Chunks of a segment of `per_head.state_pass`, or 0 where sequences are not split.
+    """Chunks of a segment of a pass whose CTAs share copies, or 0 where sequences are not split.
 
     Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
 
@@ -78,13 +104,14 @@ def head_chunks_per_segment(
     # The host only knows the total length of packed sequences; one sequence may have all tokens.
     ctas = heads * (1 if packed else sequences)
     chunks = -(-tokens // CHUNK)
-    best, found = chunks * HEAD_OUTPUT_CHUNK, 0
+    best, found = chunks * times.outputs, 0
     for segments in range(2, MOST_SEGMENTS + 1):
         length = -(-chunks // segments)
-        moves = (segments - 1) * ctas * (columns + head_dim_k // 64)
-        time = length * HEAD_TRANSITION_CHUNK * -(-moves // num_sms)
-        time += length * HEAD_OUTPUT_CHUNK * -(-segments * ctas * columns // num_sms)
-        time += SEGMENT_STEP * (segments - 2) + MORE_KERNELS
+        # The first segment needs no M.
+        moves = ctas * ((segments - 1) * columns + (segments - 2) * (head_dim_k // 64))
+        time = length * times.transitions * -(-moves // num_sms)
+        time += length * times.outputs * -(-segments * ctas * columns // num_sms)
+        time += times.step * (segments - 2) + times.kernels
         if time < best:
             best, found = time, length
     return found
@@ -107,8 +134,21 @@ def has_bulk_copies(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
+def head_chunks_per_segment(**sizes: Any) -> int:
+    """`shared_chunks_per_segment` of `per_head.state_pass`."""
+    return shared_chunks_per_segment(HEAD_TIMES, **sizes)
+
+
 def chunks_per_segment(
-    *, sequences: int, tokens: int, heads: int, head_dim_v: int, packed: bool, num_sms: int
+    *,
+    sequences: int,
+    tokens: int,
+    heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    packed: bool,
+    num_sms: int,
+    shared: bool,
 ) -> int:
     """Chunks of a segment, or 0 where sequences are not split.
 
@@ -117,7 +157,19 @@ def chunks_per_segment(
 
     Args:
         tokens: tokens of each sequence, or of all packed sequences together.
+        shared: whether CTAs share copies (see `shared_chunks_per_segment`).
     """
+    if shared:
+        return shared_chunks_per_segment(
+            CHANNEL_TIMES,
+            sequences=sequences,
+            tokens=tokens,
+            heads=heads,
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_v,
+            packed=packed,
+            num_sms=num_sms,
+        )
     columns = heads * (head_dim_v // 64)
     ctas = int(CTAS_PER_SM * num_sms)
     if ctas // (sequences * columns) < 2:
@@ -137,16 +189,16 @@ def chunks_per_start(
     head_dim_v: int,
     packed: bool,
     num_sms: int,
-    per_head: bool,
+    shared: bool,
 ) -> int:
     """Chunks of a segment that may start from a state of zero (see `starts`), for a call that
     splits sequences. These segments need no transitions, so there are enough for all SMs.
 
     Args:
         tokens: tokens of each sequence, or of all packed sequences together.
-        per_head: whether the passes are those of `per_head`.
+        shared: whether CTAs share copies, so that L2 allows a CTA on each SM.
     """
-    ctas = num_sms if per_head else int(CTAS_PER_SM * num_sms)
+    ctas = num_sms if shared else int(CTAS_PER_SM * num_sms)
     columns = heads * (head_dim_v // 64) * (1 if packed else sequences)
     segments = min(max(ctas // columns, 1), MOST_SEGMENTS)
     return max(FEWEST_CHUNKS_OF_A_START, -(-tokens // (CHUNK * segments)))
