@@ -32,7 +32,7 @@ WEAK_GATE, WEAK_CHANNELS = -5.0, 16
 
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
 # operator. Its error is reported, and is a failure only where rounding cannot explain the error.
-PEERS = {"fla": "FLA", "cudnn": "cuDNN"}
+PEERS = {"fla": "FLA", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
 PEER_MAX_ERROR = 0.05
 
 
