@@ -197,9 +197,7 @@ class KdaPrepare:
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums)
         self.score_tiles = ScoreTiles(self.memory, self.sums)
-        self.inverse = Inverse(
-            self.memory, columns=self.memory.of_rows, exact=spec.exact_inverse
-        )
+        self.inverse = Inverse(self.memory, columns=self.memory.of_rows, exact=spec.exact_inverse)
         self.dtype = self.memory.dtype
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
 
