@@ -817,23 +817,25 @@ def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.Monk
         ({"heads": 19, "num_sms": 128}, 1),
         ({"heads": 1, "sequences": 19, "packed": True, "tokens": 2**20}, 16),
         # With shared copies, there is a CTA on each SM.
-        ({"shared": True}, 1),
-        ({"shared": True, "heads": 12}, 4),
-        ({"shared": True, "heads": 12, "tokens": 2**15}, 4),
-        ({"shared": True, "heads": 12, "tokens": 512}, 1),
-        ({"shared": True, "heads": 16}, 3),
-        ({"shared": True, "heads": 34}, 1),
-        ({"shared": True, "heads": 8}, 5),
+        ({"kind": "shared"}, 1),
+        ({"kind": "shared", "heads": 12}, 4),
+        ({"kind": "shared", "heads": 12, "tokens": 2**15}, 4),
+        ({"kind": "shared", "heads": 12, "tokens": 512}, 1),
+        ({"kind": "shared", "heads": 16}, 3),
+        ({"kind": "shared", "heads": 34}, 1),
+        ({"kind": "shared", "heads": 8}, 5),
+        ({"kind": "head", "heads": 8}, 5),
+        ({"kind": "head", "heads": 32}, 1),
     ],
     ids=str,
 )
 def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any], segments: int):
     usual = {
         "sequences": 1, "tokens": 8192, "heads": 64, "head_dim_k": 128, "head_dim_v": 128,
-        "packed": False, "num_sms": 132, "shared": False,
+        "packed": False, "num_sms": 132, "kind": "channel",
     }  # fmt: skip
     given = usual | sizes
-    length = chunks_per_segment(**given)
+    length = chunks_per_segment(given.pop("kind"), **given)
     chunks = -(-given["tokens"] // 64)
     assert segments == (-(-chunks // length) if length else 1)
 

@@ -16,7 +16,6 @@ import cute_attn
 from cute_attn import launch
 from cute_attn.emulator import Emulator
 from cute_attn.ops.gated_delta_rule import chunk as gated_chunk
-from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.kda import chunk, chunk_passes, chunk_pool
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
@@ -46,10 +45,8 @@ def starts_every(chunks: int, exact: int) -> Iterator[list[torch.Tensor]]:
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, chunk_pool, chunk_forward):
-            patch.setattr(module, "chunks_per_segment", lambda **_: exact)
-        patch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: exact)
-        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: chunks)
+        patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: exact)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: chunks)
         patch.setattr(chunk_passes, "_empty", empty)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, chunk_pool._pool, gated_chunk._chunk, gated_chunk._pool):

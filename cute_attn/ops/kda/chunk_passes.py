@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment, chunks_per_start
-from ...kernels.delta.chunk.spec import CHUNK, HALVES, record_elements
+from ...kernels.delta.chunk.heuristics import chunks_per_segment, chunks_per_start, pass_kind
+from ...kernels.delta.chunk.spec import CHUNK, HALVES, PoolPassSpec, record_elements
 
 _empty = torch.empty
 _new_empty = Tensor.new_empty
@@ -110,25 +110,38 @@ class Pass(NamedTuple):
     ) -> None:
         """Launch any kernel of a pass. `given` are the kernel's arguments up to `o`, and `rows` is
         v or the gradient of o."""
-        batch, tokens, heads, dim_v = rows.shape
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        length = 0
-        if 2 * sequences * heads <= self.num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_k=dim_k,
-                head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
-                num_sms=self.num_sms,
-                shared=self.split[0][1].cluster > 1,
-            )
+        length = segment_length("channel", rows, dim_k, cu_seqlens, self.num_sms)
         if length:
             carried = first, last
             launch_segments(self.split, length, given, rows, dim_k, written, carried, cu_seqlens)
         else:
             self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1, None, None)
+
+
+def segment_length(
+    kind: str, rows: Tensor, dim_k: int, cu_seqlens: Tensor | None, num_sms: int
+) -> int:
+    """Chunks of a segment, or 0 where sequences are not split.
+
+    Args:
+        kind: as for `chunks_per_segment`.
+        rows: v, or the gradient of o.
+        num_sms: 0 if sequences may not be split.
+    """
+    batch, tokens, heads, dim_v = rows.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if 2 * sequences * heads > num_sms:
+        return 0
+    return chunks_per_segment(
+        kind,
+        sequences=sequences,
+        tokens=tokens,
+        heads=heads,
+        head_dim_k=dim_k,
+        head_dim_v=dim_v,
+        packed=cu_seqlens is not None,
+        num_sms=num_sms,
+    )
 
 
 class Starts(NamedTuple):
@@ -170,7 +183,7 @@ def run_in_segments(
     if request[1].bounds:
         starts = Starts(
             _new_empty(decay, (*decay.shape[:2], HALVES)),
-            start_length(v, inputs[-1], kernels[0][1].cluster > 1),
+            start_length(pass_kind(kernels[0][1]), v, inputs[-1]),
         )
     prepare = launch.get_for(v.device, *request)
     prepare(*inputs, *records, *scalars, *(starts or (None, None)))
@@ -180,17 +193,17 @@ def run_in_segments(
     )
 
 
-def start_length(v: Tensor, cu_seqlens: Tensor | None, shared: bool) -> int:
+def start_length(kind: str, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """Chunks of a segment that may start from zero; see `chunks_per_start`."""
     batch, tokens, heads, dim_v = v.shape
     return chunks_per_start(
+        kind,
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         tokens=tokens,
         heads=heads,
         head_dim_v=dim_v,
         packed=cu_seqlens is not None,
         num_sms=launch.num_sms(v.device),
-        shared=shared,
     )
 
 
@@ -220,8 +233,11 @@ def launch_segments(
     rest = *carried, cu_seqlens
     nothing = (None,) * (len(written) - 1)
     short = starts or (None, None)
-    transitions(*given, rows, *nothing, *rest, states, moves, length, count, *short)
-    combine(cu_seqlens, states, moves, tokens, length, *short)
+    # With one segment there are no transitions. In a pool, `transitions` copies initial states.
+    if count > 1 or isinstance(split[0][1], PoolPassSpec):
+        transitions(*given, rows, *nothing, *rest, states, moves, length, count, *short)
+    if count > 1:
+        combine(cu_seqlens, states, moves, tokens, length, *short)
     if starts is not None:
         count = max(count, -(-tokens // (CHUNK * starts.length)))
     outputs(*given, *written, *rest, states, None, length, count, *short)

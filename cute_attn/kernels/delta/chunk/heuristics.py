@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, MOST_HEADS_PER_CTA, record_elements
+from .spec import CHUNK, MOST_HEADS_PER_CTA, HeadPassSpec, record_elements
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -76,12 +76,22 @@ class SegmentTimes(NamedTuple):
     kernels: float
 
 
-HEAD_TIMES = SegmentTimes(outputs=1.0, transitions=1.0, step=4.5, kernels=10.0)
-CHANNEL_TIMES = SegmentTimes(outputs=1.25, transitions=0.95, step=4.5, kernels=6.0)
+# By the kind of pass, see `chunks_per_segment`.
+SEGMENT_TIMES = {
+    "head": SegmentTimes(outputs=1.0, transitions=1.0, step=4.5, kernels=10.0),
+    "shared": SegmentTimes(outputs=1.25, transitions=0.95, step=4.5, kernels=6.0),
+}
 
 
-def shared_chunks_per_segment(
-    times: SegmentTimes,
+def pass_kind(spec: Any) -> str:
+    """The kind of a forward's pass, see `chunks_per_segment`."""
+    if isinstance(spec, HeadPassSpec):
+        return "head"
+    return "shared" if spec.cluster > 1 else "channel"
+
+
+def chunks_per_segment(
+    kind: str,
     *,
     sequences: int,
     tokens: int,
@@ -91,19 +101,32 @@ def shared_chunks_per_segment(
     packed: bool,
     num_sms: int,
 ) -> int:
-    """Chunks of a segment of a pass whose CTAs share copies, or 0 where sequences are not split.
+    """Chunks of a segment with exact transitions, or 0 where sequences are not split.
 
-    Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
+    A pass has a CTA for each sequence, value head and 64 columns of V. Where these CTAs leave most
+    SMs idle, splitting sequences into segments is faster.
 
     Args:
+        kind: "channel" (a decay of each channel), "shared" (such a pass, whose two CTAs of a head
+            share copies) or "head" (one decay a head).
         tokens: tokens of each sequence, or of all packed sequences together.
     """
     columns = head_dim_v // 64
-    if 2 * sequences * heads * columns > num_sms:
-        return 0
     # The host only knows the total length of packed sequences; one sequence may have all tokens.
     ctas = heads * (1 if packed else sequences)
     chunks = -(-tokens // CHUNK)
+    if kind == "channel":
+        most = int(CTAS_PER_SM * num_sms)
+        if most // (sequences * heads * columns) < 2:
+            return 0
+        segments = min(most // (ctas * columns), MOST_SEGMENTS)
+        length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
+        return length if length < chunks else 0
+
+    # Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
+    if 2 * sequences * heads * columns > num_sms:
+        return 0
+    times = SEGMENT_TIMES[kind]
     best, found = chunks * times.outputs, 0
     for segments in range(2, MOST_SEGMENTS + 1):
         length = -(-chunks // segments)
@@ -134,54 +157,8 @@ def has_bulk_copies(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
-def head_chunks_per_segment(**sizes: Any) -> int:
-    """`shared_chunks_per_segment` of `per_head.state_pass`."""
-    return shared_chunks_per_segment(HEAD_TIMES, **sizes)
-
-
-def chunks_per_segment(
-    *,
-    sequences: int,
-    tokens: int,
-    heads: int,
-    head_dim_k: int,
-    head_dim_v: int,
-    packed: bool,
-    num_sms: int,
-    shared: bool,
-) -> int:
-    """Chunks of a segment, or 0 where sequences are not split.
-
-    `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these CTAs leave
-    most SMs idle, splitting sequences into segments is faster.
-
-    Args:
-        tokens: tokens of each sequence, or of all packed sequences together.
-        shared: whether CTAs share copies (see `shared_chunks_per_segment`).
-    """
-    if shared:
-        return shared_chunks_per_segment(
-            CHANNEL_TIMES,
-            sequences=sequences,
-            tokens=tokens,
-            heads=heads,
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-            packed=packed,
-            num_sms=num_sms,
-        )
-    columns = heads * (head_dim_v // 64)
-    ctas = int(CTAS_PER_SM * num_sms)
-    if ctas // (sequences * columns) < 2:
-        return 0
-    # The host only knows the total length of packed sequences, which bounds their segments.
-    segments = min(ctas // (columns if packed else sequences * columns), MOST_SEGMENTS)
-    chunks = -(-tokens // CHUNK)
-    length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
-    return length if length < chunks else 0
-
-
 def chunks_per_start(
+    kind: str,
     *,
     sequences: int,
     tokens: int,
@@ -189,16 +166,15 @@ def chunks_per_start(
     head_dim_v: int,
     packed: bool,
     num_sms: int,
-    shared: bool,
 ) -> int:
     """Chunks of a segment that may start from a state of zero (see `starts`), for a call that
     splits sequences. These segments need no transitions, so there are enough for all SMs.
 
     Args:
+        kind: as for `chunks_per_segment`.
         tokens: tokens of each sequence, or of all packed sequences together.
-        shared: whether CTAs share copies, so that L2 allows a CTA on each SM.
     """
-    ctas = num_sms if shared else int(CTAS_PER_SM * num_sms)
+    ctas = int(CTAS_PER_SM * num_sms) if kind == "channel" else num_sms
     columns = heads * (head_dim_v // 64) * (1 if packed else sequences)
     segments = min(max(ctas // columns, 1), MOST_SEGMENTS)
     return max(FEWEST_CHUNKS_OF_A_START, -(-tokens // (CHUNK * segments)))
