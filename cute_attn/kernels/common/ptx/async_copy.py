@@ -8,26 +8,35 @@ from cutlass import Boolean, Int32, Int64
 from .asm import asm
 
 
-def copy_async(shared: Int32, source: Int64, present: Boolean, *, level: str = "cg") -> None:
+def copy_async(
+    shared: Int32, source: Int64, present: Boolean, *, level: str = "cg",
+    policy: Int64 | None = None,
+) -> None:  # fmt: skip
     """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address,
     through L2 only ("cg") or L1 too ("ca"). Where `present` is false, the instruction reads nothing
     and writes zeros. Commit and wait with `cute.arch.cp_async_commit_group` and
-    `cp_async_wait_group`."""
+    `cp_async_wait_group`. `policy` is a `cache_policy`."""
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
-    text = f"cp.async.{level}.shared.global [$0], [$1], 16, $2;"
-    asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
+    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
+    text = f"cp.async.{level}.shared.global{hint} [$0], [$1], 16, $2{more};"
+    values = [Int32(shared), Int64(source), Int32(nbytes)]
+    asm(text, [], values if policy is None else [*values, policy], memory=True)
 
 
-def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None:
+def copy_bulk(
+    shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, policy: Int64 | None = None
+) -> None:
     """Start a `cp.async.bulk` (sm_90 and newer) of `nbytes` contiguous bytes, by one thread.
 
     The mbarrier at the shared address `barrier` counts the bytes. Both addresses and `nbytes` are
-    multiples of 16."""
+    multiples of 16. `policy` is a `cache_policy`."""
+    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
     text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$0], [$1], {nbytes}, [$2];"
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} "
+        f"[$0], [$1], {nbytes}, [$2]{more};"
     )
-    asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
+    values = [Int32(shared), Int64(source), Int32(barrier)]
+    asm(text, [], values if policy is None else [*values, policy], memory=True)
 
 
 def prefetch_bulk(source: Int64, nbytes: int) -> None:
@@ -37,15 +46,18 @@ def prefetch_bulk(source: Int64, nbytes: int) -> None:
 
 
 def copy_bulk_to_cluster(
-    shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int
-) -> None:
+    shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int, *,
+    policy: Int64 | None = None,
+) -> None:  # fmt: skip
     """Start a `copy_bulk` to the same place in each CTA of the cluster whose rank has a bit in
     `mask` (sm_90 and newer). Each of these CTAs counts the bytes at its mbarrier."""
+    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
     text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        f"[$0], [$1], {nbytes}, [$2], {mask};"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        f"{hint} [$0], [$1], {nbytes}, [$2], {mask}{more};"
     )
-    asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
+    values = [Int32(shared), Int64(source), Int32(barrier)]
+    asm(text, [], values if policy is None else [*values, policy], memory=True)
 
 
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:

@@ -41,6 +41,7 @@ from ...common.entry import entry, gathered, placeholders
 from ...common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import mbarrier
 from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk, copy_bulk_to_cluster
+from ...common.ptx.cache_policy import cache_policy
 from ...common.ptx.cluster import cta_rank
 from ...common.ptx.grids import start_dependents, wait_for_previous
 from ...common.ptx.matrices import load_matrices
@@ -410,6 +411,7 @@ class ChunkPass:
         stage = Int32(0)
         phase = Int32(0)
         rank = cta_rank() if self.cluster > 1 else 0
+        policy = cache_policy("evict_first") if spec.evicts else None
         for c in cutlass.range(first, end, unroll=1):
             index = self.chunk_index(c, last)
             full = barriers.address("chunk_full", stage)
@@ -433,12 +435,12 @@ class ChunkPass:
                         barriers.stage_pointer("chunk_full", stage), nbytes
                     )
                     for offset, size in self.parts:
-                        self.copy_shared(at, record, offset, size, full, rank)
+                        self.copy_shared(at, record, offset, size, full, rank, policy)
                     copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
                     if cutlass.const_expr(self.parts_of_rows):
                         if has_rows:
                             for offset, size in self.parts_of_rows:
-                                self.copy_shared(at, record, offset, size, full, rank)
+                                self.copy_shared(at, record, offset, size, full, rank, policy)
             else:
                 for offset, size in self.parts:
                     self.copy_part(at, record, offset, size, lane)
@@ -458,6 +460,7 @@ class ChunkPass:
                     at + self.stage["rows"] + self.row_offset(row + i * step, unit),
                     start + Int64(token) * (x.rows.stride[1] * 2),
                     present,
+                    policy=policy,
                 )
             copies_arrive(full)
             stage = stage + 1
@@ -466,16 +469,18 @@ class ChunkPass:
                 phase = phase ^ 1
 
     def copy_shared(
-        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any
+        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any, policy: Any
     ) -> None:
         """Start the copy of a part of a record, by one thread. In a cluster, the CTA of `rank`
         copies its share to all CTAs."""
         if self.cluster == 1:
-            copy_bulk(target + offset, record + offset, size, full)
+            copy_bulk(target + offset, record + offset, size, full, policy=policy)
             return
         share = size // self.cluster
         own = offset + rank * share
-        copy_bulk_to_cluster(target + own, record + Int64(own), share, full, BOTH_CTAS)
+        copy_bulk_to_cluster(
+            target + own, record + Int64(own), share, full, BOTH_CTAS, policy=policy
+        )
 
     @cute.jit
     def copy_part(
@@ -655,9 +660,10 @@ class ChunkPass:
         column = place.column + 2 * (lane % 4)
         at = row_address(o, sequence.batch, sequence.start, place.head, column)
         at = at + Int64(row) * step
+        policy = cache_policy("evict_first") if self.spec.evicts else None
         for j in range(CHUNK // 8):
             for half in range(2):
-                store_global_where(row < end, at + 16 * half, rows[2 * j + half])
+                store_global_where(row < end, at + 16 * half, rows[2 * j + half], policy=policy)
             row, at = row + 8, at + 8 * step
 
     # -- states -------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ from .sub_chunks import (
     tile_unit,
 )
 
+HALF = SUB_CHUNK // 2
+
 
 def split(x: Any) -> tuple[Any, Any]:
     """Split x into two tf32 operands whose sum is x to 21 bits. The first is x's upper 19 bits,
@@ -63,7 +65,9 @@ def rounded(x: Any) -> Any:
 class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
-    def __init__(self, memory: Any, *, columns: str | None = None, exact: bool = True):
+    def __init__(
+        self, memory: Any, *, columns: str | None = None, exact: bool = True, halves: bool = False
+    ):
         """
         Args:
             memory: the CTA's shared memory, a ChunkMemory or one with its buffers and attributes
@@ -74,26 +78,73 @@ class Inverse:
         """
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
         self.exact = exact
+        self.halves = halves
 
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
         """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1."""
         lane = cute.arch.lane_idx()
-        n = lane & (SUB_CHUNK - 1)
         block = smem + self.memory["blocks"] + block_offset(b, b)
-        column = self._substituted(block, n)
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(1, SUB_CHUNK):
-            if lane < i:
-                store_shared(Float32, block + block_element(i, n), [column[i]])
+        if cutlass.const_expr(self.halves):
+            self._invert_halves(block, lane)
+        else:
+            n = lane & (SUB_CHUNK - 1)
+            column = self._substituted(block, n, 0, SUB_CHUNK)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(1, SUB_CHUNK):
+                if lane < i:
+                    store_shared(Float32, block + block_element(i, n), [column[i]])
 
-    def _substituted(self, block: Any, n: Any) -> list[Any]:
-        """Return column n of the inverse."""
+    def _invert_halves(self, block: Any, lane: Any) -> None:
+        """Invert a block [A 0; B C] in halves of 8 by 8. Of four groups of 8 lanes, with a column
+        in each lane, groups 0 and 2 have A^-1, and groups 1 and 3 have C^-1. Then group g has rows
+        g and g + 4 of B A^-1 and of -C^-1 B A^-1."""
+        n, group = lane & (HALF - 1), lane >> 3
+        first = (group & 1) * HALF
+        column = self._substituted(block, n, first, HALF)
+        a = [cute.arch.shuffle_sync(x, n) for x in column]
+        own = []
+        for half in range(2):
+            at = HALF + group + 4 * half
+            row = [
+                *load_shared(Float32, block + block_element(at, 0), 4),
+                *load_shared(Float32, block + block_element(at, 4), 4),
+            ]
+            x = row[0] * a[0]
+            for k in range(1, HALF):
+                x = cute.math.fma(row[k], a[k], x)
+            own.append(Float32(x))
+        cute.arch.sync_warp()
+        self._store_columns(block, lane, first, n, column)
+        cute.arch.sync_warp()
+        y = [cute.arch.shuffle_sync(own[k >> 2], ((k & 3) << 3) + n) for k in range(HALF - 1)]
+        for half in range(2):
+            row_index = group + 4 * half
+            c: list[Any] = []
+            for j in range(0, 4 * half + 3, 4):
+                c += load_shared(Float32, block + block_element(HALF + row_index, HALF + j), 4)
+            x = own[half]
+            for k in range(4 * half + 3):
+                factor = cutlass.select_(k < row_index, c[k], Float32(0.0))
+                x = cute.math.fma(factor, y[k], x)
+            store_shared(Float32, block + block_element(HALF + row_index, n), [-x])
+
+    @cute.jit
+    def _store_columns(
+        self, block: Int32, lane: Int32, first: Int32, n: Int32, column: Any
+    ) -> None:
+        for i in cutlass.range_constexpr(1, HALF):
+            if n < i and lane < 2 * HALF:
+                store_shared(Float32, block + block_element(first + i, first + n), [column[i]])
+
+    def _substituted(self, block: Any, n: Any, first: Any, size: int) -> list[Any]:
+        """Return column n of the inverse of a part of the block, on the diagonal from row `first`
+        on."""
         column: list[Any] = []
-        for i in range(SUB_CHUNK):
+        for i in range(size):
             row: list[Any] = []
             for j in range(0, i, 4):
-                row += load_shared(Float32, block + block_element(i, j), 4)
+                row += load_shared(Float32, block + block_element(first + i, first + j), 4)
             x = cutlass.select_(n == i, Float32(1.0), Float32(0.0))
             for j in range(i):
                 x = cute.math.fma(-row[j], column[j], x)

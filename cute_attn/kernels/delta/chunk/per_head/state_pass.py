@@ -38,6 +38,7 @@ from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk, copy_bulk_to_cluster
+from ....common.ptx.cache_policy import cache_policy
 from ....common.ptx.cluster import cta_rank
 from ....common.ptx.matrices import transpose_matrix
 from ....common.ptx.memory import load_shared, shared_address, store_shared
@@ -256,6 +257,7 @@ class HeadStatePass(KdaStatePass):
         across = spec.head_dim_k // BOX
         keys, queries = (self.boxes(stages, name, across) for name in ("k", "q"))
         values = self.boxes(stages, "rows", spec.tile_v // BOX)
+        policy = cache_policy("evict_first") if spec.evicts else None
         for n in cutlass.range(end - first, unroll=1):
             c = self.chunk_index(first + n, last)
             barriers.wait_previous("chunk_empty", n)
@@ -275,7 +277,7 @@ class HeadStatePass(KdaStatePass):
                 of_v = self.v_rows.box(x.v, c, head, *of_sequence)
                 tile = tile_start // spec.tile_v
                 of_v = cute.local_tile(of_v, (CHUNK, spec.tile_v), (0, tile))
-                load_boxes(x.v_tma, of_v, values, barriers, "chunk_full", n)
+                load_boxes(x.v_tma, of_v, values, barriers, "chunk_full", n, policy=policy)
             stage = stages + barriers.stage("chunk_full", n) * self.stage_bytes
             full = shared_address(barriers.pointer("chunk_full", n))
             slot = place.slot + c
@@ -289,9 +291,11 @@ class HeadStatePass(KdaStatePass):
                 copy_bulk(stage + self.stage["factors"], factors, 4 * FACTORS, full)
                 at = stage + self.stage["t"]
                 if cutlass.const_expr(self.cluster > 1):
-                    copy_bulk_to_cluster(at + part, tiles + part, half, full, BOTH_CTAS)
+                    copy_bulk_to_cluster(
+                        at + part, tiles + part, half, full, BOTH_CTAS, policy=policy
+                    )
                 else:
-                    copy_bulk(at, tiles, 2 * half, full)
+                    copy_bulk(at, tiles, 2 * half, full, policy=policy)
 
     def boxes(self, stages: Int32, name: str, across: int) -> cute.Tensor:
         """The buffer `name` of all stages, as boxes (rows, columns, boxes, stages)."""
