@@ -9,7 +9,6 @@ its sequence is placed so that rows beyond the end have an i out of bounds. For 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -176,12 +175,10 @@ def load_boxes(
     edge: cutlass.Constexpr[str],
     n: Int32,
     multicast: cutlass.Constexpr[bool] = False,
-    policy: Any = None,
 ) -> None:
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
     `multicast` each CTA of a pair loads half of the boxes into both CTAs. If the number of boxes
-    is odd, CTA 0 loads one more box than CTA 1. Without `multicast`, `policy` may be a
-    `cache_policy`."""
+    is odd, CTA 0 loads one more box than CTA 1."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
@@ -205,7 +202,7 @@ def load_boxes(
         for box in cutlass.range_constexpr(count):
             cute.copy(
                 tma, source[None, box], to[None, box, stage],
-                tma_bar_ptr=barriers.pointer(edge, n), cache_policy=policy,
+                tma_bar_ptr=barriers.pointer(edge, n),
             )  # fmt: skip
 
 

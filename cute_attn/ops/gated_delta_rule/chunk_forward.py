@@ -16,6 +16,7 @@ from ..kda.chunk_passes import (
     Starts,
     launch_segments,
     num_slots,
+    output_kernel,
     run_in_segments,
     segment_length,
     start_length,
@@ -108,7 +109,9 @@ class ChunkForward(NamedTuple):
         length = 0
         if self.split:
             kind = pass_kind(self.split[1][1])
-            length = segment_length(kind, v, dim_k, cu_seqlens, self.num_sms)
+            length = segment_length(
+                kind, v, dim_k, cu_seqlens, self.num_sms, starts=self.split[0][1].bounds
+            )
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
@@ -122,7 +125,8 @@ class ChunkForward(NamedTuple):
                 starts = None
                 if request[1].bounds:
                     bounds = factors[:, :, BOUNDS]
-                    starts = Starts(bounds, start_length(kind, v, cu_seqlens))
+                    of_outputs = output_kernel(self.split, v, length)[1]
+                    starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
                 launch_segments(
                     tuple(kernels), length, given, v, dim_k, written, carried, cu_seqlens, starts
                 )

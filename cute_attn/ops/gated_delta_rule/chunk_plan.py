@@ -82,7 +82,7 @@ def plan_chunk_gated_delta_rule(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
             forward has KDA's kernels, whose records the backward reads.
-        split: whether to include the four kernels that split a few long sequences with few heads
+        split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
     Returns:

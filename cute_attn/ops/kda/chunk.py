@@ -452,7 +452,9 @@ class _Chunk(Operator[ChunkArguments]):
             length = 0
             if split:
                 kind = pass_kind(split[1][1])
-                length = segment_length(kind, v, dim_k, cu_seqlens, num_sms)
+                length = segment_length(
+                    kind, v, dim_k, cu_seqlens, num_sms, starts=split[0][1].bounds
+                )
             if length:
                 run_in_segments(
                     split, length, (q, k, g, beta, A, bias, cu_seqlens),

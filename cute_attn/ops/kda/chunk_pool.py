@@ -351,7 +351,9 @@ class Pool(Operator[PoolArguments]):
         length = 0
         if ready.split:
             kind = pass_kind(ready.split[1][1])
-            length = segment_length(kind, a.v, dim_k, a.cu_seqlens, ready.num_sms)
+            length = segment_length(
+                kind, a.v, dim_k, a.cu_seqlens, ready.num_sms, starts=ready.split[0][1].bounds
+            )
         states = carried_states(a)
         read = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens
         scalars = ready.scale, ready.lower_bound, ready.beta_scale

@@ -8,35 +8,26 @@ from cutlass import Boolean, Int32, Int64
 from .asm import asm
 
 
-def copy_async(
-    shared: Int32, source: Int64, present: Boolean, *, level: str = "cg",
-    policy: Int64 | None = None,
-) -> None:  # fmt: skip
+def copy_async(shared: Int32, source: Int64, present: Boolean, *, level: str = "cg") -> None:
     """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address,
     through L2 only ("cg") or L1 too ("ca"). Where `present` is false, the instruction reads nothing
     and writes zeros. Commit and wait with `cute.arch.cp_async_commit_group` and
-    `cp_async_wait_group`. `policy` is a `cache_policy`."""
+    `cp_async_wait_group`."""
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
-    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
-    text = f"cp.async.{level}.shared.global{hint} [$0], [$1], 16, $2{more};"
-    values = [Int32(shared), Int64(source), Int32(nbytes)]
-    asm(text, [], values if policy is None else [*values, policy], memory=True)
+    text = f"cp.async.{level}.shared.global [$0], [$1], 16, $2;"
+    asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
 
 
-def copy_bulk(
-    shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, policy: Int64 | None = None
-) -> None:
+def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None:
     """Start a `cp.async.bulk` (sm_90 and newer) of `nbytes` contiguous bytes, by one thread.
 
     The mbarrier at the shared address `barrier` counts the bytes. Both addresses and `nbytes` are
-    multiples of 16. `policy` is a `cache_policy`."""
-    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
+    multiples of 16."""
     text = (
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} "
-        f"[$0], [$1], {nbytes}, [$2]{more};"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$0], [$1], {nbytes}, [$2];"
     )
-    values = [Int32(shared), Int64(source), Int32(barrier)]
-    asm(text, [], values if policy is None else [*values, policy], memory=True)
+    asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
 def prefetch_bulk(source: Int64, nbytes: int) -> None:
@@ -46,18 +37,15 @@ def prefetch_bulk(source: Int64, nbytes: int) -> None:
 
 
 def copy_bulk_to_cluster(
-    shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int, *,
-    policy: Int64 | None = None,
-) -> None:  # fmt: skip
+    shared: Int32, source: Int64, nbytes: int, barrier: Int32, mask: int
+) -> None:
     """Start a `copy_bulk` to the same place in each CTA of the cluster whose rank has a bit in
     `mask` (sm_90 and newer). Each of these CTAs counts the bytes at its mbarrier."""
-    hint, more = ("", "") if policy is None else (".L2::cache_hint", ", $3")
     text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        f"{hint} [$0], [$1], {nbytes}, [$2], {mask}{more};"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        f"[$0], [$1], {nbytes}, [$2], {mask};"
     )
-    values = [Int32(shared), Int64(source), Int32(barrier)]
-    asm(text, [], values if policy is None else [*values, policy], memory=True)
+    asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:

@@ -99,19 +99,15 @@ def sleep(nanoseconds: int) -> None:
     asm(f"nanosleep.u32 {nanoseconds};", [], [], volatile=True)
 
 
-def store_global_where(
-    condition: Boolean, address: Int64, *values: Int32, policy: Int64 | None = None
-) -> None:
+def store_global_where(condition: Boolean, address: Int64, *values: Int32) -> None:
     """Store 1, 2 or 4 Int32 to a 64-bit global address if `condition` is not 0, with a predicated
-    store rather than a branch. `policy` is a `cache_policy`."""
+    store rather than a branch."""
     width, sources = _vector(2, len(values))
-    hint, more = ("", "") if policy is None else (".L2::cache_hint", f", ${2 + len(values)}")
     text = (
         "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n"
-        f"@some st.global{hint}{width}.b32 [$0], {sources}{more};\n}}"
+        f"@some st.global{width}.b32 [$0], {sources};\n}}"
     )
-    given = [Int64(address), Int32(condition), *map(Int32, values)]
-    asm(text, [], given if policy is None else [*given, policy], memory=True)
+    asm(text, [], [Int64(address), Int32(condition), *map(Int32, values)], memory=True)
 
 
 def _vector(first: int, count: int) -> tuple[str, str]:

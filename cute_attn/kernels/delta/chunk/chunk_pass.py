@@ -41,7 +41,6 @@ from ...common.entry import entry, gathered, placeholders
 from ...common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import mbarrier
 from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk, copy_bulk_to_cluster
-from ...common.ptx.cache_policy import cache_policy
 from ...common.ptx.cluster import cta_rank
 from ...common.ptx.grids import start_dependents, wait_for_previous
 from ...common.ptx.matrices import load_matrices
@@ -411,7 +410,6 @@ class ChunkPass:
         stage = Int32(0)
         phase = Int32(0)
         rank = cta_rank() if self.cluster > 1 else 0
-        policy = cache_policy("evict_first") if spec.evicts else None
         for c in cutlass.range(first, end, unroll=1):
             index = self.chunk_index(c, last)
             full = barriers.address("chunk_full", stage)
@@ -435,12 +433,12 @@ class ChunkPass:
                         barriers.stage_pointer("chunk_full", stage), nbytes
                     )
                     for offset, size in self.parts:
-                        self.copy_shared(at, record, offset, size, full, rank, policy)
+                        self.copy_shared(at, record, offset, size, full, rank)
                     copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
                     if cutlass.const_expr(self.parts_of_rows):
                         if has_rows:
                             for offset, size in self.parts_of_rows:
-                                self.copy_shared(at, record, offset, size, full, rank, policy)
+                                self.copy_shared(at, record, offset, size, full, rank)
             else:
                 for offset, size in self.parts:
                     self.copy_part(at, record, offset, size, lane)
@@ -460,7 +458,6 @@ class ChunkPass:
                     at + self.stage["rows"] + self.row_offset(row + i * step, unit),
                     start + Int64(token) * (x.rows.stride[1] * 2),
                     present,
-                    policy=policy,
                 )
             copies_arrive(full)
             stage = stage + 1
@@ -469,18 +466,16 @@ class ChunkPass:
                 phase = phase ^ 1
 
     def copy_shared(
-        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any, policy: Any
+        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any
     ) -> None:
         """Start the copy of a part of a record, by one thread. In a cluster, the CTA of `rank`
         copies its share to all CTAs."""
         if self.cluster == 1:
-            copy_bulk(target + offset, record + offset, size, full, policy=policy)
+            copy_bulk(target + offset, record + offset, size, full)
             return
         share = size // self.cluster
         own = offset + rank * share
-        copy_bulk_to_cluster(
-            target + own, record + Int64(own), share, full, BOTH_CTAS, policy=policy
-        )
+        copy_bulk_to_cluster(target + own, record + Int64(own), share, full, BOTH_CTAS)
 
     @cute.jit
     def copy_part(
@@ -660,10 +655,9 @@ class ChunkPass:
         column = place.column + 2 * (lane % 4)
         at = row_address(o, sequence.batch, sequence.start, place.head, column)
         at = at + Int64(row) * step
-        policy = cache_policy("evict_first") if self.spec.evicts else None
         for j in range(CHUNK // 8):
             for half in range(2):
-                store_global_where(row < end, at + 16 * half, rows[2 * j + half], policy=policy)
+                store_global_where(row < end, at + 16 * half, rows[2 * j + half])
             row, at = row + 8, at + 8 * step
 
     # -- states -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ MOST_STAGES = 3  # stages of a pass: more hide no further latency
 CTAS_PER_SM = 78 / 132  # target for the pass that writes outputs
 FEWEST_CHUNKS_OF_A_SEGMENT = 16
 FEWEST_CHUNKS_OF_A_START = 4
+FEWEST_STARTS = 3  # segments that start from zero, for calls without exact transitions
 MOST_SEGMENTS = 16
 
 
@@ -79,7 +80,7 @@ class SegmentTimes(NamedTuple):
 # By the kind of pass, see `chunks_per_segment`.
 SEGMENT_TIMES = {
     "head": SegmentTimes(outputs=1.0, transitions=1.0, step=4.5, kernels=10.0),
-    "shared": SegmentTimes(outputs=1.25, transitions=0.95, step=4.5, kernels=6.0),
+    "shared": SegmentTimes(outputs=1.2, transitions=0.95, step=4.5, kernels=13.0),
 }
 
 
@@ -123,8 +124,9 @@ def chunks_per_segment(
         length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
         return length if length < chunks else 0
 
-    # Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
-    if 2 * sequences * heads * columns > num_sms:
+    # Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs. With more
+    # CTAs, the bytes of KDA's records limit a pass.
+    if (3 if kind == "shared" else 2) * sequences * heads * columns > num_sms:
         return 0
     times = SEGMENT_TIMES[kind]
     best, found = chunks * times.outputs, 0
@@ -178,6 +180,17 @@ def chunks_per_start(
     columns = heads * (head_dim_v // 64) * (1 if packed else sequences)
     segments = min(max(ctas // columns, 1), MOST_SEGMENTS)
     return max(FEWEST_CHUNKS_OF_A_START, -(-tokens // (CHUNK * segments)))
+
+
+def only_starts(kind: str, *, head_dim_k: int, **sizes: Any) -> int:
+    """All chunks of a call, if its segments may start from zero but do not pay for exact
+    transitions; otherwise 0. Heads whose gates are weak then are one segment. Arguments are those
+    of `chunks_per_segment`."""
+    del head_dim_k
+    chunks = -(-sizes["tokens"] // CHUNK)
+    length = chunks_per_start("channel" if kind == "shared" else kind, **sizes)
+    sequences = sizes["sequences"] if sizes["packed"] else 1
+    return chunks if FEWEST_STARTS * length * sequences <= chunks else 0
 
 
 def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """(I + L)^-1 of a chunk, L strictly lower triangular, 64 by 64 in blocks of 16 by 16.
 
-`invert_diagonal` inverts a block on the diagonal by forward substitution in float32, with one
-column in each lane. `invert` computes the other blocks of the inverse X, from 16 to 32 to 64, by
+`invert_diagonal` inverts a block on the diagonal in halves of 8 by 8, by forward substitution in
+float32 with one column in each lane. `invert` computes the other blocks of the inverse X, from 16
+to 32 to 64. Both use
 
     [ A  0 ]^-1   [  A^-1            0    ]
     [ B  C ]    = [ -C^-1 B A^-1    C^-1  ]
@@ -44,7 +45,7 @@ from .sub_chunks import (
     tile_unit,
 )
 
-HALF = SUB_CHUNK // 2
+HALF = SUB_CHUNK // 2  # rows of half of a block
 
 
 def split(x: Any) -> tuple[Any, Any]:
@@ -65,9 +66,7 @@ def rounded(x: Any) -> Any:
 class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
-    def __init__(
-        self, memory: Any, *, columns: str | None = None, exact: bool = True, halves: bool = False
-    ):
+    def __init__(self, memory: Any, *, columns: str | None = None, exact: bool = True):
         """
         Args:
             memory: the CTA's shared memory, a ChunkMemory or one with its buffers and attributes
@@ -78,30 +77,19 @@ class Inverse:
         """
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
         self.exact = exact
-        self.halves = halves
 
-    @cute.jit
-    def invert_diagonal(self, smem: Int32, b: Int32) -> None:
-        """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1."""
+    def invert_diagonal(self, smem: Any, b: Any) -> None:
+        """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1. A whole
+        warp calls this method.
+
+        The block is [A 0; B C], with halves of 8 by 8. Of four groups of 8 lanes, with a column in
+        each lane, groups 0 and 2 have A^-1, and groups 1 and 3 have C^-1. Then group g has rows g
+        and g + 4 of B A^-1 and of -C^-1 B A^-1."""
         lane = cute.arch.lane_idx()
         block = smem + self.memory["blocks"] + block_offset(b, b)
-        if cutlass.const_expr(self.halves):
-            self._invert_halves(block, lane)
-        else:
-            n = lane & (SUB_CHUNK - 1)
-            column = self._substituted(block, n, 0, SUB_CHUNK)
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(1, SUB_CHUNK):
-                if lane < i:
-                    store_shared(Float32, block + block_element(i, n), [column[i]])
-
-    def _invert_halves(self, block: Any, lane: Any) -> None:
-        """Invert a block [A 0; B C] in halves of 8 by 8. Of four groups of 8 lanes, with a column
-        in each lane, groups 0 and 2 have A^-1, and groups 1 and 3 have C^-1. Then group g has rows
-        g and g + 4 of B A^-1 and of -C^-1 B A^-1."""
         n, group = lane & (HALF - 1), lane >> 3
         first = (group & 1) * HALF
-        column = self._substituted(block, n, first, HALF)
+        column = self._substituted(block, n, first)
         a = [cute.arch.shuffle_sync(x, n) for x in column]
         own = []
         for half in range(2):
@@ -125,8 +113,8 @@ class Inverse:
                 c += load_shared(Float32, block + block_element(HALF + row_index, HALF + j), 4)
             x = own[half]
             for k in range(4 * half + 3):
-                factor = cutlass.select_(k < row_index, c[k], Float32(0.0))
-                x = cute.math.fma(factor, y[k], x)
+                # The product of a later row may be NaN.
+                x = x + cutlass.select_(k < row_index, c[k] * y[k], Float32(0.0))
             store_shared(Float32, block + block_element(HALF + row_index, n), [-x])
 
     @cute.jit
@@ -137,11 +125,11 @@ class Inverse:
             if n < i and lane < 2 * HALF:
                 store_shared(Float32, block + block_element(first + i, first + n), [column[i]])
 
-    def _substituted(self, block: Any, n: Any, first: Any, size: int) -> list[Any]:
-        """Return column n of the inverse of a part of the block, on the diagonal from row `first`
+    def _substituted(self, block: Any, n: Any, first: Any) -> list[Any]:
+        """Return column n of the inverse of half of a block, on the diagonal from row `first`
         on."""
         column: list[Any] = []
-        for i in range(size):
+        for i in range(HALF):
             row: list[Any] = []
             for j in range(0, i, 4):
                 row += load_shared(Float32, block + block_element(first + i, first + j), 4)

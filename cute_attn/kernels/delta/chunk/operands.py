@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...common.ptx.async_copy import copy_async
-from ...common.ptx.cache_policy import cache_policy
 from ...common.ptx.compiler import keep_branch
 from ...common.ptx.convert import pack_all
 from ...common.ptx.math import reciprocal_sqrt
@@ -30,9 +29,8 @@ LONG, SHORTENED = 2.0**30, 2.0**-34
 class Operands:
     """Copies q and k, and computes their norms. All methods run on the device."""
 
-    def __init__(self, memory: ChunkMemory, *, evicts: bool = False):
-        """evicts: whether L2 evicts q and k first."""
-        self.memory, self.dtype, self.evicts = memory, memory.dtype, evicts
+    def __init__(self, memory: ChunkMemory):
+        self.memory, self.dtype = memory, memory.dtype
 
     @cute.jit
     def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:
@@ -44,7 +42,6 @@ class Operands:
         row, unit = thread // units, thread % units
         place = shared + row * self.memory.qk_row + ((unit ^ (parity(row) << 2)) << 4)
         source = rows.start + Int64(unit * UNIT_BYTES)
-        policy = cache_policy("evict_first") if self.evicts else None
         for i in cutlass.range_constexpr(CHUNK // step):
             at = row + i * step
             present = at < length
@@ -52,7 +49,6 @@ class Operands:
                 place + i * (step * self.memory.qk_row),
                 source + row_offset(cutlass.select_(present, at, Int32(0)), rows.pitch),
                 present,
-                policy=policy,
             )
 
     @cute.jit

@@ -104,15 +104,11 @@ class PrepareSpec(InputsSpec):
             (`gates.nonzero_beta`). With l2norm, the inverse norms of q and k are a result.
         bounds: whether `prepare` also writes bounds of the transitions (see `starts`).
         starts_next: whether the next kernel of the stream may start before the end of `prepare`.
-        evicts: whether L2 evicts q and k first.
-        halves: temporary
     """
 
     for_backward: bool = False
     bounds: bool = False
     starts_next: bool = False
-    evicts: bool = False
-    halves: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,7 +147,6 @@ class PassSpec(ChunkSpec):
         dependent: whether the pass starts before the end of the stream's previous kernel, and waits
             for this end (programmatic dependent launch, sm_90 and newer). A pass of transitions
             then lets the next kernel start as early.
-        evicts: whether L2 evicts first what the pass reads.
     """
 
     state_v_first: bool
@@ -165,7 +160,6 @@ class PassSpec(ChunkSpec):
     short_starts: bool = field(default=False, kw_only=True)
     cluster: int = field(default=1, kw_only=True)
     dependent: bool = field(default=False, kw_only=True)
-    evicts: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +234,6 @@ class HeadPrepareSpec(InputsSpec):
     for_backward: bool = False
     bounds: bool = False
     starts_next: bool = False
-    halves: bool = True
     ctas_per_sm: int = 3
     last_first: bool = True
 

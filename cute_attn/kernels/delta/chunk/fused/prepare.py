@@ -193,11 +193,11 @@ class KdaPrepare:
         self.smem_bytes = self.memory.nbytes
         self.per_head = spec.decays == "head"
         self.inputs = HeadGateInputs(spec) if self.per_head else GateInputs(spec)
-        self.operands = Operands(self.memory, evicts=spec.evicts)
+        self.operands = Operands(self.memory)
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums)
         self.score_tiles = ScoreTiles(self.memory, self.sums)
-        self.inverse = Inverse(self.memory, columns=self.memory.of_rows, halves=spec.halves)
+        self.inverse = Inverse(self.memory, columns=self.memory.of_rows)
         self.dtype = self.memory.dtype
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
 

@@ -153,7 +153,7 @@ class HeadPrepare:
         self.smem_bytes = self.memory.nbytes
         self.gates = HeadGates(spec, self.memory)
         # T is rounded to bfloat16, so products of tf32 are accurate enough.
-        self.inverse = Inverse(self.memory, exact=spec.dtype != "bfloat16", halves=spec.halves)
+        self.inverse = Inverse(self.memory, exact=spec.dtype != "bfloat16")
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec

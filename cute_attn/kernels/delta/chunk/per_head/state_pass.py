@@ -38,7 +38,6 @@ from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk, copy_bulk_to_cluster
-from ....common.ptx.cache_policy import cache_policy
 from ....common.ptx.cluster import cta_rank
 from ....common.ptx.matrices import transpose_matrix
 from ....common.ptx.memory import load_shared, shared_address, store_shared
@@ -257,7 +256,6 @@ class HeadStatePass(KdaStatePass):
         across = spec.head_dim_k // BOX
         keys, queries = (self.boxes(stages, name, across) for name in ("k", "q"))
         values = self.boxes(stages, "rows", spec.tile_v // BOX)
-        policy = cache_policy("evict_first") if spec.evicts else None
         for n in cutlass.range(end - first, unroll=1):
             c = self.chunk_index(first + n, last)
             barriers.wait_previous("chunk_empty", n)
@@ -277,7 +275,7 @@ class HeadStatePass(KdaStatePass):
                 of_v = self.v_rows.box(x.v, c, head, *of_sequence)
                 tile = tile_start // spec.tile_v
                 of_v = cute.local_tile(of_v, (CHUNK, spec.tile_v), (0, tile))
-                load_boxes(x.v_tma, of_v, values, barriers, "chunk_full", n, policy=policy)
+                load_boxes(x.v_tma, of_v, values, barriers, "chunk_full", n)
             stage = stages + barriers.stage("chunk_full", n) * self.stage_bytes
             full = shared_address(barriers.pointer("chunk_full", n))
             slot = place.slot + c
@@ -291,11 +289,9 @@ class HeadStatePass(KdaStatePass):
                 copy_bulk(stage + self.stage["factors"], factors, 4 * FACTORS, full)
                 at = stage + self.stage["t"]
                 if cutlass.const_expr(self.cluster > 1):
-                    copy_bulk_to_cluster(
-                        at + part, tiles + part, half, full, BOTH_CTAS, policy=policy
-                    )
+                    copy_bulk_to_cluster(at + part, tiles + part, half, full, BOTH_CTAS)
                 else:
-                    copy_bulk(at, tiles, 2 * half, full, policy=policy)
+                    copy_bulk(at, tiles, 2 * half, full)
 
     def boxes(self, stages: Int32, name: str, across: int) -> cute.Tensor:
         """The buffer `name` of all stages, as boxes (rows, columns, boxes, stages)."""
