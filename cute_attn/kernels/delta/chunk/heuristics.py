@@ -190,7 +190,7 @@ def only_starts(kind: str, *, head_dim_k: int, **sizes: Any) -> int:
     chunks = -(-sizes["tokens"] // CHUNK)
     length = chunks_per_start("channel" if kind == "shared" else kind, **sizes)
     sequences = sizes["sequences"] if sizes["packed"] else 1
-    return chunks if FEWEST_STARTS * length * sequences <= chunks else 0
+    return chunks if (FEWEST_STARTS - 1) * length * sequences < chunks else 0
 
 
 def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
