@@ -11,7 +11,7 @@ for an H200. The benchmark `gdn-decode` times a decode step.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -44,6 +44,8 @@ GOALS: dict[str, dict[tuple[int, int, int, int], float]] = {
 OTHER_PEERS = ("cudnn", "flashinfer")  # of the forward
 JUDGED: dict[str, Mode] = {"forward": "graph", "backward": "do_bench"}
 GATES = ("softplus", "softplus-strong")
+
+Timed = tuple[dict[str, float], list[Row], list[str]]  # errors, rows, notes
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> Report:
     roofline = measure_roofline(matmul=False, rep_ms=rep_ms)
     errors: list[dict[str, float]] = []
     rows: list[Row] = []
-    times = {
+    times: dict[str, Callable[..., Timed]] = {
         "forward": partial(time_forward, modes=args.mode, others=not args.no_peer),
         "backward": time_backward,
     }
@@ -146,7 +148,7 @@ def time_forward(
     *,
     modes: Sequence[Mode],
     others: bool,
-) -> tuple[dict[str, float], list[Row], list[str]]:
+) -> Timed:
     """Return (errors, a row for each mode, notes). `others` says whether to time OTHER_PEERS."""
     import torch
 
@@ -178,7 +180,7 @@ def time_backward(
     with_peer: bool,
     roofline: Roofline,
     rep_ms: float,
-) -> tuple[dict[str, float], list[Row], list[str]]:
+) -> Timed:
     """Return (errors, a row, notes). A graph cannot capture autograd's call."""
     from ..kda import training
     from ..kda.problem import agreed, freed, time_calls

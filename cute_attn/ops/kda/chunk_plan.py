@@ -372,8 +372,13 @@ class ChunkCall:
             "decays": self.decays,
         }
 
-    def prepare(self, *, for_backward: bool, **options: bool) -> launch.Request:
-        return table.PREPARE, PrepareSpec(**self.inputs, for_backward=for_backward, **options)
+    def prepare(
+        self, *, for_backward: bool, bounds: bool = False, starts_next: bool = False
+    ) -> launch.Request:
+        spec = PrepareSpec(
+            **self.inputs, for_backward=for_backward, bounds=bounds, starts_next=starts_next
+        )
+        return table.PREPARE, spec
 
     def with_prepare(
         self, passes: list[launch.Request], *, for_backward: bool
