@@ -82,7 +82,7 @@ def plan_chunk_gated_delta_rule(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
             forward has KDA's kernels, whose records the backward reads.
-        split: whether to include the four kernels that split a few long sequences with few heads
+        split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
     Returns:
@@ -163,9 +163,10 @@ def _head_path(
         spec = HeadPassSpec(**fields, store_states=bool(gradient))
         whole, *split = call.with_segments(table.HEAD_STATE_PASS, spec)
     if split:
-        in_segments = prepare
-        if split[0][1].short_starts:  # the bounds take more than 80 registers
-            in_segments = replace(prepare, bounds=True, ctas_per_sm=2)
+        of_pass = split[0][1]
+        in_segments = replace(prepare, starts_next=of_pass.dependent)
+        if of_pass.short_starts:  # the bounds take more than 80 registers
+            in_segments = replace(in_segments, bounds=True, ctas_per_sm=2)
         split = [(table.HEAD_PREPARE, in_segments), *split]
     return [(table.HEAD_PREPARE, prepare), whole, *split]
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.heuristics import pass_kind
 from ...kernels.delta.chunk.spec import CHUNK, record_elements
 from ..checks import require_flags
 from ..operator import (
@@ -65,6 +65,7 @@ from .chunk_passes import (
     empty_v_new,
     matrix_of_state,
     run_in_segments,
+    segment_length,
 )
 from .chunk_plan import plan_chunk_kda
 from .chunk_pool import chunk_kda_in_pool
@@ -449,14 +450,10 @@ class _Chunk(Operator[ChunkArguments]):
                     (sequences, heads, *matrix), dtype=torch.float32, device=device
                 )
             length = 0
-            if 2 * sequences * heads <= num_sms:
-                length = chunks_per_segment(
-                    sequences=sequences,
-                    tokens=tokens,
-                    heads=heads,
-                    head_dim_v=dim_v,
-                    packed=cu_seqlens is not None,
-                    num_sms=num_sms,
+            if split:
+                kind = pass_kind(split[1][1])
+                length = segment_length(
+                    kind, v, dim_k, cu_seqlens, num_sms, starts=split[0][1].bounds
                 )
             if length:
                 run_in_segments(

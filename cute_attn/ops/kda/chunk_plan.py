@@ -14,9 +14,11 @@ from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
+    has_dependent_launch,
     head_gradients_config,
     output_config,
     segments_config,
+    segments_pass_config,
     state_pass_config,
 )
 from ...kernels.delta.chunk.spec import (
@@ -98,7 +100,7 @@ def plan_chunk_kda(
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
-        split: whether to include the three kernels that split a few long sequences with few heads
+        split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
         decays: what has a decay of its own: "channel", or "head" as in a Gated Delta Net. With
             "head", g is `[B, T, HV]` and dt_bias `[HV]`, and there are no intermediate states.
@@ -370,20 +372,29 @@ class ChunkCall:
             "decays": self.decays,
         }
 
-    def prepare(self, *, for_backward: bool, bounds: bool = False) -> launch.Request:
-        spec = PrepareSpec(**self.inputs, for_backward=for_backward, bounds=bounds)
+    def prepare(
+        self, *, for_backward: bool, bounds: bool = False, starts_next: bool = False
+    ) -> launch.Request:
+        spec = PrepareSpec(
+            **self.inputs, for_backward=for_backward, bounds=bounds, starts_next=starts_next
+        )
         return table.PREPARE, spec
 
     def with_prepare(
         self, passes: list[launch.Request], *, for_backward: bool
     ) -> list[launch.Request]:
         """The requests of a forward: `prepare`, the pass over whole sequences, and for split
-        sequences `prepare` again and three kernels."""
+        sequences `prepare` again and the kernels of `with_segments`."""
         whole, *split = passes
         prepare = self.prepare(for_backward=for_backward)
         if split:
-            bounds = split[0][1].short_starts
-            split = [self.prepare(for_backward=for_backward, bounds=bounds), *split]
+            of_pass = split[0][1]
+            first = self.prepare(
+                for_backward=for_backward,
+                bounds=of_pass.short_starts,
+                starts_next=of_pass.dependent,
+            )
+            split = [first, *split]
         return [prepare, whole, *split]
 
     def state_pass(self, *, store_states: bool) -> list[launch.Request]:
@@ -410,24 +421,31 @@ class ChunkCall:
         return self.with_segments(table.ADJOINT_PASS, spec)
 
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
+        """The pass over whole sequences, then the kernels transitions, segments and outputs. For
+        starts from zero without exact transitions there may be other `outputs`."""
         # A call that stores states for a backward has no warm-ups: two CTAs would store one state.
         short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
+        dependent = has_dependent_launch(self.dims["arch"])
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,
             index_dtype=spec.index_dtype,
             **segments_config(**self.dims),
             short_starts=short,
+            dependent=dependent,
         )
-        outputs = dataclasses.replace(spec, segments="outputs", short_starts=short)
+        outputs = dataclasses.replace(
+            spec, segments="outputs", short_starts=short, dependent=dependent
+        )
+        if isinstance(spec, StatePassSpec):
+            outputs = dataclasses.replace(outputs, **segments_pass_config(**self.dims))
         transitions = dataclasses.replace(outputs, segments="transitions")
         if isinstance(transitions, StatePassSpec):  # a pass without results
             transitions = dataclasses.replace(transitions, store_states=False)
-        return [(kernel, spec)] + self.split * [
-            (kernel, transitions),
-            (table.SEGMENTS, combine),
-            (kernel, outputs),
-        ]
+        found = [(kernel, transitions), (table.SEGMENTS, combine), (kernel, outputs)]
+        if short and outputs.cluster != spec.cluster:
+            found.append((kernel, dataclasses.replace(outputs, cluster=spec.cluster)))
+        return [(kernel, spec)] + self.split * found
 
     def gradients(self, *, grouped: bool) -> launch.Request:
         if self.decays == "head":

@@ -38,9 +38,11 @@ from cutlass import Float32, Int32, Int64
 from ...common.arguments import fake_matrices, fake_offsets, fake_rows
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import mbarrier
-from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
+from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk, copy_bulk_to_cluster
+from ...common.ptx.cluster import cta_rank
+from ...common.ptx.grids import start_dependents, wait_for_previous
 from ...common.ptx.matrices import load_matrices
 from ...common.ptx.memory import shared_address, store_global_where
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
@@ -160,7 +162,6 @@ class ChunkPass:
     """
 
     backwards = False
-    cluster = 1  # CTAs that share copies
 
     def __init__(
         self, spec: PassSpec, *, rows_step: int, scores: bool, starts: bool, ends: bool,
@@ -172,6 +173,7 @@ class ChunkPass:
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products, rows_step)
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
+        self.cluster = spec.cluster
         self.transitions = spec.segments == "transitions"
         self.short_starts = spec.short_starts and spec.segments != "none"
         state = Role("state", range(self.num_warps))
@@ -180,9 +182,10 @@ class ChunkPass:
         # Every lane copies part of the rows; without bulk copies, every lane also copies part of
         # the tiles.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
+        stages, reach = spec.num_stages, Reach.EACH if self.cluster > 1 else Reach.CTA
         self.pipeline = Pipeline(
-            Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
-            Edge("chunk_empty", state, load, spec.num_stages, Kind.WARPS, payload="its stage"),
+            Edge("chunk_full", load, state, stages, copied, payload="a chunk's tiles"),
+            Edge("chunk_empty", state, load, stages, Kind.WARPS, reach, payload="its stage"),
         )
         tile = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
@@ -287,12 +290,17 @@ class ChunkPass:
     def launch_config(self, a: Any) -> dict[str, Any]:
         columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
         sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
-        return {
+        config = {
             "grid": [columns // self.spec.tile_v, a.rows.shape[2], sequences * a.num_segments],
             "block": [sum(map(len, self.roles)) * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
         }
+        if self.cluster > 1:
+            config["cluster"] = [self.cluster, 1, 1]
+        if self.spec.dependent:
+            config["use_pdl"] = True
+        return config
 
     @cute.kernel
     def kernel(self, x: Any) -> None:
@@ -311,6 +319,11 @@ class ChunkPass:
         end = (place.length + (CHUNK - 1)) // CHUNK
         last = end
         begin = first
+        if cutlass.const_expr(spec.dependent):
+            if cutlass.const_expr(self.transitions):
+                start_dependents()
+            stages, barriers = self.start(thread)
+            wait_for_previous(Int64(stages))
         if cutlass.const_expr(spec.segments != "none"):
             length = x.chunks_per_segment
             short, warm_up = False, Int32(0)
@@ -333,16 +346,8 @@ class ChunkPass:
             elif cutlass.const_expr(self.short_starts):
                 first = begin - warm_up
 
-        smem = self.memory.allocate()
-        stages = shared_address(smem.chunk)
-        barriers = self.pipeline.at(smem.barriers)
-        if thread == 0:
-            for stage in cutlass.range_constexpr(spec.num_stages):
-                for edge in self.pipeline:
-                    at = barriers.stage_pointer(edge.name, stage)
-                    cute.arch.mbarrier_init(at, edge.arrivals)
-            if cutlass.const_expr(self.bulk):
-                cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(not spec.dependent):
+            stages, barriers = self.start(thread)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -357,6 +362,21 @@ class ChunkPass:
             # No CTA may end while the other CTA signals it or copies to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def start(self, thread: Int32) -> Any:
+        """Initialise the mbarriers. Return the address of the stages, and the mbarriers."""
+        smem = self.memory.allocate()
+        stages = shared_address(smem.chunk)
+        barriers = self.pipeline.at(smem.barriers)
+        if thread == 0:
+            for stage in cutlass.range_constexpr(self.spec.num_stages):
+                for edge in self.pipeline:
+                    at = barriers.stage_pointer(edge.name, stage)
+                    cute.arch.mbarrier_init(at, edge.arrivals)
+            if cutlass.const_expr(self.bulk):
+                cute.arch.mbarrier_init_fence()
+        return stages, barriers
 
     def chunk_index(self, c: Any, last: Any) -> Any:
         """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
@@ -389,6 +409,7 @@ class ChunkPass:
         full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
         stage = Int32(0)
         phase = Int32(0)
+        rank = cta_rank() if self.cluster > 1 else 0
         for c in cutlass.range(first, end, unroll=1):
             index = self.chunk_index(c, last)
             full = barriers.address("chunk_full", stage)
@@ -412,12 +433,12 @@ class ChunkPass:
                         barriers.stage_pointer("chunk_full", stage), nbytes
                     )
                     for offset, size in self.parts:
-                        copy_bulk(at + offset, record + offset, size, full)
+                        self.copy_shared(at, record, offset, size, full, rank)
                     copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
                     if cutlass.const_expr(self.parts_of_rows):
                         if has_rows:
                             for offset, size in self.parts_of_rows:
-                                copy_bulk(at + offset, record + offset, size, full)
+                                self.copy_shared(at, record, offset, size, full, rank)
             else:
                 for offset, size in self.parts:
                     self.copy_part(at, record, offset, size, lane)
@@ -443,6 +464,18 @@ class ChunkPass:
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    def copy_shared(
+        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any
+    ) -> None:
+        """Start the copy of a part of a record, by one thread. In a cluster, the CTA of `rank`
+        copies its share to all CTAs."""
+        if self.cluster == 1:
+            copy_bulk(target + offset, record + offset, size, full)
+            return
+        share = size // self.cluster
+        own = offset + rank * share
+        copy_bulk_to_cluster(target + own, record + Int64(own), share, full, BOTH_CTAS)
 
     @cute.jit
     def copy_part(
@@ -560,7 +593,11 @@ class ChunkPass:
 
     def release(self, barriers: Barriers, stage: Int32) -> None:
         """Tell the load warp that this warp has read a stage."""
-        mbarrier.arrive(barriers.address("chunk_empty", stage))
+        if self.cluster == 1:
+            mbarrier.arrive(barriers.address("chunk_empty", stage))
+            return
+        for owner in range(self.cluster):
+            cute.arch.mbarrier_arrive(barriers.stage_pointer("chunk_empty", stage), owner)
 
     def hold(self, state: cute.Tensor) -> Any:
         """Return registers that `chunk` keeps from one chunk to the next. `state` is the matrix

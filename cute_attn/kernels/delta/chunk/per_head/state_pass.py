@@ -230,8 +230,7 @@ class HeadStatePass(KdaStatePass):
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         # Two CTAs of transitions fit an SM, if all of its memory is shared memory.
-        more = {"cluster": [self.cluster, 1, 1], "preferred_smem_carveout": 100}
-        return super().launch_config(a) | more
+        return super().launch_config(a) | {"preferred_smem_carveout": 100}
 
     # -- the warp that copies -----------------------------------------------------------------
 
@@ -313,10 +312,6 @@ class HeadStatePass(KdaStatePass):
         cute.arch.sync_warp()
 
     # -- the warps that carry the state -------------------------------------------------------
-
-    def release(self, barriers: Barriers, stage: Int32) -> None:
-        for owner in range(self.cluster) if self.cluster > 1 else (None,):
-            cute.arch.mbarrier_arrive(barriers.stage_pointer("chunk_empty", stage), owner)
 
     def hold(self, state: cute.Tensor) -> Held:
         """Return S and o of the previous chunk, both rounded to 16 bits."""
