@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .attention import attend
 from .choose import MODES
+from .delta import chunk_delta_rule
 from .layout import Layout, Range
 from .plan import Plan, compare
 
@@ -39,6 +40,12 @@ class ContextParallel(Plan):
             The pair (o, lse) of this rank's queries.
         """
         return attend(self, q, k, v, **options)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def chunk_delta_rule(self, *arguments: Any) -> Any:
+        """A delta rule over ranks; `chunk_kda` and `chunk_gated_delta_rule` call this method if they
+        get `cp`. `delta.chunk_delta_rule` describes the arguments and the results."""
+        return chunk_delta_rule(self, *arguments)
 
 
 def context_parallel(

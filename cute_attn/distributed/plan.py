@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from .gather import Route
 from .heads import Swap
 from .layout import Layout, Range, Window, shared_rows
 from .ring import Ring
+
+if TYPE_CHECKING:
+    from .delta import Held
 
 
 class Plan:
@@ -171,17 +174,27 @@ class Plan:
         """The exchange of tokens for heads among all ranks of a plan without a mesh of heads."""
         return Swap(self.group, self.token_rank, tuple(self.rows), self.layout.total)
 
-    def agree(self, what: tuple[tuple[str, Any], ...]) -> None:
+    @cached_property
+    def spans(self) -> Held:
+        """The spans that this rank holds, for delta rules."""
+        from .delta import Held
+
+        return Held(self)
+
+    def agree(
+        self, what: tuple[tuple[str, Any], ...], verb: str = "calls flash attention with"
+    ) -> None:
         """Raise ValueError on all ranks if ranks call with different arguments. Only a rank's first
         call with given arguments asks the other ranks, which must ask in the same call.
 
         Args:
             what: pairs of an argument's name and its value, which every rank must share.
+            verb: what the ranks do, for the error's message.
         """
-        if what in self.agreed:
+        if (what, verb) in self.agreed:
             return
-        compare(self.all_ranks, dict(what), "calls flash attention with")
-        self.agreed.add(what)
+        compare(self.all_ranks, dict(what), verb)
+        self.agreed.add((what, verb))
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
         dim = (0 if self.packed else 1) if dim is None else dim

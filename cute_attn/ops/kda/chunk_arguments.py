@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -118,6 +119,30 @@ def check_disable_recompute(disable_recompute: Any, return_intermediate_states: 
             "disable_recompute is True, must be False with return_intermediate_states: one is "
             "for training, the other for inference"
         )
+
+
+def over_ranks(
+    cp: Any, module: str, rule: str, tensors: tuple[Any, ...], initial_state: Any,
+    options: dict[str, Any], unsupported: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a call that has cp; the plan runs the call.
+
+    Args:
+        module, rule: the module in `ops`, and its object with the operator's kernels.
+        tensors: q, k, v, g, beta, A_log and dt_bias.
+    """
+    if not hasattr(cp, "chunk_delta_rule"):
+        raise TypeError(
+            f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
+        )
+    found = import_module(f"..{module}", __package__)
+    return cp.chunk_delta_rule(
+        getattr(found, rule),
+        dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), tensors, strict=True)),
+        initial_state,
+        options,
+        unsupported,
+    )
 
 
 def refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
     "copies": ("cp_async", "bulk"),
     "products": ("mma", "wgmma"),
-    "segments": ("none", "transitions", "outputs"),
+    "segments": ("none", "transitions", "outputs", "spans"),
 }
 
 
@@ -137,7 +137,8 @@ class PassSpec(ChunkSpec):
         num_stages: stages of the ring in shared memory; a stage holds one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
-        segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
+        segments: "none", one of the two passes over split sequences ("transitions", "outputs"), or
+            "spans", which computes the whole transition of each sequence (see `chunk_pass`).
         short_starts: whether segments may start from a state of zero (see `starts`); without
             segments it has no effect.
     """
@@ -154,7 +155,7 @@ class PassSpec(ChunkSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.segments == "transitions" and self.head_dim_k % self.tile_v:
+        if self.of_transitions and self.head_dim_k % self.tile_v:
             raise ValueError(
                 f"tile_v is {self.tile_v}, must divide head_dim_k={self.head_dim_k} too"
             )
@@ -166,6 +167,11 @@ class PassSpec(ChunkSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of {unit} that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+    @property
+    def of_transitions(self) -> bool:
+        """Whether the pass computes transitions, and no results of chunks."""
+        return self.segments in ("transitions", "spans")
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,8 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
         super().__post_init__()
         if self.store_states or not (self.has_initial_state and self.has_final_state):
             raise ValueError("a pool has the initial and the final states, and no backward")
+        if self.segments == "spans":
+            raise ValueError('segments is "spans", must be another value with a pool')
 
 
 @dataclass(frozen=True)

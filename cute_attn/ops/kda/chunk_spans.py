@@ -1,0 +1,204 @@
+"""Chunked KDA on spans, whose states at their ends come from elsewhere.
+
+A span is a part of a longer sequence. Other ranks of a group may hold the sequence's other spans. A
+span's effect on the state is affine, S' = M S + B. So the forward has these steps:
+
+    prepare      the records of the chunks
+    spans        [B | M] of each span that another span needs
+    the caller   finds the state at each span's start, from [B | M] of all earlier spans
+    state_pass   the outputs
+
+The backward has the same steps with `adjoint_pass`, and runs from the last chunk to the first. It
+needs the gradient of the state at each span's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.delta.chunk.spec import CHUNK, StatePassSpec
+from ..operator import Operator
+from .arguments import launch_scalars, sequence_plan
+from .chunk import _chunk
+from .chunk_arguments import ChunkArguments
+from .chunk_backward import BACKWARD, Backward, BackwardArguments
+from .chunk_passes import Pass, empty_records, empty_states, empty_v_new
+from .chunk_plan import plan_chunk_kda
+
+_empty = torch.empty
+
+# Chunks of a span's last piece. With usual gates nothing of an earlier state is left after 80
+# chunks, so the other pieces take no time.
+FIRST_PIECE = 96
+PIECES = 4  # of a longer span; the others run in parallel where there are few heads
+
+Carry = Callable[[Tensor | None, Tensor], None]
+
+
+class Spans(NamedTuple):
+    """The spans of a call, which the call's kernels treat as sequences.
+
+    Attributes:
+        cu_seqlens: int32 [N + 1]; None if the spans are the rows of a batch.
+        count: N.
+        longest: the most tokens of a span.
+    """
+
+    cu_seqlens: Tensor | None
+    count: int
+    longest: int
+
+
+def spans_request(request: launch.Request) -> launch.Request:
+    """The kernel of a pass's transitions, from the request of the pass over whole sequences."""
+    kernel, spec = request
+    changes: dict[str, Any] = {
+        "segments": "spans", "has_initial_state": False, "has_final_state": False,
+        "state_v_first": False,
+    }  # fmt: skip
+    if isinstance(spec, StatePassSpec):
+        changes["store_states"] = False
+    return kernel, replace(spec, **changes)
+
+
+def transitions(
+    request: launch.Request, given: tuple[Tensor, ...], rows: Tensor, dim_k: int, spans: Spans,
+    needed: Tensor,
+) -> Tensor:  # fmt: skip
+    """[B | M] of each span, transposed: float32 [N, HV, V + K, K].
+
+    Args:
+        request: the pass over whole sequences.
+        given: the pass's arguments up to `o`.
+        rows: v, or the gradient of o.
+        needed: float32 [N], 0 for a span whose transition is not needed, otherwise 1.
+    """
+    heads, dim_v = rows.shape[2:]
+    pieces = 1 if spans.longest <= FIRST_PIECE * CHUNK else PIECES
+    memory: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
+    moves = _empty((spans.count, pieces, heads, dim_v + dim_k, dim_k), **memory)
+    norms = _empty((spans.count, 1 + pieces, heads, dim_k // 16), **memory)
+    norms[:, 0] = needed.view(-1, 1, 1)
+    kernel = launch.get_for(rows.device, *spans_request(request))
+    for first, count in ((0, 1), (1, pieces - 1)):
+        if count:
+            kernel(
+                *given, rows, None, None, None, None, spans.cu_seqlens, moves, None, FIRST_PIECE,
+                count, norms, first,
+            )  # fmt: skip
+    if pieces == 1:
+        return moves[:, 0]
+    # float64, because torch's float32 products may use TF32
+    total = moves[:, -1].double()
+    for piece in range(pieces - 2, -1, -1):
+        total = followed(total, moves[:, piece].double(), dim_v)
+    return total.float()
+
+
+def followed(states: Tensor, moves: Tensor, dim_v: int) -> Tensor:
+    """Transposed states `[..., rows, K]` after the transitions `[..., V + K, K]` of `moves`. Rows
+    from V on are rows of a transition, to which B is not added."""
+    found = states @ moves[..., dim_v:, :]
+    found[..., :dim_v, :] += moves[..., :dim_v, :]
+    return found
+
+
+class ChunkSpans:
+    """`chunk_kda` on spans. All states are `[N, HV, V, K]`, in float32.
+
+    A `carry` writes the matrix at one end of each span: the state at the start, or in the backward
+    the gradient of the state at the end. Its arguments are the spans' [B | M], or None if no span's
+    is needed, and the memory `[N, HV, V, K]`.
+    """
+
+    name = "chunk_kda"
+    operator: Operator[Any] = _chunk
+    backward: Backward = BACKWARD
+    arguments: type[Any] = ChunkArguments
+
+    def requests(self, arch: str, a: Any) -> list[launch.Request]:
+        """`prepare`, the pass over whole sequences, and for split sequences four kernels."""
+        plan = sequence_plan(a) | {"initial_state": True, "output_final_state": True}
+        return plan_chunk_kda(arch, **plan, gradient=bool(a.keep_states))
+
+    def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The kernels' arguments A_log and dt_bias."""
+        if not a.use_gate_in_kernel:
+            return None, None
+        A, bias = a.A_log, a.dt_bias
+        return (
+            None if A is None else A.view(-1),
+            None if bias is None else bias.view(-1, a.q.shape[-1]),
+        )
+
+    def prepared(self, request: launch.Request, a: Any) -> tuple[Tensor, ...]:
+        """Launch `prepare`. Return the pass's arguments up to `o`."""
+        prepare = launch.get_for(a.q.device, *request)
+        inputs = a.q, a.k, a.g, a.beta, *self.parameters(a), a.cu_seqlens
+        records = empty_records(a.q, a.v, a.cu_seqlens, request[1].store_norms)
+        prepare(*inputs, *records, *launch_scalars(a), None, None)
+        return a.v, *records[:2]
+
+    def run(
+        self, a: Any, spans: Spans, needed: Tensor | None, carry: Carry
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The forward.
+
+        Args:
+            a: checked arguments that kernels can read, with state_v_first.
+            needed: see `transitions`; None if no span's transition is needed.
+
+        Returns:
+            (o, final states, states, v_new); the last two are None without `a.keep_states`.
+        """
+        v, dim_k, device = a.v, a.q.shape[-1], a.q.device
+        prepare, whole, *split = self.requests(launch.arch_for(device), a)
+        given = self.prepared(prepare, a)
+        start, final = (
+            _empty((spans.count, *v.shape[2:], dim_k), dtype=torch.float32, device=device)
+            for _ in range(2)
+        )
+        moves = None
+        if needed is not None:
+            moves = transitions(whole, given, v, dim_k, spans, needed)
+        carry(moves, start)
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        states = v_new = None
+        if a.keep_states:
+            states, v_new = (make(a.q, v, a.cu_seqlens) for make in (empty_states, empty_v_new))
+        exact = [(kernel, replace(spec, short_starts=False)) for kernel, spec in split[1:]]
+        of_pass = Pass.load(device, [whole, *exact])
+        of_pass.run_on(given, v, dim_k, (o, states, v_new), start, final, a.cu_seqlens)
+        return o, final, states, v_new
+
+    def gradients(
+        self, a: BackwardArguments, spans: Spans, needed: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, ...]:
+        """The backward: the results of `Backward.launch`.
+
+        Args:
+            a: arguments that kernels can read, with state_v_first and need_dinitial_state.
+        """
+        dim_k = a.q.shape[-1]
+        end = a.do.new_empty((spans.count, *a.v.shape[2:], dim_k), dtype=torch.float32)
+        a = a._replace(dfinal_state=end)
+        requests = self.backward.requests_of(a)
+        ready = self.backward.load(requests, a)
+        given, norms = self.backward.prepared(ready, a)
+        moves = None
+        if needed is not None:
+            whole = requests.adjoint_pass[0]
+            moves = transitions(whole, given, a.do, dim_k, spans, needed)
+        carry(moves, end)
+        adjoints = self.backward.run_adjoints(ready, a, given, norms)
+        del given, moves
+        return self.backward.run_gradients(ready, a, *adjoints)
+
+
+KDA_SPANS = ChunkSpans()
