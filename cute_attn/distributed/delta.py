@@ -30,6 +30,7 @@ class Held:
 
     Attributes:
         forward, backward: the exchanges of states, and of gradients of states.
+        checked: calls whose arguments have been checked and are equal on all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -37,6 +38,7 @@ class Held:
         self.pieces = plan.layout.pieces(plan.rank)
         self.forward = Route(plan.layout, plan.rank, backwards=False)
         self.backward = Route(plan.layout, plan.rank, backwards=True)
+        self.checked: set[Any] = set()
         self._tensors: dict[Any, Any] = {}
 
     @cached_property
@@ -281,20 +283,25 @@ def chunk_delta_rule(
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*given, initial_state)
     )
-    if held_tokens := plan.tokens:
-        del held_tokens
-        rule.operator._validate(_plain(run, given, options))
-    plan.agree(
-        (
-            ("batch", batch),
-            ("the numbers of heads and head dimensions", (*q.shape[2:], *v.shape[2:])),
-            ("dtype", q.dtype),
-            ("options", tuple(sorted((k, v) for k, v in options.items()))),
-            ("initial_state", initial_state is not None),
-            ("a gradient", grad),
-        ),
-        f"calls {rule.name} with",
-    )
+    called = (
+        rule.name, *((x.shape, x.dtype, x.device) if x is not None else None for x in given),
+        *options.values(), initial_state is not None, grad,
+    )  # fmt: skip
+    if called not in plan.spans.checked:
+        if plan.tokens:
+            rule.operator._validate(_plain(run, given, options))
+        plan.agree(
+            (
+                ("batch", batch),
+                ("the numbers of heads and head dimensions", (*q.shape[2:], *v.shape[2:])),
+                ("dtype", q.dtype),
+                ("options", tuple(options.items())),
+                ("initial_state", initial_state is not None),
+                ("a gradient", grad),
+            ),
+            f"calls {rule.name} with",
+        )
+        plan.spans.checked.add(called)
     if grad:
         o, final = _DeltaRule.apply(run, initial_state, *given)
         return o, final

@@ -23,11 +23,11 @@ class GatedDeltaSpans(ChunkSpans):
     backward = BACKWARD
     arguments = GatedDeltaArguments
 
-    def requests(self, arch: str, a: Any) -> list[launch.Request]:
-        plan = _plan(a) | {"initial_state": True, "output_final_state": True}
-        return plan_chunk_gated_delta_rule(
-            arch, **plan, gradient=bool(a.keep_states), recompute=True
-        )
+    def plan(self, a: Any) -> dict[str, Any]:
+        return _plan(a)
+
+    def requests(self, arch: str, **plan: Any) -> list[launch.Request]:
+        return plan_chunk_gated_delta_rule(arch, **plan, recompute=True)
 
     def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:
         return parameters(a)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,20 +24,21 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta.chunk.spec import CHUNK, StatePassSpec
+from ...settings import settings
 from ..operator import Operator
 from .arguments import launch_scalars, sequence_plan
 from .chunk import _chunk
 from .chunk_arguments import ChunkArguments
 from .chunk_backward import BACKWARD, Backward, BackwardArguments
 from .chunk_passes import Pass, empty_records, empty_states, empty_v_new
-from .chunk_plan import plan_chunk_kda
+from .chunk_plan import BackwardRequests, plan_chunk_kda
 
 _empty = torch.empty
 
 # Chunks of a span's last piece. With usual gates nothing of an earlier state is left after 80
 # chunks, so the other pieces take no time.
 FIRST_PIECE = 96
-PIECES = 4  # of a longer span; the others run in parallel where there are few heads
+MOST_PIECES = 4  # of a longer span; few heads have more pieces, which run in parallel
 
 Carry = Callable[[Tensor | None, Tensor], None]
 
@@ -55,6 +57,7 @@ class Spans(NamedTuple):
     longest: int
 
 
+@lru_cache(maxsize=1024)
 def spans_request(request: launch.Request) -> launch.Request:
     """The kernel of a pass's transitions, from the request of the pass over whole sequences."""
     kernel, spec = request
@@ -80,7 +83,10 @@ def transitions(
         needed: float32 [N], 0 for a span whose transition is not needed, otherwise 1.
     """
     heads, dim_v = rows.shape[2:]
-    pieces = 1 if spans.longest <= FIRST_PIECE * CHUNK else PIECES
+    pieces = 1
+    if spans.longest > FIRST_PIECE * CHUNK:
+        ctas = spans.count * heads * ((dim_v + dim_k) // 64)
+        pieces += max(1, min(MOST_PIECES - 1, launch.num_sms(rows.device) // ctas))
     memory: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
     moves = _empty((spans.count, pieces, heads, dim_v + dim_k, dim_k), **memory)
     norms = _empty((spans.count, 1 + pieces, heads, dim_k // 16), **memory)
@@ -122,10 +128,25 @@ class ChunkSpans:
     backward: Backward = BACKWARD
     arguments: type[Any] = ChunkArguments
 
-    def requests(self, arch: str, a: Any) -> list[launch.Request]:
-        """`prepare`, the pass over whole sequences, and for split sequences four kernels."""
-        plan = sequence_plan(a) | {"initial_state": True, "output_final_state": True}
-        return plan_chunk_kda(arch, **plan, gradient=bool(a.keep_states))
+    def __init__(self) -> None:
+        self._backward_requests: dict[Any, BackwardRequests] = {}
+
+    def forward_requests(self, a: Any) -> tuple[launch.Request, ...]:
+        """`prepare`, the pass over whole sequences, and where sequences may be split the kernels of
+        the pass in segments."""
+        plan = self.plan(a) | {
+            "initial_state": True, "output_final_state": True, "gradient": bool(a.keep_states),
+            "split": settings().kda_split,
+        }  # fmt: skip
+        return _forward_requests(self, launch.arch_for(a.q.device), tuple(plan.items()))
+
+    def plan(self, a: Any) -> dict[str, Any]:
+        """The parameters of `requests` from a call's arguments."""
+        return sequence_plan(a)
+
+    def requests(self, arch: str, **plan: Any) -> list[launch.Request]:
+        """The kernels of the forward for whole sequences."""
+        return plan_chunk_kda(arch, **plan)
 
     def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:
         """The kernels' arguments A_log and dt_bias."""
@@ -158,7 +179,7 @@ class ChunkSpans:
             (o, final states, states, v_new); the last two are None without `a.keep_states`.
         """
         v, dim_k, device = a.v, a.q.shape[-1], a.q.device
-        prepare, whole, *split = self.requests(launch.arch_for(device), a)
+        prepare, *of_pass = self.forward_requests(a)
         given = self.prepared(prepare, a)
         start, final = (
             _empty((spans.count, *v.shape[2:], dim_k), dtype=torch.float32, device=device)
@@ -166,15 +187,15 @@ class ChunkSpans:
         )
         moves = None
         if needed is not None:
-            moves = transitions(whole, given, v, dim_k, spans, needed)
+            moves = transitions(of_pass[0], given, v, dim_k, spans, needed)
         carry(moves, start)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = v_new = None
         if a.keep_states:
             states, v_new = (make(a.q, v, a.cu_seqlens) for make in (empty_states, empty_v_new))
-        exact = [(kernel, replace(spec, short_starts=False)) for kernel, spec in split[1:]]
-        of_pass = Pass.load(device, [whole, *exact])
-        of_pass.run_on(given, v, dim_k, (o, states, v_new), start, final, a.cu_seqlens)
+        Pass.load(device, of_pass).run_on(
+            given, v, dim_k, (o, states, v_new), start, final, a.cu_seqlens
+        )
         return o, final, states, v_new
 
     def gradients(
@@ -188,7 +209,10 @@ class ChunkSpans:
         dim_k = a.q.shape[-1]
         end = a.do.new_empty((spans.count, *a.v.shape[2:], dim_k), dtype=torch.float32)
         a = a._replace(dfinal_state=end)
-        requests = self.backward.requests_of(a)
+        key = launch.arch_for(a.q.device), settings().kda_split, *self.backward.key(a)
+        requests = self._backward_requests.get(key)
+        if requests is None:
+            requests = self._backward_requests[key] = self.backward.requests_of(a)
         ready = self.backward.load(requests, a)
         given, norms = self.backward.prepared(ready, a)
         moves = None
@@ -199,6 +223,15 @@ class ChunkSpans:
         adjoints = self.backward.run_adjoints(ready, a, given, norms)
         del given, moves
         return self.backward.run_gradients(ready, a, *adjoints)
+
+
+@lru_cache(maxsize=1024)
+def _forward_requests(
+    rule: ChunkSpans, arch: str, plan: tuple[tuple[str, Any], ...]
+) -> tuple[launch.Request, ...]:
+    prepare, whole, *split = rule.requests(arch, **dict(plan))
+    exact = [(kernel, replace(spec, short_starts=False)) for kernel, spec in split[1:]]
+    return prepare, whole, *exact
 
 
 KDA_SPANS = ChunkSpans()
