@@ -219,7 +219,7 @@ def delta_rule(
         for name in leaves:
             own[name] = own[name].clone().requires_grad_()
     if pieces is not None:
-        chunk_spans.FIRST_PIECE, chunk_spans.PIECES = pieces
+        chunk_spans.FIRST_PIECE, chunk_spans.MOST_PIECES = pieces
     emulator = Emulator(num_sms=4)
     torch.use_deterministic_algorithms(True, warn_only=True)
     with cute_attn.emulated(arch, emulator):

@@ -1,0 +1,210 @@
+"""Delta rules over ranks agree with float64, as on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cute_attn.distributed import spans
+from cute_attn.distributed.layout import Layout
+
+from ..ops import gated_delta_rule_cases, kda_cases, test_kda_gradients
+from ..ops.gated_delta_rule_cases import WIDE_V
+from ..ops.kda_cases import DECAYS, PACKED, PLAIN, SMALL, Case, examples
+from .ranks import Ranks, ranks
+
+PACKED_LENGTHS = (70, 0, 3, 67)
+LISTED = [[(5, 40), (70, 71)], [(0, 5), (40, 70), (71, 140)]]
+PIECES = (1, 3)  # spans of some chunks have several pieces
+
+KDA, GATED = "chunk_kda", "chunk_gated_delta_rule"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as found:
+        yield found
+
+
+def check(
+    group: Ranks, case: Case, layout: Any, *, backward: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """Every rank's whole results agree with float64 by the error rule. Returns them."""
+    args = case.arguments("cpu")
+    function = GATED if isinstance(case, gated_delta_rule_cases.Case) else KDA
+    of = test_kda_gradients.weights(args) if backward else {}
+    called = {name: x for name, x in args.items() if name != "cu_seqlens"}
+    bounds = [0, *accumulate(case.lengths)]
+    lengths = {"seqlen": case.lengths[0]} if case.kind.index is None else {"cu_seqlens": bounds}
+    results = group.call(
+        "delta_rule", args=called, do=of.get("do"), dfinal=of.get("dfinal_state"),
+        function=function, layout=layout, **lengths, **options,
+    )  # fmt: skip
+    found: dict[str, Tensor] = results[0]
+    for other in results[1:]:
+        assert all(torch.equal(other[name], x) for name, x in found.items())
+    kda_cases.assert_agrees(args, found["o"], found.get("final_state"))
+    if backward:
+        names = [name for name in test_kda_gradients.INPUTS if name in found]
+        test_kda_gradients.assert_agrees(args, of, {name: found[name] for name in names})
+    return found
+
+
+def of_heads(case: Case) -> Case:
+    return gated_delta_rule_cases.Case(**vars(case))
+
+
+SMALL_BF16 = replace(SMALL, dtype=torch.bfloat16, gate="softplus", v_first=False)
+CASES = {
+    "whole sequences": Case(SMALL_BF16, (140,), gates="weak"),
+    "batch": Case(SMALL_BF16, (129, 129), gates="weak", scale=0.3),
+    "packed": Case(replace(SMALL_BF16, index=torch.int32), PACKED_LENGTHS, gates="weak"),
+    "strong gates": Case(SMALL_BF16, (300,), gates="strong"),
+    "raw gates": Case(DECAYS, (140,), gates="weak", group=1, layout="misaligned"),
+    "float16": Case(replace(SMALL, gate="softplus"), (140,), gates="weak", negative=True),
+    "no states": Case(replace(WIDE_V, initial=False, final=False), (140,), gates="weak", group=1),
+}
+OF_CHANNELS = CASES | {
+    "lower bound": Case(SMALL, (140,), gates="weak"),
+    "no A_log": Case(replace(kda_cases.WIDE_V, index=None), (140,), gates="weak", group=1),
+}
+
+
+def test_packed_sequences_cross_ranks(two: Ranks) -> None:
+    check(two, Case(PACKED, (70, 0, 3), gates="weak", group=1), "contiguous")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_kda(two: Ranks, name: str, layout: Any) -> None:
+    case = OF_CHANNELS[name]
+    if layout is LISTED and sum(case.lengths) != 140:
+        pytest.skip("the listed ranges are of 140 tokens")
+    check(two, case, layout, pieces=PIECES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
+@pytest.mark.parametrize("name", CASES)
+def test_gated_delta_rule(two: Ranks, name: str, layout: Any) -> None:
+    case = of_heads(CASES[name])
+    if layout is LISTED and sum(case.lengths) != 140:
+        pytest.skip("the listed ranges are of 140 tokens")
+    check(two, case, layout, pieces=PIECES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [lambda case: case, of_heads], ids=["kda", "gdn"])
+@pytest.mark.parametrize("name", ["whole sequences", "packed"])
+def test_three_ranks(of: Any, name: str) -> None:
+    with ranks(3) as three:
+        for layout in ("contiguous", "zigzag"):
+            check(three, of(CASES[name]), layout, pieces=PIECES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+def test_other_architectures(two: Ranks, arch: str) -> None:
+    for case in (CASES["packed"], of_heads(CASES["packed"])):
+        check(two, case, "contiguous", arch=arch, pieces=PIECES)
+
+
+@pytest.mark.slow
+def test_calls_without_a_gradient(two: Ranks) -> None:
+    for case in (CASES["packed"], of_heads(Case(PLAIN, (140,), gates="weak", group=1))):
+        check(two, case, "zigzag", backward=False, pieces=PIECES)
+
+
+@pytest.mark.slow
+def test_calls_repeat(two: Ranks) -> None:
+    one, other = (check(two, CASES["packed"], "zigzag", pieces=PIECES) for _ in range(2))
+    assert all(torch.equal(other[name], x) for name, x in one.items())
+
+
+@examples(30)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    layout=st.sampled_from(("contiguous", "zigzag")),
+    world=st.integers(1, 4),
+    batch=st.integers(1, 2),
+    backwards=st.booleans(),
+)
+def test_states_follow_from_transitions(
+    lengths: list[int], layout: str, world: int, batch: int, backwards: bool
+) -> None:
+    """Without processes and kernels: every rank finds the states at the starts of its spans."""
+    heads, dim_v, dim_k = 2, 3, 4
+    of = Layout.of(layout, lengths, world)
+    routes = [spans.Route(of, rank, backwards=backwards) for rank in range(world)]
+    moves = [torch.rand(batch, r.count, heads, dim_v + dim_k, dim_k) for r in routes]
+    first = torch.rand(batch, len(lengths), heads, dim_v, dim_k)
+
+    class Arrived:
+        def wait(self) -> None:
+            pass
+
+    def send(rank: int, to: Any, into: Any) -> Arrived:
+        needed = any(routes[rank].needed)
+        assert set(to) == (set(routes[rank].sent) if needed else set())
+        for other, (memory,) in into.items():
+            memory.copy_(routes[other].sent[rank].take(moves[other]))
+        return Arrived()
+
+    expected = {}
+    for sequence in range(len(lengths)):
+        state = first[:, sequence].double()
+        held = [(p, r, i) for r in range(world) for i, p in enumerate(of.pieces(r))]
+        held = sorted((x for x in held if x[0].sequence == sequence), reverse=backwards)
+        for at, (_, rank, i) in enumerate(held):
+            expected[rank, i] = state
+            last = at == len(held) - 1
+            assert routes[rank].needed[i] == (not last)
+            assert ((i, sequence) in routes[rank].ends) == last
+            move = moves[rank][:, i].double()
+            state = move[..., :dim_v, :] + state @ move[..., dim_v:, :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "send", send)
+        for rank, route in enumerate(routes):
+            out = torch.full((batch, route.count, heads, dim_v, dim_k), torch.nan)
+            route.states(rank, moves[rank] if any(route.needed) else None, first, out)
+            for i in range(route.count):
+                torch.testing.assert_close(out[:, i], expected[rank, i].float())
+
+
+def test_wrong_arguments_are_named() -> None:
+    import torch.distributed as dist
+
+    import cute_attn
+    from cute_attn.distributed import context_parallel
+
+    if dist.is_initialized():
+        pytest.skip("torch.distributed is in use")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan = context_parallel(seqlen=8, layout="contiguous")
+        args = Case(SMALL_BF16, (8,)).arguments("cpu")
+        for changes, error, message in (
+            ({"q": args["q"][:, :3]}, ValueError, "q has shape [1, 3, 1, 64] on rank 0, must be"),
+            ({"k": None}, TypeError, "k must be a tensor, got NoneType"),
+            ({"cp": 3}, TypeError, "cp is int, must be a plan"),
+            ({"cu_seqlens": torch.tensor([0, 8])}, NotImplementedError, "cu_seqlens is given"),
+            ({"state_indices": args["q"]}, NotImplementedError, "state_indices is given with cp"),
+            ({"disable_recompute": True}, NotImplementedError, "disable_recompute is given"),
+            ({"initial_state": args["initial_state"][:, :1]}, ValueError, "initial_state has"),
+            ({"v": args["v"].float()}, TypeError, "v has dtype torch.float32"),
+            ({"beta": args["beta"][:, :, :1]}, ValueError, "beta has shape [1, 8, 1], must be"),
+        ):
+            with cute_attn.emulated("sm_90a"), pytest.raises(error) as raised:
+                cute_attn.chunk_kda(**{**args, "cp": plan, **changes})
+            assert message in str(raised.value)
+    finally:
+        dist.destroy_process_group()
