@@ -17,6 +17,7 @@ from .ring import Ring
 
 if TYPE_CHECKING:
     from .delta import Held
+    from .halo import Exchange as HaloExchange
 
 
 class Plan:
@@ -51,6 +52,7 @@ class Plan:
         self.agreed: set[Any] = set()
         self._routes: dict[Any, Route] = {}
         self._rings: dict[bool, Ring] = {}
+        self._halos: dict[int, HaloExchange] = {}
 
     @property
     def rank(self) -> int:
@@ -180,6 +182,19 @@ class Plan:
         from .delta import Held
 
         return Held(self)
+
+    @property
+    def span_lengths(self) -> tuple[int, ...]:
+        """The lengths of this rank's spans: its ranges, cut at the ends of sequences."""
+        return tuple(p.end - p.start for p in self.layout.pieces(self.rank))
+
+    def halo(self, count: int) -> HaloExchange:
+        """The exchange of `count` tokens before each span."""
+        from .halo import Exchange
+
+        if count not in self._halos:
+            self._halos[count] = Exchange(self.layout, self.rank, count)
+        return self._halos[count]
 
     def agree(
         self, what: tuple[tuple[str, Any], ...], verb: str = "calls flash attention with"

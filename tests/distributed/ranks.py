@@ -246,6 +246,29 @@ def delta_rule(
     return found
 
 
+def convolved(
+    x: Tensor, weight: Tensor, dy: Tensor, layout: Any, **lengths: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, dx, dweight) of a causal convolution over ranks, of x `[batch, tokens, channels]`."""
+    from torch.nn.functional import conv1d
+
+    from cute_attn.distributed import causal_halo
+
+    plan = plan_of(layout, None, None, **lengths)
+    own, weight = plan.shard(x, 1).requires_grad_(), weight.clone().requires_grad_()
+    before = causal_halo(plan, own, weight.shape[1] - 1)
+    spans = own.split(plan.span_lengths, 1) if plan.span_lengths else ()
+    found = [
+        conv1d(torch.cat([halo, span], 1).mT, weight[:, None], groups=x.shape[2]).mT
+        for halo, span in zip(before.unbind(1), spans, strict=True)
+    ]
+    y = torch.cat(found or [own * 1], 1)
+    torch.autograd.backward([y, before], [plan.shard(dy, 1), torch.zeros_like(before)])
+    dweight = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    dist.all_reduce(dweight)
+    return plan.unshard(y, 1), plan.unshard(own.grad, 1), dweight
+
+
 def raised(layout: Any = "zigzag", mode: str | None = None, **lengths: Any) -> str:
     """What making a plan raises."""
     try:

@@ -208,3 +208,32 @@ def test_wrong_arguments_are_named() -> None:
             assert message in str(raised.value)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "listed"])
+@pytest.mark.parametrize("lengths", [(20,), (1, 0, 13, 2, 9)], ids=str)
+def test_a_convolution_over_ranks(two: Ranks, lengths: tuple[int, ...], layout: str) -> None:
+    """y and all gradients are those of one process; spans may be shorter than the halo."""
+    total, batch = sum(lengths), 2 if len(lengths) == 1 else 1
+    of: Any = layout
+    if layout == "listed":
+        of = [[(0, 3), (4, 5), (6, 7), (9, total)], [(3, 4), (5, 6), (7, 9)]]
+    x, dy = (torch.randn(batch, total, 3, dtype=torch.float64) for _ in range(2))
+    weight = torch.randn(3, 4, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    whole = [
+        torch.nn.functional.conv1d(
+            torch.nn.functional.pad(part.mT, (3, 0)), leaves[1][:, None], groups=3
+        ).mT
+        for part in leaves[0].split(lengths, 1)
+        if part.shape[1]
+    ]
+    y = torch.cat(whole, 1)
+    y.backward(dy)
+    bounds: dict[str, Any] = {"cu_seqlens": [0, *accumulate(lengths)]}
+    if len(lengths) == 1:
+        bounds = {"seqlen": total}
+    for found in two.call("convolved", x=x, weight=weight, dy=dy, layout=of, **bounds):
+        for one, other in zip(found, (y, leaves[0].grad, leaves[1].grad), strict=True):
+            torch.testing.assert_close(one, other)
