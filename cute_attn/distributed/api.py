@@ -58,8 +58,8 @@ def context_parallel(
 ) -> ContextParallel:
     """Make a plan of context parallelism: which tokens each rank holds, for given lengths.
 
-    Every rank of the group calls this with the same arguments. `flash_attn_func` and
-    `flash_attn_varlen_func` take the plan as `cp`.
+    Every rank of the group calls this with the same arguments. `flash_attn_func`,
+    `flash_attn_varlen_func`, `chunk_kda` and `chunk_gated_delta_rule` take the plan as `cp`.
 
     Args:
         group: a process group of torch.distributed, or a DeviceMesh; None is the default group. In

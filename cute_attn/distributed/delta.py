@@ -99,9 +99,7 @@ class Run:
         named = dict(zip(_INPUTS, tensors, strict=True))
         for name in _TOKENS:
             named[name] = self.held.local(named[name])  # type: ignore[arg-type]
-        a = self.rule.arguments(
-            **named, **(self.options | options), cu_seqlens=spans.cu_seqlens
-        )
+        a = self.rule.arguments(**named, **(self.options | options), cu_seqlens=spans.cu_seqlens)
         return self.rule.operator.readable(a)
 
     def matrices(self, x: Tensor | None, like: Tensor, dims: tuple[int, int]) -> Tensor:
@@ -271,9 +269,7 @@ def chunk_delta_rule(
     dims = (v.shape[-1], q.shape[-1])[:: 1 if run.v_first else -1]
     if initial_state is not None:
         if not isinstance(initial_state, Tensor):
-            raise TypeError(
-                f"initial_state must be a tensor, got {type(initial_state).__name__}"
-            )
+            raise TypeError(f"initial_state must be a tensor, got {type(initial_state).__name__}")
         shape = [sequences, v.shape[2], *dims]
         if list(initial_state.shape) != shape:
             raise ValueError(

@@ -55,9 +55,7 @@ class Route:
         ):
             orders.setdefault(piece.sequence, []).append((r, i))
         self.count = len(pieces[rank])
-        self.needed = [
-            orders[p.sequence][-1] != (rank, i) for i, p in enumerate(pieces[rank])
-        ]
+        self.needed = [orders[p.sequence][-1] != (rank, i) for i, p in enumerate(pieces[rank])]
         before = [_before(pieces[r], r, orders) for r in range(layout.world)]
         self.sent = {
             other: Rows([(i, i + 1) for i in sorted(i for r, i in before[other] if r == rank)])

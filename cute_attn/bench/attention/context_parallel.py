@@ -252,9 +252,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def _verdicts(rows: list[Row]) -> list[Verdict]:
     found = []
-    goals: dict[str, Any] = {
-        case.name: case for case in (*CASES, *delta_rules_over_ranks.CASES)
-    }
+    goals: dict[str, Any] = {case.name: case for case in (*CASES, *delta_rules_over_ranks.CASES)}
     for row in rows:
         case = goals.get(str(row["case"]))
         if case is None:

@@ -156,7 +156,7 @@ def chunk_kda(
             not checked, since that would synchronise.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With this copy h has no
             unused chunks at its end.
-        cp_context: must be None.
+        cp_context: must be None; see `cp`.
         use_graph: ignored: every call can be captured in a CUDA graph.
         max_num_seqs: ignored.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
@@ -176,8 +176,10 @@ def chunk_kda(
         out: `[B, T, HV, V]`, dtype of q, contiguous and 16-byte aligned: memory for o; needs
             state_indices. `out` must not overlap another argument.
         transpose_state_layout: the former name of state_v_first, which warns.
-        cp: a plan of `cute_attn.distributed.context_parallel`, for context parallelism. Tensors of
-            tokens have this rank's tokens, and states are of all sequences of the plan.
+        cp: a plan of `cute_attn.distributed.context_parallel`, for context parallelism. q, k, v, g
+            and beta have this rank's tokens. States are of all sequences of the plan, and every
+            rank passes and gets all of them. The plan has the lengths, so the call takes no
+            cu_seqlens, and no pool.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
