@@ -1,4 +1,4 @@
-"""Attention and delta rules over several GPUs, on torch.distributed: sequences that no single GPU holds."""
+"""Attention and delta rules over several GPUs, on torch.distributed."""
 
 from .api import ContextParallel, context_parallel
 from .decode import decode_over_ranks

@@ -140,14 +140,15 @@ class _DeltaRule(torch.autograd.Function):
 
 def forward(
     run: Run, tensors: tuple[Any, ...], initial: Tensor | None, *, keep: bool
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """(o, final states or None, what the backward needs)."""
     held, batch = run.held, run.batch
     q, v = tensors[0], tensors[2]
     dims = v.shape[-1], q.shape[-1]
     first = run.matrices(initial, v, dims)
     if not held.pieces:
-        o, local, kept = torch.empty_like(v), v.new_empty(0, v.shape[2], *dims), ()
+        o, local = torch.empty_like(v), v.new_empty(0, v.shape[2], *dims)
+        kept: list[Tensor | None] = []
         held.forward.states(run.plan.all_ranks, None, first, held.by_span(local, batch))
     else:
         a = run.arguments(tensors, keep_states=keep)
@@ -162,7 +163,7 @@ def forward(
         o, local, *kept = run.rule.run(a, spans, needed, carry)
         o = o.view(v.shape)
     if not run.final:
-        return o, None, tuple(kept)
+        return o, None, kept
     # One rank has the state after a sequence's last token. The other ranks add zeros.
     final = torch.zeros_like(first)
     by_span = held.by_span(local, batch)
@@ -173,7 +174,7 @@ def forward(
             if length == 0:
                 final[:, sequence].copy_(first[:, sequence])
     dist.all_reduce(final, group=run.plan.all_ranks)
-    return o, run.as_given(final), tuple(kept)
+    return o, run.as_given(final), kept
 
 
 def backward(

@@ -23,7 +23,7 @@ class Part(NamedTuple):
     Attributes:
         row: the first token's row in the tokens of `of`.
         span, place: the span of `to`, and the first token's place before the span.
-        count: the number of tokens.
+        tokens: the number of tokens.
     """
 
     of: int
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     to: int
     span: int
     place: int
-    count: int
+    tokens: int
 
 
 def parts_of(layout: Layout, count: int) -> tuple[Part, ...]:
@@ -85,8 +85,8 @@ class Exchange:
         return out
 
     def backward(self, group: Any, dout: Tensor, tokens: int) -> Tensor:
-        """The gradient of x, which has `tokens` tokens. Sums have a fixed order: the own parts come first, then other ranks'
-        parts by rank."""
+        """The gradient of x, which has `tokens` tokens. Sums have a fixed order: the own parts come
+        first, then other ranks' parts by rank."""
         dx = dout.new_zeros(dout.shape[0], tokens, *dout.shape[3:])
         into = _memory(dout, dout.shape[3:], self.sent)
         with beside(dout.device):
@@ -109,21 +109,22 @@ def _memory(
 ) -> dict[int, list[Tensor]]:
     """Memory for messages, `[batch, tokens, *shape]`."""
     return {
-        rank: [x.new_empty(x.shape[0], sum(p.count for p in parts), *shape)]
+        rank: [x.new_empty(x.shape[0], sum(p.tokens for p in parts), *shape)]
         for rank, parts in messages.items()
     }
 
 
 def _rows(x: Tensor, part: Part) -> Tensor:
-    return x[:, part.row : part.row + part.count]
+    return x[:, part.row : part.row + part.tokens]
 
 
 def _places(x: Tensor, part: Part) -> Tensor:
-    return x[:, part.span, part.place : part.place + part.count]
+    return x[:, part.span, part.place : part.place + part.tokens]
 
 
 def _cut(x: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
-    return x.split([p.count for p in parts], 1)
+    found: tuple[Tensor, ...] = x.split([p.tokens for p in parts], 1)
+    return found
 
 
 class _Halo(torch.autograd.Function):

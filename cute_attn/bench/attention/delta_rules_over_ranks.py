@@ -7,7 +7,6 @@ would take longer, because the pass of the state has few CTAs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..harness.report import Row
@@ -77,8 +76,11 @@ def measured(case: DeltaCase, *, forward_only: bool = False) -> list[Row]:
     from ...distributed import context_parallel
     from .context_parallel import lockstep
 
-    functions = {"chunk_kda": chunk_kda, "chunk_gated_delta_rule": chunk_gated_delta_rule}
-    function: Callable[..., Any] = functions[case.function]
+    functions: dict[str, Any] = {
+        "chunk_kda": chunk_kda,
+        "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    }
+    function = functions[case.function]
     inputs = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
     def times(tokens: int, **more: Any) -> tuple[float, float]:

@@ -27,7 +27,8 @@ class GatedDeltaSpans(ChunkSpans):
         return _plan(a)
 
     def requests(self, arch: str, **plan: Any) -> list[launch.Request]:
-        return plan_chunk_gated_delta_rule(arch, **plan, recompute=True)
+        found: list[launch.Request] = plan_chunk_gated_delta_rule(arch, **plan, recompute=True)
+        return found
 
     def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:
         return parameters(a)

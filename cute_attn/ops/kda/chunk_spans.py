@@ -48,12 +48,12 @@ class Spans(NamedTuple):
 
     Attributes:
         cu_seqlens: int32 [N + 1]; None if the spans are the rows of a batch.
-        count: N.
+        number: N.
         longest: the most tokens of a span.
     """
 
     cu_seqlens: Tensor | None
-    count: int
+    number: int
     longest: int
 
 
@@ -85,11 +85,11 @@ def transitions(
     heads, dim_v = rows.shape[2:]
     pieces = 1
     if spans.longest > FIRST_PIECE * CHUNK:
-        ctas = spans.count * heads * ((dim_v + dim_k) // 64)
+        ctas = spans.number * heads * ((dim_v + dim_k) // 64)
         pieces += max(1, min(MOST_PIECES - 1, launch.num_sms(rows.device) // ctas))
     memory: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
-    moves = _empty((spans.count, pieces, heads, dim_v + dim_k, dim_k), **memory)
-    norms = _empty((spans.count, 1 + pieces, heads, dim_k // 16), **memory)
+    moves = _empty((spans.number, pieces, heads, dim_v + dim_k, dim_k), **memory)
+    norms = _empty((spans.number, 1 + pieces, heads, dim_k // 16), **memory)
     norms[:, 0] = needed.view(-1, 1, 1)
     kernel = launch.get_for(rows.device, *spans_request(request))
     for first, count in ((0, 1), (1, pieces - 1)):
@@ -146,7 +146,8 @@ class ChunkSpans:
 
     def requests(self, arch: str, **plan: Any) -> list[launch.Request]:
         """The kernels of the forward for whole sequences."""
-        return plan_chunk_kda(arch, **plan)
+        found: list[launch.Request] = plan_chunk_kda(arch, **plan)
+        return found
 
     def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:
         """The kernels' arguments A_log and dt_bias."""
@@ -182,7 +183,7 @@ class ChunkSpans:
         prepare, *of_pass = self.forward_requests(a)
         given = self.prepared(prepare, a)
         start, final = (
-            _empty((spans.count, *v.shape[2:], dim_k), dtype=torch.float32, device=device)
+            _empty((spans.number, *v.shape[2:], dim_k), dtype=torch.float32, device=device)
             for _ in range(2)
         )
         moves = None
@@ -207,7 +208,7 @@ class ChunkSpans:
             a: arguments that kernels can read, with state_v_first and need_dinitial_state.
         """
         dim_k = a.q.shape[-1]
-        end = a.do.new_empty((spans.count, *a.v.shape[2:], dim_k), dtype=torch.float32)
+        end = a.do.new_empty((spans.number, *a.v.shape[2:], dim_k), dtype=torch.float32)
         a = a._replace(dfinal_state=end)
         key = launch.arch_for(a.q.device), settings().kda_split, *self.backward.key(a)
         requests = self._backward_requests.get(key)

@@ -24,10 +24,10 @@ B and M into the matrices at the segments' starts, from which `segments="outputs
 segments.
 
 `segments="spans"` computes [B | M] of whole sequences, which may be spans of longer sequences. Each
-span is cut into pieces: piece 0 has the pass's last chunks, and the other pieces have equal parts of
-the rest. A piece stores [B | M] and the squared norm of M. If the norms of a span's later pieces
-show that nothing of an earlier state is left, an earlier piece does nothing: it stores B = 0 and
-M = I.
+span is cut into pieces. Piece 0 has the pass's last chunks, and the other pieces have equal parts
+of the rest. A piece stores [B | M] and the squared norm of M. If the norms of the pieces of earlier
+calls show that nothing of an earlier state is left, a piece stores B = 0 and M = I, and does no
+more.
 
 A pass numbers chunks and segments in its own direction, so chunk 0 of a backward pass is the last
 chunk of its sequence.
@@ -107,8 +107,8 @@ class Arguments(NamedTuple):
 
     With segments="spans", the call has pieces `chunks_per_start` to `chunks_per_start +
     num_segments - 1` of each span, and `chunks_per_segment` is the length of piece 0. `bounds` are
-    the squared norms `[N, 1 + P, HV, K / 16]`, a number for 16 columns of M. Row 0 is given: 0 marks
-    a span whose transition is not needed. Row 1 + p is piece p's.
+    the squared norms `[N, 1 + P, HV, K / 16]`, a number for 16 columns of M. Row 0 is given: 0
+    marks a span whose transition is not needed. Row 1 + p is piece p's.
     """
 
     rows: cute.Tensor
