@@ -184,7 +184,7 @@ def chunk_gated_delta_rule(
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if cp is not None:
-        return over_ranks(
+        return over_ranks(  # type: ignore[no-any-return]
             cp, "gated_delta_rule.chunk_spans", "GATED_DELTA_SPANS",
             (q, k, v, g, beta, A_log, dt_bias), initial_state,
             {

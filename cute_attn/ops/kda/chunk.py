@@ -218,7 +218,7 @@ def chunk_kda(
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if cp is not None:
-        return over_ranks(
+        return over_ranks(  # type: ignore[no-any-return]
             cp, "kda.chunk_spans", "KDA_SPANS", (q, k, v, g, beta, A_log, dt_bias), initial_state,
             {
                 "scale": scale, "output_final_state": output_final_state,
