@@ -41,6 +41,14 @@ class Held:
         self.checked: set[Any] = set()
         self._tensors: dict[Any, Any] = {}
 
+    @classmethod
+    def of(cls, plan: Plan) -> Held:
+        """The spans of a plan, which are found once."""
+        found: Held | None = plan.kept.get("spans")
+        if found is None:
+            found = plan.kept["spans"] = cls(plan)
+        return found
+
     @cached_property
     def flat(self) -> bool:
         """Whether the spans are packed sequences of one row, rather than rows of a batch."""
@@ -88,7 +96,7 @@ class Run:
 
     def __init__(self, plan: Plan, rule: ChunkSpans, options: dict[str, Any], batch: int) -> None:
         self.plan, self.rule, self.batch = plan, rule, batch
-        self.held: Held = plan.spans
+        self.held = Held.of(plan)
         self.v_first = bool(options["state_v_first"])
         self.final = bool(options["output_final_state"])
         self.options = {**options, "state_v_first": True, "output_final_state": True}
@@ -284,7 +292,7 @@ def chunk_delta_rule(
         rule.name, *((x.shape, x.dtype, x.device) if x is not None else None for x in given),
         *options.values(), initial_state is not None, grad,
     )  # fmt: skip
-    if called not in plan.spans.checked:
+    if called not in run.held.checked:
         if plan.tokens:
             rule.operator._validate(_plain(run, given, options))
         plan.agree(
@@ -298,7 +306,7 @@ def chunk_delta_rule(
             ),
             f"calls {rule.name} with",
         )
-        plan.spans.checked.add(called)
+        run.held.checked.add(called)
     if grad:
         o, final = _DeltaRule.apply(run, initial_state, *given)
         return o, final

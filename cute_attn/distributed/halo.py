@@ -169,5 +169,8 @@ def causal_halo(plan: Plan, x: Tensor, count: int = 3) -> Tensor:
         raise ValueError(
             f"x has shape {list(x.shape)} on rank {plan.rank}, must be [batch, {plan.tokens}, ...]"
         )
-    found: Tensor = _Halo.apply(x, plan.halo(count), plan.all_ranks)
+    key = "halo", count
+    if key not in plan.kept:
+        plan.kept[key] = Exchange(plan.layout, plan.rank, count)
+    found: Tensor = _Halo.apply(x, plan.kept[key], plan.all_ranks)
     return found

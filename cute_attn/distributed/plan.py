@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,6 @@ from .gather import Route
 from .heads import Swap
 from .layout import Layout, Range, Window, shared_rows
 from .ring import Ring
-
-if TYPE_CHECKING:
-    from .delta import Held
-    from .halo import Exchange as HaloExchange
 
 
 class Plan:
@@ -52,7 +48,7 @@ class Plan:
         self.agreed: set[Any] = set()
         self._routes: dict[Any, Route] = {}
         self._rings: dict[bool, Ring] = {}
-        self._halos: dict[int, HaloExchange] = {}
+        self.kept: dict[Any, Any] = {}  # what other modules compute once for a plan
 
     @property
     def rank(self) -> int:
@@ -176,25 +172,10 @@ class Plan:
         """The exchange of tokens for heads among all ranks of a plan without a mesh of heads."""
         return Swap(self.group, self.token_rank, tuple(self.rows), self.layout.total)
 
-    @cached_property
-    def spans(self) -> Held:
-        """The spans that this rank holds, for delta rules."""
-        from .delta import Held
-
-        return Held(self)
-
     @property
     def span_lengths(self) -> tuple[int, ...]:
         """The lengths of this rank's spans: its ranges, cut at the ends of sequences."""
         return tuple(p.end - p.start for p in self.layout.pieces(self.rank))
-
-    def halo(self, count: int) -> HaloExchange:
-        """The exchange of `count` tokens before each span."""
-        from .halo import Exchange
-
-        if count not in self._halos:
-            self._halos[count] = Exchange(self.layout, self.rank, count)
-        return self._halos[count]
 
     def agree(
         self, what: tuple[tuple[str, Any], ...], verb: str = "calls flash attention with"

@@ -23,6 +23,7 @@ from .ranks import Ranks, ranks
 
 PACKED_LENGTHS = (70, 0, 3, 67)
 LISTED = [[(5, 40), (70, 71)], [(0, 5), (40, 70), (71, 140)]]
+COMPILATION = 900  # seconds for which a rank may wait for another rank's compilation
 PIECES = (1, 3)  # spans of some chunks have several pieces
 
 KDA, GATED = "chunk_kda", "chunk_gated_delta_rule"
@@ -30,7 +31,7 @@ KDA, GATED = "chunk_kda", "chunk_gated_delta_rule"
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
+    with ranks(2, timeout=COMPILATION) as found:
         yield found
 
 
@@ -106,7 +107,7 @@ def test_gated_delta_rule(two: Ranks, name: str, layout: Any) -> None:
 @pytest.mark.parametrize("of", [lambda case: case, of_heads], ids=["kda", "gdn"])
 @pytest.mark.parametrize("name", ["whole sequences", "packed"])
 def test_three_ranks(of: Any, name: str) -> None:
-    with ranks(3) as three:
+    with ranks(3, timeout=COMPILATION) as three:
         for layout in ("contiguous", "zigzag"):
             check(three, of(CASES[name]), layout, pieces=PIECES)
 

@@ -206,7 +206,7 @@ def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any])
         if rank == 0:
             print(f"{case.name}: after {time.time() - begin:.0f} s", flush=True)
     for delta_case in delta_rules_over_ranks.CASES[: 1 if options["short"] else None]:
-        rows += delta_rules_over_ranks.measured(delta_case)
+        rows += delta_rules_over_ranks.measured(delta_case, lockstep)
     rows.append(decoded())
     if rank == 0:
         Path(file).write_text(json.dumps(rows))

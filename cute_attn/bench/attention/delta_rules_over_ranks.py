@@ -7,6 +7,7 @@ would take longer, because the pass of the state has few CTAs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..harness.report import Row
@@ -68,13 +69,14 @@ def arguments(case: DeltaCase, tokens: int) -> dict[str, Any]:
     }
 
 
-def measured(case: DeltaCase, *, forward_only: bool = False) -> list[Row]:
-    """The row of a case; every rank calls this."""
+def measured(
+    case: DeltaCase, lockstep: Callable[..., float], *, forward_only: bool = False
+) -> list[Row]:
+    """The row of a case; every rank calls this. `lockstep` times a call that all ranks make."""
     import torch
 
     from ... import chunk_gated_delta_rule, chunk_kda
     from ...distributed import context_parallel
-    from .context_parallel import lockstep
 
     functions: dict[str, Any] = {
         "chunk_kda": chunk_kda,
