@@ -88,10 +88,14 @@ class Held:
 
 
 class Run:
-    """A call over the ranks of a plan.
+    """A call over the ranks of a plan. Its kernels take states with V first.
 
     Attributes:
-        a: the operator's arguments; tensors only for their shapes and dtypes.
+        batch: the rows of the tensors.
+        held: the spans of this rank.
+        v_first, final: whether the caller's states have V first, and whether the call returns
+            final states.
+        options: the operator's arguments that are not tensors.
     """
 
     def __init__(self, plan: Plan, rule: ChunkSpans, options: dict[str, Any], batch: int) -> None:
@@ -175,8 +179,8 @@ def forward(
     # One rank has the state after a sequence's last token. The other ranks add zeros.
     final = torch.zeros_like(first)
     by_span = held.by_span(local, batch)
-    for span, sequence in held.forward.ends:
-        final[:, sequence].copy_(by_span[:, span])
+    ends, sequences = held.forward.ends
+    sequences.put(final, ends.take(by_span))
     if run.plan.rank == 0:
         for sequence, length in enumerate(run.plan.lengths):
             if length == 0:
@@ -237,8 +241,8 @@ def backward(
     *gradients, local = run.rule.gradients(arguments, spans, needed, carry)
     assert local is not None
     by_span = held.by_span(local, batch)
-    for span, sequence in held.backward.ends:
-        dinitial[:, sequence].copy_(by_span[:, span])
+    ends, sequences = held.backward.ends
+    sequences.put(dinitial, ends.take(by_span))
     found = [
         None if x is None or not need else x.to(given.dtype).view(given.shape)
         for x, given, need in zip(gradients, tensors, needs, strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.kda.chunk_spans import followed
 from .exchange import Rows, beside, send
-from .layout import Layout, Piece
+from .layout import Layout, Piece, Range
 
 
 class Step(NamedTuple):
@@ -27,9 +27,9 @@ class Step(NamedTuple):
         chains, spans: chains whose matrix is now at the start of a rank's own span, and that span.
     """
 
-    pool: tuple[int, ...]
-    chains: tuple[int, ...]
-    spans: tuple[int, ...]
+    pool: Rows
+    chains: Rows
+    spans: Rows
 
 
 class Route:
@@ -42,7 +42,7 @@ class Route:
         received: other rank -> the number of transitions from this rank.
         sequences: the sequence of each chain; longer chains come first.
         steps: the steps of the chains. Step 0 has no transitions.
-        ends: (span, sequence) of the rank's spans at the end of their sequence.
+        ends: (spans, sequences): the rank's spans at the ends of sequences, and these sequences.
     """
 
     def __init__(self, layout: Layout, rank: int, *, backwards: bool) -> None:
@@ -58,12 +58,12 @@ class Route:
         self.needed = [orders[p.sequence][-1] != (rank, i) for i, p in enumerate(pieces[rank])]
         before = [_before(pieces[r], r, orders) for r in range(layout.world)]
         self.sent = {
-            other: Rows([(i, i + 1) for i in sorted(i for r, i in before[other] if r == rank)])
+            other: _rows(sorted(i for r, i in before[other] if r == rank))
             for other in range(layout.world)
             if other != rank and any(r == rank for r, _ in before[other])
         }
         pool = sorted(before[rank], key=lambda x: (x[0] != rank, *x))
-        self.own = Rows([(i, i + 1) for r, i in pool if r == rank])
+        self.own = _rows([i for r, i in pool if r == rank])
         self.received = {
             other: sum(r == other for r, _ in pool)
             for other in sorted({r for r, _ in pool} - {rank})
@@ -74,23 +74,24 @@ class Route:
             last = max(at for at, (r, _) in enumerate(order) if r == rank)
             chains.append((sequence, order[: last + 1]))
         chains.sort(key=lambda x: -len(x[1]))
-        self.sequences = tuple(sequence for sequence, _ in chains)
+        self.sequences = _rows([sequence for sequence, _ in chains])
         self.steps = []
         for at in range(max((len(order) for _, order in chains), default=0)):
             active = [(n, order) for n, (_, order) in enumerate(chains) if len(order) > at]
             own = [(n, order[at][1]) for n, order in active if order[at][0] == rank]
             self.steps.append(
                 Step(
-                    tuple(pool.index(order[at - 1]) for _, order in active) if at else (),
-                    tuple(n for n, _ in own),
-                    tuple(i for _, i in own),
+                    _rows([pool.index(order[at - 1]) for _, order in active] if at else []),
+                    _rows([n for n, _ in own]),
+                    _rows([i for _, i in own]),
                 )
             )
-        self.ends = tuple(
+        ends = [
             (i, p.sequence)
             for i, p in enumerate(pieces[rank])
             if orders[p.sequence][-1] == (rank, i)
-        )
+        ]
+        self.ends = _rows([i for i, _ in ends]), _rows([sequence for _, sequence in ends])
 
     def states(self, group: Any, moves: Tensor | None, first: Tensor, out: Tensor) -> None:
         """Write the matrix at the start of each of the rank's spans.
@@ -103,14 +104,14 @@ class Route:
         """
         pool = self._pool(group, moves, out)
         dim_v = out.shape[-2]
-        states = _selected(first, self.sequences).double()
+        states = self.sequences.take(first).double()
         for step in self.steps:
-            if step.pool:
-                active = states[:, : len(step.pool)]
-                found = followed(active, _selected(pool, step.pool).double(), dim_v)
-                states = found  # chains that have ended come last, and are not needed again
-            for n, i in zip(step.chains, step.spans, strict=True):
-                out[:, i].copy_(states[:, n])
+            if step.pool.count:
+                # Chains that have ended come last, and are not needed again.
+                moves = step.pool.take(pool).double()
+                states = followed(states[:, : step.pool.count], moves, dim_v)
+            if step.spans.count:
+                step.spans.put(out, step.chains.take(states).to(out.dtype))
 
     def _pool(self, group: Any, moves: Tensor | None, like: Tensor) -> Tensor:
         """The transitions that the steps take: the rank's own, then other ranks'."""
@@ -143,9 +144,12 @@ def _before(
     return found
 
 
-def _selected(x: Tensor, places: Sequence[int]) -> Tensor:
-    """x[:, places], a view where the places follow one another."""
-    first = places[0] if places else 0
-    if tuple(places) == tuple(range(first, first + len(places))):
-        return x[:, first : first + len(places)]
-    return x[:, torch.tensor(places, device=x.device)]
+def _rows(places: Sequence[int]) -> Rows:
+    """Places as rows; places that follow one another form one range."""
+    found: list[Range] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = found[-1][0], place + 1
+        else:
+            found.append((place, place + 1))
+    return Rows(found)
