@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.kda.arguments import readable_state
 from ..ops.kda.chunk_backward import BackwardArguments
 from ..ops.kda.chunk_spans import ChunkSpans, Spans
+from .exchange import Messages
 from .plan import Plan
 from .spans import Route
 
@@ -161,18 +162,20 @@ def forward(
     if not held.pieces:
         o, local = torch.empty_like(v), v.new_empty(0, v.shape[2], *dims)
         kept: list[Tensor | None] = []
-        held.forward.states(run.plan.all_ranks, None, first, held.by_span(local, batch))
+        held.forward.states(run.plan.all_ranks, None, first, held.by_span(local, batch)).wait()
     else:
+        sent: list[Messages] = []
         a = run.arguments(tensors, keep_states=keep)
         spans = held.spans(batch, v.device)
 
         def carry(moves: Tensor | None, start: Tensor) -> None:
             by_span = None if moves is None else held.by_span(moves, batch)
             out = held.by_span(start, batch)
-            held.forward.states(run.plan.all_ranks, by_span, first, out)
+            sent.append(held.forward.states(run.plan.all_ranks, by_span, first, out))
 
         needed = held.needed(held.forward, batch, v.device)
         o, local, *kept = run.rule.run(a, spans, needed, carry)
+        sent[0].wait()
         o = o.view(v.shape)
     if not run.final:
         return o, None, kept
@@ -211,7 +214,7 @@ def backward(
                 dinitial[:, sequence].copy_(last[:, sequence])
     if not held.pieces:
         local = v.new_empty(0, v.shape[2], *dims)
-        held.backward.states(plan.all_ranks, None, last, held.by_span(local, batch))
+        held.backward.states(plan.all_ranks, None, last, held.by_span(local, batch)).wait()
         found = [torch.zeros_like(x) if x is not None else None for x in tensors]
         return [x if need else None for x, need in zip(found, needs, strict=True)], run.as_given(
             dinitial
@@ -230,15 +233,17 @@ def backward(
         need_dinitial_state=True,
     )
     arguments = run.rule.backward.readable(arguments)
+    sent: list[Messages] = []
 
     def carry(moves: Tensor | None, end: Tensor) -> None:
         by_span = None if moves is None else held.by_span(moves, batch)
         out = held.by_span(end, batch)
-        held.backward.states(plan.all_ranks, by_span, last, out)
+        sent.append(held.backward.states(plan.all_ranks, by_span, last, out))
 
     spans = held.spans(batch, v.device)
     needed = held.needed(held.backward, batch, v.device)
     *gradients, local = run.rule.gradients(arguments, spans, needed, carry)
+    sent[0].wait()
     assert local is not None
     by_span = held.by_span(local, batch)
     ends, sequences = held.backward.ends

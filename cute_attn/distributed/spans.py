@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.kda.chunk_spans import followed
-from .exchange import Rows, beside, send
+from .exchange import Messages, Rows, beside, send
 from .layout import Layout, Piece, Range
 
 
@@ -93,8 +93,9 @@ class Route:
         ]
         self.ends = _rows([i for i, _ in ends]), _rows([sequence for _, sequence in ends])
 
-    def states(self, group: Any, moves: Tensor | None, first: Tensor, out: Tensor) -> None:
-        """Write the matrix at the start of each of the rank's spans.
+    def states(self, group: Any, moves: Tensor | None, first: Tensor, out: Tensor) -> Messages:
+        """Write the matrix at the start of each of the rank's spans. Return the messages, for which
+        the caller waits at the end, because a rank that only sends need not wait before its pass.
 
         Args:
             moves: [B | M] of the rank's spans, `[batch, spans, HV, V + K, K]`; None if no span's is
@@ -102,7 +103,7 @@ class Route:
             first: the matrix at the start of each sequence, `[batch, sequences, HV, V, K]`.
             out: `[batch, spans, HV, V, K]`, which is written.
         """
-        pool = self._pool(group, moves, out)
+        pool, messages = self._pool(group, moves, out)
         dim_v = out.shape[-2]
         states = self.sequences.take(first).double()
         for step in self.steps:
@@ -112,8 +113,9 @@ class Route:
                 states = followed(states[:, : step.pool.count], moves, dim_v)
             if step.spans.count:
                 step.spans.put(out, step.chains.take(states).to(out.dtype))
+        return messages
 
-    def _pool(self, group: Any, moves: Tensor | None, like: Tensor) -> Tensor:
+    def _pool(self, group: Any, moves: Tensor | None, like: Tensor) -> tuple[Tensor, Messages]:
         """The transitions that the steps take: the rank's own, then other ranks'."""
         batch, _, heads, dim_v, dim_k = like.shape
         shape = heads, dim_v + dim_k, dim_k
@@ -124,11 +126,12 @@ class Route:
             to = {} if moves is None else {r: [rows.take(moves)] for r, rows in self.sent.items()}
             messages = send(group, to, into)
         own = [] if moves is None or not self.own.count else [self.own.take(moves)]
-        messages.wait()
+        if into:
+            messages.wait()
         parts = [*own, *(part for (part,) in into.values())]
         if not parts:
-            return like.new_empty(batch, 0, *shape)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            return like.new_empty(batch, 0, *shape), messages
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1), messages
 
 
 def _before(
