@@ -15,7 +15,6 @@ needs the gradient of the state at each span's end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.spec import CHUNK, StatePassSpec
+from ...kernels.delta.chunk.spec import CHUNK
 from ...settings import settings
 from ..operator import Operator
 from .arguments import launch_scalars, sequence_plan
@@ -31,7 +30,7 @@ from .chunk import _chunk
 from .chunk_arguments import ChunkArguments
 from .chunk_backward import BACKWARD, Backward, BackwardArguments
 from .chunk_passes import Pass, empty_records, empty_states, empty_v_new
-from .chunk_plan import BackwardRequests, plan_chunk_kda
+from .chunk_plan import BackwardRequests, plan_chunk_kda, spans_request
 
 _empty = torch.empty
 
@@ -57,19 +56,6 @@ class Spans(NamedTuple):
     longest: int
 
 
-@lru_cache(maxsize=1024)
-def spans_request(request: launch.Request) -> launch.Request:
-    """The kernel of a pass's transitions, from the request of the pass over whole sequences."""
-    kernel, spec = request
-    changes: dict[str, Any] = {
-        "segments": "spans", "has_initial_state": False, "has_final_state": False,
-        "state_v_first": False,
-    }  # fmt: skip
-    if isinstance(spec, StatePassSpec):
-        changes["store_states"] = False
-    return kernel, replace(spec, **changes)
-
-
 def transitions(
     request: launch.Request, given: tuple[Tensor, ...], rows: Tensor, dim_k: int, spans: Spans,
     needed: Tensor,
@@ -77,7 +63,7 @@ def transitions(
     """[B | M] of each span, transposed: float32 [N, HV, V + K, K].
 
     Args:
-        request: the pass over whole sequences.
+        request: the kernel, from `spans_request`.
         given: the pass's arguments up to `o`.
         rows: v, or the gradient of o.
         needed: float32 [N], 0 for a span whose transition is not needed, otherwise 1.
@@ -91,7 +77,7 @@ def transitions(
     moves = _empty((spans.number, pieces, heads, dim_v + dim_k, dim_k), **memory)
     norms = _empty((spans.number, 1 + pieces, heads, dim_k // 16), **memory)
     norms[:, 0] = needed.view(-1, 1, 1)
-    kernel = launch.get_for(rows.device, *spans_request(request))
+    kernel = launch.get_for(rows.device, *request)
     for first, count in ((0, 1), (1, pieces - 1)):
         if count:
             kernel(
@@ -132,11 +118,9 @@ class ChunkSpans:
         self._backward_requests: dict[Any, BackwardRequests] = {}
 
     def forward_requests(self, a: Any) -> tuple[launch.Request, ...]:
-        """`prepare`, the pass over whole sequences, and where sequences may be split the kernels of
-        the pass in segments."""
+        """The kernels, in the order of `chunk_plan.forward_over_ranks`."""
         plan = self.plan(a) | {
-            "initial_state": True, "output_final_state": True, "gradient": bool(a.keep_states),
-            "split": settings().kda_split,
+            "gradient": bool(a.keep_states), "split": settings().kda_split, "over_ranks": True
         }  # fmt: skip
         return _forward_requests(self, launch.arch_for(a.q.device), tuple(plan.items()))
 
@@ -180,7 +164,7 @@ class ChunkSpans:
             (o, final states, states, v_new); the last two are None without `a.keep_states`.
         """
         v, dim_k, device = a.v, a.q.shape[-1], a.q.device
-        prepare, *of_pass = self.forward_requests(a)
+        prepare, whole, of_spans, *split = self.forward_requests(a)
         given = self.prepared(prepare, a)
         start, final = (
             _empty((spans.number, *v.shape[2:], dim_k), dtype=torch.float32, device=device)
@@ -188,13 +172,13 @@ class ChunkSpans:
         )
         moves = None
         if needed is not None:
-            moves = transitions(of_pass[0], given, v, dim_k, spans, needed)
+            moves = transitions(of_spans, given, v, dim_k, spans, needed)
         carry(moves, start)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = v_new = None
         if a.keep_states:
             states, v_new = (make(a.q, v, a.cu_seqlens) for make in (empty_states, empty_v_new))
-        Pass.load(device, of_pass).run_on(
+        Pass.load(device, [whole, *split]).run_on(
             given, v, dim_k, (o, states, v_new), start, final, a.cu_seqlens
         )
         return o, final, states, v_new
@@ -218,8 +202,8 @@ class ChunkSpans:
         given, norms = self.backward.prepared(ready, a)
         moves = None
         if needed is not None:
-            whole = requests.adjoint_pass[0]
-            moves = transitions(whole, given, a.do, dim_k, spans, needed)
+            of_spans = spans_request(requests.adjoint_pass[0])
+            moves = transitions(of_spans, given, a.do, dim_k, spans, needed)
         carry(moves, end)
         adjoints = self.backward.run_adjoints(ready, a, given, norms)
         del given, moves
@@ -230,9 +214,7 @@ class ChunkSpans:
 def _forward_requests(
     rule: ChunkSpans, arch: str, plan: tuple[tuple[str, Any], ...]
 ) -> tuple[launch.Request, ...]:
-    prepare, whole, *split = rule.requests(arch, **dict(plan))
-    exact = [(kernel, replace(spec, short_starts=False)) for kernel, spec in split[1:]]
-    return prepare, whole, *exact
+    return tuple(rule.requests(arch, **dict(plan)))
 
 
 KDA_SPANS = ChunkSpans()
