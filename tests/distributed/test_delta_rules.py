@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_attn.distributed import spans
+import cute_attn
+from cute_attn import launch
+from cute_attn.distributed import context_parallel, delta, spans
 from cute_attn.distributed.layout import Layout
+from cute_attn.ops.gated_delta_rule import (
+    plan_chunk_gated_delta_rule,
+    plan_chunk_gated_delta_rule_backward,
+)
+from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 
 from ..ops import gated_delta_rule_cases, kda_cases, test_kda_gradients
 from ..ops.gated_delta_rule_cases import WIDE_V
-from ..ops.kda_cases import DECAYS, PACKED, PLAIN, SMALL, Case, examples
+from ..ops.kda_cases import DECAYS, PACKED, PLAIN, SMALL, Case, Kind, examples
 from .ranks import Ranks, ranks
 
 PACKED_LENGTHS = (70, 0, 3, 67)
@@ -184,34 +192,86 @@ def test_states_follow_from_transitions(
                 torch.testing.assert_close(out[:, i], expected[rank, i].float())
 
 
-def test_wrong_arguments_are_named() -> None:
-    import torch.distributed as dist
-
-    import cute_attn
-    from cute_attn.distributed import context_parallel
-
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A plan of one rank with 8 tokens."""
     if dist.is_initialized():
         pytest.skip("torch.distributed is in use")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plan = context_parallel(seqlen=8, layout="contiguous")
-        args = Case(SMALL_BF16, (8,)).arguments("cpu")
-        for changes, error, message in (
-            ({"q": args["q"][:, :3]}, ValueError, "q has shape [1, 3, 1, 64] on rank 0, must be"),
-            ({"k": None}, TypeError, "k must be a tensor, got NoneType"),
-            ({"cp": 3}, TypeError, "cp is int, must be a plan"),
-            ({"cu_seqlens": torch.tensor([0, 8])}, NotImplementedError, "cu_seqlens is given"),
-            ({"state_indices": args["q"]}, NotImplementedError, "state_indices is given with cp"),
-            ({"disable_recompute": True}, NotImplementedError, "disable_recompute is given"),
-            ({"initial_state": args["initial_state"][:, :1]}, ValueError, "initial_state has"),
-            ({"v": args["v"].float()}, TypeError, "v has dtype torch.float32"),
-            ({"beta": args["beta"][:, :, :1]}, ValueError, "beta has shape [1, 8, 1], must be"),
-        ):
-            with cute_attn.emulated("sm_90a"), pytest.raises(error) as raised:
-                cute_attn.chunk_kda(**{**args, "cp": plan, **changes})
-            assert message in str(raised.value)
-    finally:
-        dist.destroy_process_group()
+    yield context_parallel(seqlen=8, layout="contiguous")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("heads", [False, True], ids=["kda", "gdn"])
+def test_plans_have_the_kernels_of_calls(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, arch: str, heads: bool
+) -> None:
+    case = Case(SMALL_BF16, (8,))
+    if heads:
+        case = of_heads(case)
+    args = case.arguments("cpu")
+    found = set()
+
+    def get_for(_: Any, *request: Any) -> Any:
+        found.add(request)
+        return lambda *arguments: None
+
+    ones = torch.ones(1)
+    monkeypatch.setattr(launch, "get_for", get_for)
+    monkeypatch.setattr(delta.Held, "needed", lambda *_: ones)
+    args["q"].requires_grad_()
+    with cute_attn.emulated(arch):
+        o, _ = kda_cases.function_of(args)(**args, cp=alone)
+        o.sum().backward()
+    kind = replace(case.kind, initial=False, final=False)  # over_ranks gives both
+    options = {"over_ranks": True, "split": True}
+    if heads:
+        forward, backward = plan_chunk_gated_delta_rule, plan_chunk_gated_delta_rule_backward
+    else:
+        forward, backward = plan_chunk_kda, plan_chunk_kda_backward
+    shared = plan_parameters(kind, heads) | options
+    more = {"recompute": True} if heads else {}
+    planned = {
+        *forward(arch, **shared, gradient=True, **more),
+        *backward(arch, **shared, grouped=True),
+    }
+    segments = {getattr(spec, "segments", None) for _, spec in found}
+    assert found <= planned and segments == {None, "none", "spans"}
+
+
+def plan_parameters(kind: Kind, heads: bool) -> dict[str, Any]:
+    """The parameters that plans of both directions take."""
+    found = {
+        "dtype": kda_cases.NAMES[kind.dtype],
+        "gate_dtype": kda_cases.NAMES[kind.gate_dtype],
+        "beta_dtype": kda_cases.NAMES[kind.beta_dtype],
+        "head_dim_k": kind.dim_k,
+        "head_dim_v": kind.dim_v,
+        "use_qk_l2norm_in_kernel": kind.l2norm,
+        "use_gate_in_kernel": kind.gate != "none",
+        "use_beta_sigmoid_in_kernel": kind.sigmoid,
+        "dt_bias": kind.dt_bias,
+    }
+    return found if heads else found | {"A_log": kind.A_log}
+
+
+def test_wrong_arguments_are_named(alone: Any) -> None:
+    plan, args = alone, Case(SMALL_BF16, (8,)).arguments("cpu")
+    for changes, error, message in (
+        ({"q": args["q"][:, :3]}, ValueError, "q has shape [1, 3, 1, 64] on rank 0, must be"),
+        ({"k": None}, TypeError, "k must be a tensor, got NoneType"),
+        ({"cp": 3}, TypeError, "cp is int, must be a plan"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, NotImplementedError, "cu_seqlens is given"),
+        ({"state_indices": args["q"]}, NotImplementedError, "state_indices is given with cp"),
+        ({"disable_recompute": True}, NotImplementedError, "disable_recompute is given"),
+        ({"initial_state": args["initial_state"][:, :1]}, ValueError, "initial_state has"),
+        ({"v": args["v"].float()}, TypeError, "v has dtype torch.float32"),
+        ({"beta": args["beta"][:, :, :1]}, ValueError, "beta has shape [1, 8, 1], must be"),
+    ):
+        with cute_attn.emulated("sm_90a"), pytest.raises(error) as raised:
+            cute_attn.chunk_kda(**{**args, "cp": plan, **changes})
+        assert message in str(raised.value)
 
 
 @pytest.mark.slow
