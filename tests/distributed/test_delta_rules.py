@@ -87,6 +87,7 @@ OF_CHANNELS = CASES | {
 }
 
 
+@pytest.mark.slow
 def test_packed_sequences_cross_ranks(two: Ranks) -> None:
     check(two, Case(PACKED, (70, 0, 3), gates="weak", group=1), "contiguous")
 
