@@ -89,20 +89,6 @@ class Pass(NamedTuple):
         num_sms = launch.num_sms(device) if split else 0
         return Pass(launch.get_for(device, *whole), tuple(split), num_sms)
 
-    def run(
-        self,
-        rows: Tensor,
-        tiles: Tensor,
-        decay: Tensor,
-        written: tuple[Tensor, Tensor | None, Tensor | None],
-        first: Tensor | None,
-        last: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> None:
-        """Launch the pass; see `chunk_pass.Arguments`."""
-        given = rows, tiles, decay
-        self.run_on(given, rows, decay.shape[-1], written, first, last, cu_seqlens)
-
     def run_on(
         self,
         given: tuple[Tensor, ...],

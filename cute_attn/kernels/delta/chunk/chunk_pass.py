@@ -23,6 +23,12 @@ that starts from the identity, with rows of 0, computes M. So `segments="transit
 B and M into the matrices at the segments' starts, from which `segments="outputs"` runs all
 segments.
 
+`segments="spans"` computes [B | M] of whole sequences, which may be spans of longer sequences. Each
+span is cut into pieces. Piece 0 has the pass's last chunks, and the other pieces have equal parts
+of the rest. A piece stores [B | M] and the squared norm of M. If the norms of the pieces of earlier
+calls show that nothing of an earlier state is left, a piece stores B = 0 and M = I, and does no
+more.
+
 A pass numbers chunks and segments in its own direction, so chunk 0 of a backward pass is the last
 chunk of its sequence.
 """
@@ -58,6 +64,7 @@ from .tiles import (
 )
 
 KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
+NEGLIGIBLE_SQUARE = 2.0**-80  # of the Frobenius norm of M: a square of 2^-40, as in `starts`
 
 
 class Results(NamedTuple):
@@ -99,6 +106,11 @@ class Arguments(NamedTuple):
         num_segments: the most segments of a sequence. With segments="outputs", this number covers
             segments with exact transitions and segments that start from zero.
         bounds, chunks_per_start: see `starts.short_start`; only with `spec.short_starts`.
+
+    With segments="spans", the call has pieces `chunks_per_start` to `chunks_per_start +
+    num_segments - 1` of each span, and `chunks_per_segment` is the length of piece 0. `bounds` are
+    the squared norms `[N, 1 + P, HV, K / 16]`, a number for 16 columns of M. Row 0 is given: 0
+    marks a span whose transition is not needed. Row 1 + p is piece p's.
     """
 
     rows: cute.Tensor
@@ -174,7 +186,7 @@ class ChunkPass:
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
         self.cluster = spec.cluster
-        self.transitions = spec.segments == "transitions"
+        self.transitions, self.spans = spec.of_transitions, spec.segments == "spans"
         self.short_starts = spec.short_starts and spec.segments != "none"
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
@@ -249,15 +261,19 @@ class ChunkPass:
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                **self.fake_segments(heads, slots),
+                **self.fake_segments(heads, slots, sequences),
             )
         )
 
     def fake_workspace(self, sequences: Any, heads: Any) -> dict[str, Any]:
         """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
         `[N, P, HV, K, K]`. For every segment but the last, segment_states holds B, and later the
-        matrix at the start of the next segment; segment_transitions holds M."""
+        matrix at the start of the next segment; segment_transitions holds M. With segments="spans",
+        segment_states `[N, P, HV, V + K, K]` holds [B | M] of every piece, transposed."""
         spec, leading = self.spec, (sequences, cute.sym_int(), heads)
+        if self.spans:
+            both = (spec.head_dim_v + spec.head_dim_k, spec.head_dim_k)
+            return {"segment_states": fake_matrices(leading, both), "segment_transitions": None}
         states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
         transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
         return {
@@ -265,14 +281,19 @@ class ChunkPass:
             "segment_transitions": transitions if self.transitions else None,
         }
 
-    def fake_segments(self, heads: Any, slots: Any) -> dict[str, Any]:
+    def fake_segments(self, heads: Any, slots: Any, sequences: Any = None) -> dict[str, Any]:
         """Placeholders of the last arguments."""
-        short = self.short_starts
+        bounds = None
+        if self.spans:
+            norms = (sequences, cute.sym_int(), heads, self.spec.head_dim_k // 16)
+            bounds = fake_rows(Float32, norms)
+        elif self.short_starts:
+            bounds = fake_bounds(slots, heads)
         return {
             "chunks_per_segment": Int32(1),
             "num_segments": Int32(1),
-            "bounds": fake_bounds(slots, heads) if short else None,
-            "chunks_per_start": Int32(1) if short else None,
+            "bounds": bounds,
+            "chunks_per_start": None if bounds is None else Int32(1),
         }
 
     @entry(Arguments)
@@ -324,7 +345,11 @@ class ChunkPass:
                 start_dependents()
             stages, barriers = self.start(thread)
             wait_for_previous(Int64(stages))
-        if cutlass.const_expr(spec.segments != "none"):
+        if cutlass.const_expr(self.spans):
+            segment = segment + x.chunks_per_start
+            begin, end = self.piece(x, segment, last)
+            first = end if self.negligible(x, sequence, head) else begin
+        elif cutlass.const_expr(spec.segments != "none"):
             length = x.chunks_per_segment
             short, warm_up = False, Int32(0)
             if cutlass.const_expr(self.short_starts):
@@ -377,6 +402,29 @@ class ChunkPass:
             if cutlass.const_expr(self.bulk):
                 cute.arch.mbarrier_init_fence()
         return stages, barriers
+
+    @cute.jit
+    def piece(self, x: Any, segment: Int32, last: Int32) -> tuple[Any, Any]:
+        """Return the first chunk of a piece of a span, and the first chunk after the piece."""
+        rest = cutlass.max(last - x.chunks_per_segment, 0)
+        others = cutlass.max(x.segment_states.shape[1] - 1, 1)
+        length = (rest + (others - 1)) // others
+        end = cutlass.max(rest - (segment - 1) * length, 0)
+        of_first = segment == 0
+        begin = cutlass.select_(of_first, Int32(rest), Int32(cutlass.max(end - length, 0)))
+        return begin, cutlass.select_(of_first, last, Int32(end))
+
+    @cute.jit
+    def negligible(self, x: Any, sequence: Int32, head: Int32) -> Any:
+        """Return whether the pieces of earlier calls leave nothing of the state before them. Norms
+        are submultiplicative, so their product bounds the norm of the product."""
+        product = Float32(1.0)
+        for row in cutlass.range(x.chunks_per_start + 1, unroll=1):
+            square = Float32(0.0)
+            for i in cutlass.range_constexpr(self.spec.head_dim_k // 16):
+                square = square + x.bounds[sequence, row, head, i]
+            product = Float32(product * square)
+        return product <= NEGLIGIBLE_SQUARE
 
     def chunk_index(self, c: Any, last: Any) -> Any:
         """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
@@ -513,6 +561,11 @@ class ChunkPass:
         state = self.state.empty()
         if cutlass.const_expr(spec.segments == "none"):
             self.load_start(state, x, sequence, head, column)
+        elif cutlass.const_expr(self.spans):
+            if column >= spec.head_dim_v:
+                self.identity(state, column - spec.head_dim_v)
+            else:
+                state.fill(0.0)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
@@ -548,7 +601,9 @@ class ChunkPass:
                 phase = phase ^ 1
         self.finish(held, x.results, place, end, first < end)
 
-        if cutlass.const_expr(self.transitions):
+        if cutlass.const_expr(self.spans):
+            self.store_span(state, x, sequence, segment, head, column)
+        elif cutlass.const_expr(self.transitions):
             if first < end:
                 if column < spec.head_dim_v:
                     target = x.segment_states[None, segment, None, None, None]
@@ -564,6 +619,23 @@ class ChunkPass:
             # segment stores it.
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_result(state, x, sequence, head, column)
+
+    @cute.jit
+    def store_span(
+        self, state: cute.Tensor, x: Any, sequence: Int32, segment: Int32, head: Int32, column: Any
+    ) -> None:
+        """Store columns of [B | M] of a piece, and the squared norm of columns of M."""
+        target = x.segment_states[None, segment, None, None, None]
+        self.state.store(state, target, True, sequence, head, column)
+        if column >= self.spec.head_dim_v:
+            square = Float32(0.0)
+            for i in cutlass.range_constexpr(cute.size(state)):
+                square = square + state[i] * state[i]
+            for bit in cutlass.range_constexpr(5):
+                square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << bit)
+            if cute.arch.lane_idx() == 0:
+                at = (column - self.spec.head_dim_v) // 16
+                x.bounds[sequence, segment + 1, head, at] = square
 
     def identity(self, state: cute.Tensor, first_v: Int32) -> None:
         lane = cute.arch.lane_idx()

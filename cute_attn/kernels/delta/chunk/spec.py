@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
     "copies": ("cp_async", "bulk"),
     "products": ("mma", "wgmma"),
-    "segments": ("none", "transitions", "outputs"),
+    "segments": ("none", "transitions", "outputs", "spans"),
     "cluster": (1, 2),
 }
 
@@ -140,7 +140,8 @@ class PassSpec(ChunkSpec):
         num_stages: stages of the ring in shared memory; a stage holds one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
-        segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
+        segments: "none", one of the two passes over split sequences ("transitions", "outputs"), or
+            "spans", which computes the whole transition of each sequence (see `chunk_pass`).
         short_starts: whether segments may start from a state of zero (see `starts`); without
             segments it has no effect.
         cluster: 1, or 2 CTAs of a value head that share copies of what both read.
@@ -173,7 +174,7 @@ class PassSpec(ChunkSpec):
                 f"cluster is {self.cluster}, must be 1 with copies={self.copies!r}, "
                 f"tile_v={self.tile_v}"
             )
-        if self.segments == "transitions" and self.head_dim_k % self.tile_v:
+        if self.of_transitions and self.head_dim_k % self.tile_v:
             raise ValueError(
                 f"tile_v is {self.tile_v}, must divide head_dim_k={self.head_dim_k} too"
             )
@@ -185,6 +186,11 @@ class PassSpec(ChunkSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of {unit} that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+    @property
+    def of_transitions(self) -> bool:
+        """Whether the pass computes transitions, and no results of chunks."""
+        return self.segments in ("transitions", "spans")
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,8 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
         super().__post_init__()
         if self.store_states or not (self.has_initial_state and self.has_final_state):
             raise ValueError("a pool has the initial and the final states, and no backward")
+        if self.segments == "spans":
+            raise ValueError('segments is "spans", must be another value with a pool')
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ class HeadStatePass(KdaStatePass):
 
     def __init__(self, spec: HeadPassSpec):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
-        self.outputs = spec.segments != "transitions"
-        self.transitions = not self.outputs
+        self.outputs = not spec.of_transitions
+        self.transitions, self.spans = not self.outputs, spec.segments == "spans"
         self.short_starts = spec.short_starts and spec.segments != "none"
         self.scores = self.outputs or self.backwards  # whether the pass reads q and Aqk
         self.starts, self.ends = spec.has_initial_state, spec.has_final_state
@@ -185,7 +185,7 @@ class HeadStatePass(KdaStatePass):
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                **self.fake_segments(heads, slots),
+                **self.fake_segments(heads, slots, sequences),
             )
         )
 
