@@ -2,13 +2,14 @@
 
 On a GPU, a side stream packs and sends messages. The side stream first waits for the work that the
 current stream has queued. `Messages.wait` makes the current stream wait for the messages; the host
-never waits. NCCL's kernels need free SMs, so messages start before the attention kernels.
+never waits. NCCL's kernels need free SMs, so messages start before the attention kernels. Attention
+kernels run on two streams (`Lanes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -129,24 +130,55 @@ def beside(device: torch.device, after: Any = None) -> Iterator[None]:
         yield
 
 
-class Messages:
-    """Messages that have started. The messages' tensors stay alive until `wait`."""
+class Lanes:
+    """Two streams for kernels that may run at once. Kernels of one stream fill the SMs that the
+    last tiles of the other stream's kernel leave idle.
 
-    def __init__(self, works: list[Any], device: torch.device, kept: Any) -> None:
-        self._works, self._kept, self._event = works, kept, None
-        if device.type == "cuda":
-            for work in works:
-                work.wait()  # the stream for messages waits, not the host
-            self._event = torch.cuda.current_stream(device).record_event()
+    `next` gives the current stream, then the second stream, and so on in turn. The second stream
+    starts after the work that the current stream had when the lanes were made. `join` makes the
+    current stream wait for the second stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.count, self.second = device, 0, None
+        self.begin = event(device)
+
+    def next(self) -> AbstractContextManager[Any]:
+        """A context that launches on the next stream."""
+        number, self.count = self.count, self.count + 1
+        if self.begin is None or not number % 2:
+            return nullcontext()
+        if self.second is None:
+            self.second = _second_stream(self.device)
+            self.second.wait_event(self.begin)
+        return torch.cuda.stream(self.second)
+
+    def join(self) -> None:
+        if self.second is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.second)
+
+
+@cache
+def _second_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def event(device: torch.device) -> Any:
+    """An event after the current stream's work; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class Messages:
+    """Messages that have started. The messages' tensors stay alive as long as this object."""
+
+    def __init__(self, works: list[Any], kept: Any) -> None:
+        self._works, self._kept = works, kept
 
     def wait(self) -> None:
-        """Make later work of the current stream wait for the messages."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        else:
-            for work in self._works:
-                work.wait()
-        self._works, self._kept = [], None
+        """Make later work of the current stream wait for the messages. With NCCL, the host does not
+        wait."""
+        for work in self._works:
+            work.wait()
 
 
 def send(
@@ -162,15 +194,14 @@ def send(
         (dist.isend, to),
         (dist.irecv, into),
     )
-    operations, device = [], torch.device("cpu")
+    operations = []
     for kind, messages in kinds:
         for rank, tensors in sorted(messages.items()):
             for x in tensors:
-                device = x.device
                 if x.numel():
                     # gloo supports few dtypes, so messages are bytes.
                     raw = x.view(-1).view(torch.uint8)
                     peer = dist.get_global_rank(group, rank)
                     operations.append(dist.P2POp(kind, raw, peer, group))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Messages(works, device, (to, into))
+    return Messages(works, (to, into))

@@ -1,23 +1,38 @@
 """Context parallelism in which each rank receives the keys that its queries see.
 
-Calls that need only the rank's own keys run beside the messages. Every query sees all of its keys
-in one call, so no results are combined, and o is rounded once. In the backward, each rank computes
-float32 dK and dV of all gathered keys. These parts go back to the ranks that hold the keys. Each of
-those ranks adds up the parts in a fixed order, and rounds the sum once.
+Calls that need only the rank's own keys run beside the messages, and read K and V in place. Other
+calls read gathered keys. Messages travel in two groups. The first group has all keys of the early
+calls (`layout.Needs`), so that late calls' keys travel beside the early calls. Every query sees all
+of its keys in one call, so no results are combined, and o is rounded once.
+
+In the backward, each rank computes float32 dK and dV of all keys that its queries see. These parts
+go back to the ranks that hold the keys. Each of those ranks adds up the parts in a fixed order, and
+rounds the sum once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.attention.arguments import readable_or_copied
 from .calls import Options, attend, gradients
-from .exchange import Messages, Rows, beside, copy_rows, flat, send
-from .layout import Layout, Needs, Pass, Range, Window, shared_rows
+from .exchange import Lanes, Messages, Rows, beside, copy_rows, event, flat, send
+from .layout import (
+    Layout,
+    Needs,
+    Range,
+    Window,
+    common,
+    count,
+    divide,
+    row_of,
+    shared_rows,
+    without,
+)
 
 
 class Route:
@@ -25,35 +40,75 @@ class Route:
 
     Attributes:
         needs: the keys that this rank's queries see, and the calls that take these keys.
-        sent: other rank -> the rows of this rank's keys that the other rank's queries see.
-        received: other rank -> the rows of `needs` that the other rank sends. Both dictionaries
-            also have this rank: it copies these rows.
-        passes: the calls. The first `local` calls need only this rank's keys.
-        rows: the number of keys in `needs`.
+        rows: the number of gathered keys.
+        own: this rank's rows that are gathered too, and their rows among the gathered keys. None:
+            no such rows.
+        groups: the groups of messages. A group has the rows to send and the rows to receive, each
+            by the other rank. Received rows count gathered keys.
+        sent: other rank -> the rows of this rank's keys that the other rank gathers.
+        received: other rank -> the rows of `needs` that the other rank sends.
     """
 
     def __init__(self, layout: Layout, rank: int, window: Window) -> None:
         self.rank = rank
-        self.needs: Needs = layout.needs(rank, window)
+        everyone = [layout.needs(other, window) for other in range(layout.world)]
+        self.needs: Needs = everyone[rank]
+        self.rows = count(self.needs.ranges)
+        own = shared_rows(layout.ranges[rank], self.needs.ranges)
+        self.own = (Rows(own[0]), Rows(own[1])) if own[0] else None
+        others = [other for other in range(layout.world) if other != rank]
+        most = _tokens_of_first_group(layout, everyone)
+        sent = {other: _messages(layout, rank, other, everyone[other], most) for other in others}
+        received = {other: _messages(layout, other, rank, self.needs, most) for other in others}
+        self.groups = [
+            tuple(
+                {other: Rows([r[side] for r in x[number]]) for other, x in way.items() if x[number]}
+                for side, way in enumerate((sent, received))
+            )
+            for number in range(2)
+        ]
         self.sent: dict[int, Rows] = {}
         self.received: dict[int, Rows] = {}
-        for other in range(layout.world):
-            theirs = self.needs if other == rank else layout.needs(other, window)
-            rows, _ = shared_rows(layout.ranges[rank], theirs.ranges)
+        for other in others:
+            rows, _ = shared_rows(layout.ranges[rank], everyone[other].ranges)
             if rows:
                 self.sent[other] = Rows(rows)
             _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
             if rows:
                 self.received[other] = Rows(rows)
-        self.rows = sum(end - start for start, end in self.needs.ranges)
-        own = self.received[rank].ranges if rank in self.received else ()
-        self.passes = sorted(self.needs.passes, key=lambda of: not _lies_in(of, own))
-        self.local = sum(_lies_in(of, own) for of in self.passes)
 
 
-def _lies_in(of: Pass, rows: tuple[Range, ...]) -> bool:
-    """Whether all keys of a pass are in these rows."""
-    return all(any(a <= r.k and r.k_end <= b for a, b in rows) for r in of.rectangles)
+def _tokens_of_first_group(layout: Layout, everyone: list[Needs]) -> int:
+    """How many tokens a message of the first group has, if its early keys are fewer. The first
+    group then uses both directions between two ranks for an equal time."""
+    most = 0
+    for rank, needs in enumerate(everyone):
+        early = count(needs.early.keys) - count(common(layout.ranges[rank], needs.early.keys))
+        most = max(most, -(-early // max(layout.world - 1, 1)))
+    return most
+
+
+def _messages(
+    layout: Layout, source: int, to: int, needs: Needs, most: int
+) -> tuple[list[tuple[Range, Range]], ...]:
+    """The messages from rank `source` to rank `to`, which has `needs`, for both groups. A message
+    has a range of the source's rows, and a range of gathered rows."""
+    held = layout.ranges[source]
+    early = common(held, needs.early.keys)
+    late = without(common(held, needs.late.keys), early)
+    first, rest = divide(late, max(0, most - count(early)))
+
+    def rows(ranges: list[Range]) -> list[tuple[Range, Range]]:
+        found: list[tuple[Range, Range]] = []
+        for start, end in ranges:
+            x, y, n = row_of(held, start), row_of(needs.ranges, start), end - start
+            if found and found[-1][0][1] == x and found[-1][1][1] == y:
+                found[-1] = (found[-1][0][0], x + n), (found[-1][1][0], y + n)
+            else:
+                found.append(((x, x + n), (y, y + n)))
+        return found
+
+    return rows([*early, *first]), rows(rest)
 
 
 class _Keys:
@@ -61,30 +116,51 @@ class _Keys:
 
     def __init__(self, route: Route, group: Any, own: tuple[Tensor, Tensor]) -> None:
         self.route = route
+        self.own = [readable_or_copied(x) for x in own]
         self.rows = [x.new_empty(x.shape[0], route.rows, *x.shape[2:]) for x in own]
-        others = [rank for rank in route.received if rank != route.rank]
-        self.into = {
-            r: [route.received[r].memory(x, inside=True) for x in self.rows] for r in others
-        }
+        self.messages: list[Messages] = []
+        self.into: list[dict[int, list[list[Tensor]]]] = []
         with beside(own[0].device):
-            to = {
-                rank: [piece for x in own for piece in rows.pieces(x)]
-                for rank, rows in route.sent.items()
-                if rank != route.rank
-            }
-            self.messages: Messages = send(group, to, flat(self.into))
-        if route.rank in route.received:
-            for x, source in zip(self.rows, own, strict=True):
-                copy_rows(x, route.received[route.rank], source, route.sent[route.rank])
+            for sent, received in route.groups:
+                into = {
+                    rank: [rows.memory(x, inside=True) for x in self.rows]
+                    for rank, rows in received.items()
+                }
+                to = {
+                    rank: [piece for x in own for piece in rows.pieces(x)]
+                    for rank, rows in sent.items()
+                }
+                self.messages.append(send(group, to, flat(into)))
+                self.into.append(into)
+            if route.own is not None:
+                for x, source in zip(self.rows, own, strict=True):
+                    copy_rows(x, route.own[1], source, route.own[0])
+            self.copied = event(own[0].device)
+        self.filled = 0
+        self.complete: list[Any] = []  # after each group's rows are in place, an event
 
-    def passes(self) -> Iterator[Pass]:
-        """The passes in turn: first the passes over the rank's own keys, beside the messages."""
-        yield from self.route.passes[: self.route.local]
-        self.messages.wait()
-        for rank, both in self.into.items():
-            for x, parts in zip(self.rows, both, strict=True):
-                self.route.received[rank].fill(x, parts)
-        yield from self.route.passes[self.route.local :]
+    def wait(self, stage: int) -> list[Tensor]:
+        """K and V for the calls of a stage, whose number is a place in `Needs.stages`."""
+        if stage == 0:
+            return self.own
+        device = self.rows[0].device
+        if self.copied is not None:
+            torch.cuda.current_stream(device).wait_event(self.copied)
+        for group in range(stage):
+            if group == self.filled:
+                self.messages[group].wait()
+                for rank, both in self.into[group].items():
+                    for x, parts in zip(self.rows, both, strict=True):
+                        self.route.groups[group][1][rank].fill(x, parts)
+                self.complete.append(event(device))
+                self.filled += 1
+            elif self.complete[group] is not None:
+                torch.cuda.current_stream(device).wait_event(self.complete[group])
+        return self.rows
+
+    def finish(self) -> None:
+        """Make the current stream wait for messages that no call waited for."""
+        self.wait(len(self.messages))
 
 
 def forward(
@@ -92,13 +168,19 @@ def forward(
     options: Options, need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, lse) of the rank's queries."""
-    keys = _Keys(route, group, (k, v))
-    seen_k, seen_v = keys.rows
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
-    for of in keys.passes():
-        attend(of, q, seen_k, seen_v, out, lse, sink, options)
+    lanes = Lanes(q.device)
+    keys = _Keys(route, group, (k, v))
+    for number, stage in enumerate(route.needs.stages):
+        if stage.forward:
+            with lanes.next():
+                seen = keys.wait(number)
+                for of in stage.forward:
+                    attend(of, q, *seen, out, lse, sink, options)
+    lanes.join()
+    keys.finish()
     return out, lse
 
 
@@ -107,22 +189,30 @@ def backward(
     dlse: Tensor | None, sink: Tensor | None, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
-    keys = _Keys(route, group, (k, v))
-    seen_k, seen_v = keys.rows
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
-    if not route.passes:
+    lanes = Lanes(q.device)
+    keys = _Keys(route, group, (k, v))
+    found = []
+    for number, stage in enumerate(route.needs.stages):
+        if stage.backward:
+            with lanes.next():
+                seen = keys.wait(number)
+                for of in stage.backward:
+                    call = gradients(of, q, *seen, o, lse, do, dlse, sink, options, dq)
+                    found.append((number, call))
+    lanes.join()
+    keys.finish()
+    if not found:
         dq.zero_()
-    sums = _KeySums()
-    for of in keys.passes():
-        rows, *of_keys, of_sink = gradients(
-            of, q, seen_k, seen_v, o, lse, do, dlse, sink, options, dq
-        )
-        sums.add(slice(rows.k, rows.k_end), of_keys, route.rows)
+    local, gathered = _KeySums(), _KeySums()
+    for number, (rows, *of_keys, of_sink) in found:
+        sums, total = (gathered, route.rows) if number else (local, k.shape[1])
+        sums.add(slice(rows.k, rows.k_end), of_keys, total)
         if dsink is not None and of_sink is not None:
             dsink += of_sink
-    _return(route, group, sums.values(*keys.rows), (dk, dv))
+    _return(route, group, local, gathered.values(*keys.rows), (dk, dv))
     return dq, dk, dv, dsink
 
 
@@ -159,34 +249,36 @@ class _KeySums:
         return self.sums
 
 
-def _return(route: Route, group: Any, sums: list[Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+def _return(
+    route: Route, group: Any, local: _KeySums, gathered: list[Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
     """Send parts of dK and dV to the ranks that hold the keys. Add up the parts of this rank's keys
-    and round the sums. This rank's part comes first, then the other parts by rank."""
-    own = route.rank
-    others = [rank for rank in sorted(route.sent) if rank != own]
+    and round the sums. The local calls' part comes first, then this rank's part of gathered keys,
+    then the other parts by rank."""
+    others = sorted(route.sent)
     received = {
         rank: [route.sent[rank].memory(x, inside=False, dtype=torch.float32) for x in gradients]
         for rank in others
     }
-    with beside(sums[0].device):
+    with beside(gradients[0].device):
         to = {
-            rank: [piece for x in sums for piece in rows.pieces(x)]
+            rank: [piece for x in gathered for piece in rows.pieces(x)]
             for rank, rows in route.received.items()
-            if rank != own
         }
         messages = send(group, to, flat(received))
     messages.wait()
-    if own not in route.sent:
-        return  # this rank holds no keys
     batch = gradients[0].shape[0]
-    few = all(route.sent[rank].in_pieces(batch) for rank in (own, *others))
-    for i, (out, x) in enumerate(zip(gradients, sums, strict=True)):
+    for i, out in enumerate(gradients):
         parts = [(route.sent[rank], received[rank][i]) for rank in others]
-        if few:
-            _add_ranges(out, [(route.sent[own], route.received[own].pieces(x)), *parts])
+        if route.own is not None:
+            parts.insert(0, (route.own[0], route.own[1].pieces(gathered[i])))
+        if local.sums is not None:
+            parts.insert(0, (Rows([(local.first.start, local.first.stop)]), [local.sums[i]]))
+        if all(rows.in_pieces(batch) for rows, _ in parts):
+            _add_ranges(out, parts)
             continue
-        total = torch.empty_like(out, dtype=torch.float32)
-        copy_rows(total, route.sent[own], x, route.received[own])
+        total = torch.zeros_like(out, dtype=torch.float32)
         for rows, pieces in parts:
             rows.add(total, pieces)
         out.copy_(total)
@@ -204,6 +296,9 @@ def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
             if first <= start and end <= stop
         ]
         to = out[:, start:end]
+        if not found:
+            to.zero_()  # no query sees these keys
+            continue
         if len(found) == 1:
             to.copy_(found[0])
             continue
