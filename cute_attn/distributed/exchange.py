@@ -153,7 +153,18 @@ class Lanes:
             self.second.wait_event(self.begin)
         return torch.cuda.stream(self.second)
 
+    def event(self, stream: AbstractContextManager[Any]) -> Any:
+        """An event after the work of a stream that `next` gave."""
+        with stream:
+            return event(self.device)
+
+    def wait(self, after: Any) -> None:
+        """Make the current stream wait for an event; None is no event."""
+        if after is not None:
+            torch.cuda.current_stream(self.device).wait_event(after)
+
     def join(self) -> None:
+        """Make the current stream wait for the second stream."""
         if self.second is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.second)
 

@@ -13,7 +13,7 @@ rounds the sum once.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .layout import (
     shared_rows,
     without,
 )
+
+# In how many parts of the heads K and V travel, in the forward and in the backward.
+PARTS = BACKWARD_PARTS = 1
 
 
 class Route:
@@ -116,7 +119,6 @@ class _Keys:
 
     def __init__(self, route: Route, group: Any, own: tuple[Tensor, Tensor]) -> None:
         self.route = route
-        self.own = [readable_or_copied(x) for x in own]
         self.rows = [x.new_empty(x.shape[0], route.rows, *x.shape[2:]) for x in own]
         self.messages: list[Messages] = []
         self.into: list[dict[int, list[list[Tensor]]]] = []
@@ -140,13 +142,11 @@ class _Keys:
         self.complete: list[Any] = []  # after each group's rows are in place, an event
 
     def wait(self, stage: int) -> list[Tensor]:
-        """K and V for the calls of a stage, whose number is a place in `Needs.stages`."""
-        if stage == 0:
-            return self.own
+        """The gathered K and V, with the keys of the early stage (0) or also the late stage (1)."""
         device = self.rows[0].device
         if self.copied is not None:
             torch.cuda.current_stream(device).wait_event(self.copied)
-        for group in range(stage):
+        for group in range(stage + 1):
             if group == self.filled:
                 self.messages[group].wait()
                 for rank, both in self.into[group].items():
@@ -160,7 +160,22 @@ class _Keys:
 
     def finish(self) -> None:
         """Make the current stream wait for messages that no call waited for."""
-        self.wait(len(self.messages))
+        self.wait(len(self.messages) - 1)
+
+
+class _Heads(NamedTuple):
+    """A part of the heads, whose keys travel and are read apart from other parts."""
+
+    of_k: slice
+    of_q: slice
+
+    @classmethod
+    def parts(cls, heads: int, heads_k: int, count: int) -> list[_Heads]:
+        cuts = [heads_k * i // count for i in range(count + 1)]
+        group = heads // max(heads_k, 1)
+        return [
+            cls(slice(a, b), slice(a * group, b * group)) for a, b in pairwise(cuts) if a < b
+        ] or [cls(slice(0, heads_k), slice(0, heads))]
 
 
 def forward(
@@ -172,15 +187,28 @@ def forward(
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
     lanes = Lanes(q.device)
-    keys = _Keys(route, group, (k, v))
-    for number, stage in enumerate(route.needs.stages):
-        if stage.forward:
-            with lanes.next():
-                seen = keys.wait(number)
-                for of in stage.forward:
-                    attend(of, q, *seen, out, lse, sink, options)
+    parts = _Heads.parts(heads, k.shape[2], PARTS)
+    under_way = [_Keys(route, group, (k[:, :, of_k], v[:, :, of_k])) for of_k, _ in parts]
+    local, *stages = route.needs.stages
+    if local.forward:
+        own = readable_or_copied(k), readable_or_copied(v)
+        with lanes.next():
+            for of in local.forward:
+                attend(of, q, *own, out, lse, sink, options)
+    for keys, (_, of_q) in zip(under_way, parts, strict=True):
+        for number, stage in enumerate(stages):
+            if stage.forward:
+                with lanes.next():
+                    seen = keys.wait(number)
+                    for of in stage.forward:
+                        attend(
+                            of, q[:, :, of_q], *seen, out[:, :, of_q],
+                            None if lse is None else lse[:, of_q],
+                            None if sink is None else sink[of_q], options,
+                        )  # fmt: skip
     lanes.join()
-    keys.finish()
+    for keys in under_way:
+        keys.finish()
     return out, lse
 
 
@@ -193,26 +221,56 @@ def backward(
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
     lanes = Lanes(q.device)
-    keys = _Keys(route, group, (k, v))
-    found = []
-    for number, stage in enumerate(route.needs.stages):
-        if stage.backward:
-            with lanes.next():
+    parts = _Heads.parts(q.shape[2], k.shape[2], BACKWARD_PARTS)
+    under_way = [_Keys(route, group, (k[:, :, of_k], v[:, :, of_k])) for of_k, _ in parts]
+    local, *stages = route.needs.stages
+    of_own, sinks, returns = _KeySums(), [], []
+    kept: list[Any] = []  # results stay alive until both streams have met
+    if local.backward:
+        own = readable_or_copied(k), readable_or_copied(v)
+        with lanes.next():
+            for of in local.backward:
+                rows, *of_keys, of_sink = gradients(
+                    of, q, *own, o, lse, do, dlse, sink, options, dq
+                )
+                of_own.add(slice(rows.k, rows.k_end), of_keys, k.shape[1])
+                sinks.append((slice(None), of_sink))
+                kept.append(of_keys)
+    for keys, (of_k, of_q) in zip(under_way, parts, strict=True):
+        calls, before = [], None
+        stream = lanes.next()
+        for number, stage in enumerate(stages):
+            if number and stage.backward and calls:
+                before, stream = lanes.event(stream), lanes.next()
+            with stream:
                 seen = keys.wait(number)
                 for of in stage.backward:
-                    call = gradients(of, q, *seen, o, lse, do, dlse, sink, options, dq)
-                    found.append((number, call))
-    lanes.join()
-    keys.finish()
-    if not found:
+                    call = gradients(
+                        of, q[:, :, of_q], *seen, o[:, :, of_q], lse[:, of_q], do[:, :, of_q],
+                        None if dlse is None else dlse[:, of_q],
+                        None if sink is None else sink[of_q], options, dq[:, :, of_q],
+                    )  # fmt: skip
+                    calls.append(call)
+        kept.append(calls)
+        with stream:
+            lanes.wait(before)
+            gathered = _KeySums()
+            for rows, *of_keys, of_sink in calls:
+                gathered.add(slice(rows.k, rows.k_end), of_keys, route.rows)
+                sinks.append((of_q, of_sink))
+            sums = gathered.values(*keys.rows)
+            of_part = dk[:, :, of_k], dv[:, :, of_k]
+            returns.append((_Returns(route, group, sums, of_part), of_k))
+    if not (local.backward or any(stage.backward for stage in stages)):
         dq.zero_()
-    local, gathered = _KeySums(), _KeySums()
-    for number, (rows, *of_keys, of_sink) in found:
-        sums, total = (gathered, route.rows) if number else (local, k.shape[1])
-        sums.add(slice(rows.k, rows.k_end), of_keys, total)
+    lanes.join()
+    for keys in under_way:
+        keys.finish()
+    for returned, of_k in returns:
+        returned.finish(of_own.part(of_k))
+    for of_q, of_sink in sinks:
         if dsink is not None and of_sink is not None:
-            dsink += of_sink
-    _return(route, group, local, gathered.values(*keys.rows), (dk, dv))
+            dsink[of_q] += of_sink
     return dq, dk, dv, dsink
 
 
@@ -238,6 +296,12 @@ class _KeySums:
         for x, part in zip(self.sums, parts, strict=True):
             x[:, rows] += part
 
+    def part(self, heads: slice) -> list[tuple[Rows, Tensor]]:
+        """The rows of the sums of dK and dV, and the sums of some heads; nothing if there are no
+        sums."""
+        rows = Rows([(self.first.start, self.first.stop)])
+        return [(rows, x[:, :, heads]) for x in self.sums or ()]
+
     def values(self, *keys: Tensor) -> list[Tensor]:
         """The sums of all keys."""
         rows = keys[0].shape[1]
@@ -249,39 +313,42 @@ class _KeySums:
         return self.sums
 
 
-def _return(
-    route: Route, group: Any, local: _KeySums, gathered: list[Tensor],
-    gradients: tuple[Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Send parts of dK and dV to the ranks that hold the keys. Add up the parts of this rank's keys
-    and round the sums. The local calls' part comes first, then this rank's part of gathered keys,
-    then the other parts by rank."""
-    others = sorted(route.sent)
-    received = {
-        rank: [route.sent[rank].memory(x, inside=False, dtype=torch.float32) for x in gradients]
-        for rank in others
-    }
-    with beside(gradients[0].device):
-        to = {
-            rank: [piece for x in gathered for piece in rows.pieces(x)]
-            for rank, rows in route.received.items()
+class _Returns:
+    """Parts of dK and dV on their way to the ranks that hold the keys."""
+
+    def __init__(
+        self, route: Route, group: Any, gathered: list[Tensor], gradients: tuple[Tensor, Tensor]
+    ) -> None:
+        """Start to send the parts of gathered keys. `finish` writes the sums to `gradients`."""
+        self.route, self.gathered, self.gradients = route, gathered, gradients
+        self.received = {
+            rank: [rows.memory(x, inside=False, dtype=torch.float32) for x in gradients]
+            for rank, rows in sorted(route.sent.items())
         }
-        messages = send(group, to, flat(received))
-    messages.wait()
-    batch = gradients[0].shape[0]
-    for i, out in enumerate(gradients):
-        parts = [(route.sent[rank], received[rank][i]) for rank in others]
-        if route.own is not None:
-            parts.insert(0, (route.own[0], route.own[1].pieces(gathered[i])))
-        if local.sums is not None:
-            parts.insert(0, (Rows([(local.first.start, local.first.stop)]), [local.sums[i]]))
-        if all(rows.in_pieces(batch) for rows, _ in parts):
-            _add_ranges(out, parts)
-            continue
-        total = torch.zeros_like(out, dtype=torch.float32)
-        for rows, pieces in parts:
-            rows.add(total, pieces)
-        out.copy_(total)
+        with beside(gathered[0].device):
+            to = {
+                rank: [piece for x in gathered for piece in rows.pieces(x)]
+                for rank, rows in route.received.items()
+            }
+            self.messages = send(group, to, flat(self.received))
+
+    def finish(self, local: list[tuple[Rows, Tensor]]) -> None:
+        """Add up the parts of this rank's keys and round the sums. The local calls' part comes
+        first, then this rank's part of gathered keys, then the other parts by rank."""
+        self.messages.wait()
+        for i, out in enumerate(self.gradients):
+            parts = [(self.route.sent[rank], both[i]) for rank, both in self.received.items()]
+            if self.route.own is not None:
+                parts.insert(0, (self.route.own[0], self.route.own[1].pieces(self.gathered[i])))
+            if local:
+                parts.insert(0, (local[i][0], [local[i][1]]))
+            if all(rows.in_pieces(out.shape[0]) for rows, _ in parts):
+                _add_ranges(out, parts)
+                continue
+            total = torch.zeros_like(out, dtype=torch.float32)
+            for rows, pieces in parts:
+                rows.add(total, pieces)
+            out.copy_(total)
 
 
 def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
