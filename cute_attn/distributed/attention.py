@@ -133,7 +133,7 @@ def _by_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention on 4-dimensional tensors. If the mode or the mesh asks for it, ranks exchange
     tokens for heads before and after."""
-    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad))
+    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad), mesh=plan.by_heads > 1)
     if plan.by_heads > 1:
         swap = plan.swap
     elif mode == "heads":
@@ -195,13 +195,13 @@ def _whole(
 
 
 def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
-    tokens = -(-plan.layout.total // plan.world) * q.shape[0]  # equal on all ranks
+    tokens = -(-plan.layout.total // plan.by_tokens) * q.shape[0]  # equal on all ranks
     window = options.window
     return Shape(
-        plan.world,
+        plan.by_tokens,
         tokens,
-        q.shape[2],
-        k.shape[2],
+        q.shape[2] // plan.by_heads,
+        k.shape[2] // plan.by_heads,
         q.shape[3],
         v.shape[3],
         window.left is not None or window.right not in (None, 0),

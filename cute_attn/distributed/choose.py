@@ -24,7 +24,8 @@ GATHERED_BYTES = 8 * 2**30  # the most bytes of K and V that a rank gathers
 
 
 class Shape(NamedTuple):
-    """All that the choice depends on."""
+    """All that the choice depends on. In a mesh, the ranks are one column, which splits tokens, and
+    tokens and heads are a rank's after the exchange of heads."""
 
     world: int
     tokens: int  # of a rank, times the batch
@@ -36,11 +37,13 @@ class Shape(NamedTuple):
     gradient: bool
 
 
-def choose(shape: Shape) -> str:
-    """The mode of a call."""
+def choose(shape: Shape, *, mesh: bool = False) -> str:
+    """The mode of a call. In a mesh of tokens and heads, the mode is "gather" or "ring"."""
     if shape.world == 1 or shape.window:
         return "gather"
     seconds = costs(shape)
+    if mesh:
+        seconds.pop("heads", None)
     if gathered_bytes(shape) > GATHERED_BYTES:
         del seconds["gather"]
         if shape.gradient:

@@ -29,6 +29,12 @@ def test_the_choices(case: tuple[int, int, int]) -> None:
     assert found == CHOICES[case]
 
 
+def test_a_mesh_does_not_exchange_heads_twice() -> None:
+    of_column = shape(32, 32, 2**20, 8, gradient=True)
+    assert choose(of_column) == "heads"
+    assert choose(of_column, mesh=True) == "gather"
+
+
 def test_windows_are_gathered() -> None:
     assert choose(shape(32, 32, 2**20, 8, gradient=True)._replace(window=True)) == "gather"
 
