@@ -218,7 +218,7 @@ def test_a_mesh_of_tokens_and_heads(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, 4, 8])
 def test_more_ranks(world: int) -> None:
     with ranks(world) as group:
         for mode in ("gather", "ring"):
@@ -232,7 +232,7 @@ def test_more_ranks(world: int) -> None:
 @settings(max_examples=100 if FULL else 12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
-    layout=st.sampled_from(("contiguous", "zigzag")),
+    layout=st.sampled_from(("contiguous", "zigzag", "documents")),
     mode=st.sampled_from(("gather", "ring")),
     left=st.none() | st.integers(0, 40),
     causal=st.booleans(),
