@@ -170,14 +170,12 @@ def gradients(
     if len(of.rectangles) == 1:
         (r,) = of.rectangles
         queries = slice(r.q, r.q_end)
-        found, dk, dv, dsink = BACKWARD.forward(
-            *BackwardArguments(
-                q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
-                do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
-                **shared,
-            )
+        call = BackwardArguments(
+            q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
+            do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
+            **shared,
         )  # fmt: skip
-        dq[:, queries].copy_(found)
+        dk, dv, dsink = BACKWARD.into(call, dq[:, queries])
         return r, dk, dv, dsink
     sequences = packed(of, batch, rows, k.shape[1], q.device)
     lses = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))

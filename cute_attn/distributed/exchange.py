@@ -140,8 +140,9 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.count, self.second = device, 0, None
+        self.device, self.count = device, 0
         self.begin = event(device)
+        self.second: Any = None
 
     def next(self) -> AbstractContextManager[Any]:
         """A context that launches on the next stream."""

@@ -199,10 +199,10 @@ def forward(
         for number, stage in enumerate(stages):
             if stage.forward:
                 with lanes.next():
-                    seen = keys.wait(number)
+                    seen_k, seen_v = keys.wait(number)
                     for of in stage.forward:
                         attend(
-                            of, q[:, :, of_q], *seen, out[:, :, of_q],
+                            of, q[:, :, of_q], seen_k, seen_v, out[:, :, of_q],
                             None if lse is None else lse[:, of_q],
                             None if sink is None else sink[of_q], options,
                         )  # fmt: skip
@@ -237,17 +237,18 @@ def backward(
                 sinks.append((slice(None), of_sink))
                 kept.append(of_keys)
     for keys, (of_k, of_q) in zip(under_way, parts, strict=True):
-        calls, before = [], None
+        calls: list[Any] = []
+        before = None
         stream = lanes.next()
         for number, stage in enumerate(stages):
             if number and stage.backward and calls:
                 before, stream = lanes.event(stream), lanes.next()
             with stream:
-                seen = keys.wait(number)
+                seen_k, seen_v = keys.wait(number)
                 for of in stage.backward:
                     call = gradients(
-                        of, q[:, :, of_q], *seen, o[:, :, of_q], lse[:, of_q], do[:, :, of_q],
-                        None if dlse is None else dlse[:, of_q],
+                        of, q[:, :, of_q], seen_k, seen_v, o[:, :, of_q], lse[:, of_q],
+                        do[:, :, of_q], None if dlse is None else dlse[:, of_q],
                         None if sink is None else sink[of_q], options, dq[:, :, of_q],
                     )  # fmt: skip
                     calls.append(call)
