@@ -2,14 +2,13 @@
 
 On a GPU, a side stream packs and sends messages. The side stream first waits for the work that the
 current stream has queued. `Messages.wait` makes the current stream wait for the messages; the host
-never waits. NCCL's kernels need free SMs, so messages start before the attention kernels. Attention
-kernels run on two streams (`Lanes`).
+never waits. NCCL's kernels need free SMs, so messages start before the attention kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -130,51 +129,6 @@ def beside(device: torch.device, after: Any = None) -> Iterator[None]:
         yield
 
 
-class Lanes:
-    """Two streams for kernels that may run at once. Kernels of one stream fill the SMs that the
-    last tiles of the other stream's kernel leave idle.
-
-    `next` gives the current stream, then the second stream, and so on in turn. The second stream
-    starts after the work that the current stream had when the lanes were made. `join` makes the
-    current stream wait for the second stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.count = device, 0
-        self.begin = event(device)
-        self.second: Any = None
-
-    def next(self) -> AbstractContextManager[Any]:
-        """A context that launches on the next stream."""
-        number, self.count = self.count, self.count + 1
-        if self.begin is None or not number % 2:
-            return nullcontext()
-        if self.second is None:
-            self.second = _second_stream(self.device)
-            self.second.wait_event(self.begin)
-        return torch.cuda.stream(self.second)
-
-    def event(self, stream: AbstractContextManager[Any]) -> Any:
-        """An event after the work of a stream that `next` gave."""
-        with stream:
-            return event(self.device)
-
-    def wait(self, after: Any) -> None:
-        """Make the current stream wait for an event; None is no event."""
-        if after is not None:
-            torch.cuda.current_stream(self.device).wait_event(after)
-
-    def join(self) -> None:
-        """Make the current stream wait for the second stream."""
-        if self.second is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.second)
-
-
-@cache
-def _second_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
 def event(device: torch.device) -> Any:
     """An event after the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -202,18 +156,31 @@ def send(
         to: rank in the group -> contiguous tensors to send.
         into: rank in the group -> contiguous tensors to receive into, in the sender's order.
     """
-    kinds: tuple[tuple[Callable[..., Any], Mapping[int, Sequence[Tensor]]], ...] = (
-        (dist.isend, to),
-        (dist.irecv, into),
-    )
-    operations = []
-    for kind, messages in kinds:
-        for rank, tensors in sorted(messages.items()):
-            for x in tensors:
-                if x.numel():
-                    # gloo supports few dtypes, so messages are bytes.
-                    raw = x.view(-1).view(torch.uint8)
-                    peer = dist.get_global_rank(group, rank)
-                    operations.append(dist.P2POp(kind, raw, peer, group))
-    works = dist.batch_isend_irecv(operations) if operations else []
+    ways = [
+        (kind, rank, x)
+        for kind, messages in enumerate((to, into))
+        for rank, tensors in sorted(messages.items())
+        for x in tensors
+        if x.numel()
+    ]
+    if not ways:
+        return Messages([], None)
+    if ways[0][2].device.type == "cuda":
+        works = _send_by_nccl(group, ways)
+    else:
+        works = []
+        for kind, rank, x in ways:
+            raw = x.view(-1).view(torch.uint8)  # gloo supports few dtypes
+            peer = dist.get_global_rank(group, rank)
+            works.append((dist.irecv if kind else dist.isend)(raw, peer, group))
     return Messages(works, (to, into))
+
+
+def _send_by_nccl(group: Any, ways: list[tuple[int, int, Tensor]]) -> list[Any]:
+    """One launch for all messages: (whether received, rank, tensor). `dist.batch_isend_irecv` does
+    the same, with more time on the host for each message."""
+    device = ways[0][2].device
+    group._start_coalescing(device)
+    for kind, rank, x in ways:
+        (group.recv if kind else group.send)([x], rank, 0)
+    return [group._end_coalescing(device)]

@@ -57,13 +57,11 @@ class Stage(NamedTuple):
     """Calls that can start together. The calls of all stages compute every query once.
 
     Attributes:
-        keys: the tokens of the keys of all calls, in increasing order.
         forward: calls of the forward, one for each window. Rectangles may share keys. Rectangles
             with more keys come first, so that a call ends with short tiles.
         backward: calls of the backward, in which no two rectangles share a key.
     """
 
-    keys: tuple[Range, ...]
     forward: tuple[Pass, ...]
     backward: tuple[Pass, ...]
 
@@ -75,19 +73,12 @@ class Needs(NamedTuple):
         ranges: the tokens of the gathered keys, in increasing order. The tokens' rows follow one
             another.
         local: queries that see only keys of their own piece. Keys are rows of the rank.
-        early: the other queries of the rank's first piece of a sequence. Without a causal mask, or
-            with a left bound, all other queries. Keys are rows of `ranges`.
-        late: the other queries of later pieces, which see more keys. Keys are rows of `ranges`.
+        remote: all other queries. Keys are rows of `ranges`.
     """
 
     ranges: tuple[Range, ...]
     local: Stage
-    early: Stage
-    late: Stage
-
-    @property
-    def stages(self) -> tuple[Stage, Stage, Stage]:
-        return self.local, self.early, self.late
+    remote: Stage
 
 
 class _Part(NamedTuple):
@@ -217,30 +208,20 @@ class Layout:
     def needs(self, rank: int, window: Window) -> Needs:
         """The keys that a rank's queries see, on any rank."""
         local: list[_Part] = []
-        early: list[_Part] = []
-        late: list[_Part] = []
-        sequence = -1
+        remote: list[_Part] = []
         for piece in self.pieces(rank):
             low, high = self.bounds[piece.sequence], self.bounds[piece.sequence + 1]
-            first = piece.sequence != sequence
-            sequence = piece.sequence
             for start, end in _cuts(piece, (low, high), window):
                 keys = (
                     low if window.left is None else max(low, start - window.left),
                     high if window.right is None else min(high, end + window.right),
                 )
                 part = _Part((start, end), piece.row + start - piece.start, keys)
-                if piece.start <= keys[0] and keys[1] <= piece.end:
-                    local.append(part)
-                elif first or window.left is not None or window.right is None:
-                    early.append(part)
-                else:
-                    late.append(part)
-        ranges = joined(part.keys for part in (*early, *late))
+                inside = piece.start <= keys[0] and keys[1] <= piece.end
+                (local if inside else remote).append(part)
+        ranges = joined(part.keys for part in remote)
         return Needs(
-            ranges,
-            _stage(local, self.ranges[rank], window),
-            *(_stage(parts, ranges, window) for parts in (early, late)),
+            ranges, _stage(local, self.ranges[rank], window), _stage(remote, ranges, window)
         )
 
     def hop(self, rank: int, other: int, causal: bool) -> tuple[Pass, ...]:
@@ -361,7 +342,6 @@ def _stage(parts: Sequence[_Part], ranges: Sequence[Range], window: Window) -> S
         else:
             backward.append((shifted, [rectangle]))
     return Stage(
-        joined(part.keys for part in parts),
         tuple(Pass(tuple(sorted(r, key=_fewest)), w) for w, r in forward.items()),
         tuple(Pass(tuple(r), w) for w, r in backward),
     )
@@ -393,44 +373,6 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
         elif start < end:
             found.append((start, end))
     return tuple(found)
-
-
-def common(a: Sequence[Range], b: Sequence[Range]) -> list[Range]:
-    """The tokens in both lists of ranges."""
-    found: list[Range] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if low < high:
-            found.append((low, high))
-        if a[i][1] <= b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def without(a: Sequence[Range], b: Sequence[Range]) -> list[Range]:
-    """The tokens of ranges `a` that are not in ranges `b`."""
-    ends = [(0, 0), *b, (max((end for _, end in a), default=0),) * 2]
-    return common(a, [(end, start) for (_, end), (start, _) in pairwise(ends) if end < start])
-
-
-def count(ranges: Iterable[Range]) -> int:
-    """How many tokens are in ranges."""
-    return sum(end - start for start, end in ranges)
-
-
-def divide(ranges: Sequence[Range], tokens: int) -> tuple[list[Range], list[Range]]:
-    """The first `tokens` tokens of ranges, and the other tokens."""
-    first: list[Range] = []
-    rest: list[Range] = []
-    for start, end in ranges:
-        cut = min(end, start + tokens)
-        tokens -= cut - start
-        first += [(start, cut)] if start < cut else []
-        rest += [(cut, end)] if cut < end else []
-    return first, rest
 
 
 def row_of(ranges: Sequence[Range], token: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_attn.distributed.gather import Route
-from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Window, joined
+from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Window
 from cute_attn.reference.attention import visible
 
 
@@ -66,22 +66,19 @@ def test_calls_of_all_stages_are_what_queries_see(layout: Layout, window: Window
     of_forward, of_backward = torch.zeros_like(expected), torch.zeros_like(expected)
     for rank in range(layout.world):
         needs = layout.needs(rank, window)
-        queries, gathered = tokens(layout.ranges[rank]), tokens(needs.ranges)
-        for stage, keys in zip(needs.stages, (queries, gathered, gathered), strict=True):
+        queries = tokens(layout.ranges[rank])
+        for stage, keys in ((needs.local, queries), (needs.remote, tokens(needs.ranges))):
             for of in stage.forward:
                 assert len({r.q for r in of.rectangles}) == len(of.rectangles)
                 for rectangle in of.rectangles:  # their keys may overlap
                     add(of_forward, Pass((rectangle,), of.window), queries, keys)
             for of in stage.backward:
                 add(of_backward, of, queries, keys)
-        remote = {*needs.early.keys, *needs.late.keys}
-        assert joined(remote) == needs.ranges
     assert torch.equal(of_forward, expected) and torch.equal(of_backward, expected)
 
 
 @given(layouts(), WINDOWS)
-def test_messages_bring_all_keys_in_time(layout: Layout, window: Window) -> None:
-    """The first group brings the early calls' keys, and both groups bring all keys, each once."""
+def test_messages_bring_all_keys(layout: Layout, window: Window) -> None:
     routes = [Route(layout, rank, window) for rank in range(layout.world)]
     for rank, route in enumerate(routes):
         keys = tokens(route.needs.ranges)
@@ -89,14 +86,11 @@ def test_messages_bring_all_keys_in_time(layout: Layout, window: Window) -> None
         if route.own is not None:
             held, rows = (tokens(x.ranges) for x in route.own)
             found[rows] = tokens(layout.ranges[rank])[held]
-        for number, stage in enumerate((route.needs.early, route.needs.late)):
-            for other, received in route.groups[number][1].items():
-                sent = routes[other].groups[number][0][rank]
-                assert (found[tokens(received.ranges)] == -1).all()
-                found[tokens(received.ranges)] = tokens(layout.ranges[other])[tokens(sent.ranges)]
-            needed = torch.isin(keys, tokens(stage.keys))
-            assert torch.equal(found[needed], keys[needed])
+        for other, received in route.received.items():
+            sent = routes[other].sent[rank]
+            found[tokens(received.ranges)] = tokens(layout.ranges[other])[tokens(sent.ranges)]
         assert torch.equal(found, keys)
+        assert all(rank in routes[other].received for other in route.sent)
 
 
 @given(layouts(), st.booleans())
@@ -121,7 +115,8 @@ def test_zigzag_takes_one_call_a_hop() -> None:
     layout = Layout.of("zigzag", (64, 1, 37), 4)
     for rank in range(4):
         assert all(len(layout.hop(rank, other, causal=True)) <= 1 for other in range(4))
-        assert all(len(stage.forward) <= 1 for stage in layout.needs(rank, Window(None, 0)).stages)
+        needs = layout.needs(rank, Window(None, 0))
+        assert len(needs.local.forward) <= 1 and len(needs.remote.forward) <= 1
 
 
 def test_zigzag_balances_causal_work() -> None:
