@@ -134,6 +134,12 @@ def event(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+def wait_for(after: Any) -> None:
+    """Make the current stream wait for an event; None is no event."""
+    if after is not None:
+        torch.cuda.current_stream().wait_event(after)
+
+
 class Messages:
     """Messages that have started. The messages' tensors stay alive as long as this object."""
 

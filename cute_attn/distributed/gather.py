@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops.attention.arguments import readable_or_copied
 from .calls import Options, attend, gradients
-from .exchange import Messages, Rows, beside, copy_rows, event, flat, send
+from .exchange import Messages, Rows, beside, copy_rows, event, flat, send, wait_for
 from .layout import Layout, Needs, Pass, Window, shared_rows
 
 
@@ -77,8 +77,7 @@ class _Keys:
 
     def wait(self) -> list[Tensor]:
         """K and V, for later work of the current stream."""
-        if self.copied is not None:
-            torch.cuda.current_stream(self.rows[0].device).wait_event(self.copied)
+        wait_for(self.copied)
         self.messages.wait()
         for rank, both in self.into.items():
             for x, parts in zip(self.rows, both, strict=True):

@@ -227,6 +227,38 @@ def test_memory_does_not_grow() -> None:
     on_ranks(2, "does_not_grow", 1000)
 
 
+def peak(tokens: int, heads: int, heads_k: int, dim: int) -> None:
+    """The most memory of a forward beside its inputs is what docs/context_parallel.md says."""
+    world = dist.get_world_size()
+    n, columns = tokens // world, 2 * heads_k * dim
+    o = 2 * n * heads * dim
+    inputs = o + 2 * n * columns  # of q, k and v
+    expected = {
+        "gather": 2 * tokens * columns + o,
+        "ring": 2 * n * columns * min(3, world - 1) + 4 * n * heads * dim * min(world, 4) + o,
+        "heads": inputs + 3 * o,
+    }
+    for mode, most in expected.items():
+        plan = plan_of("zigzag", (tokens,), False, mode)
+        q, k, v = (
+            torch.randn(1, n, x, dim, device="cuda", dtype=torch.bfloat16)
+            for x in (heads, heads_k, heads_k)
+        )
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
+            torch.cuda.synchronize()
+        found = torch.cuda.max_memory_allocated() - before
+        assert found <= 1.03 * most + 2**21, (mode, found / 2**20, most / 2**20)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_peak_memory_is_the_formula(world: int) -> None:
+    on_ranks(world, "peak", 2**14, 32, 8, 128)
+
+
 def dies() -> None:
     """Rank 1 leaves before the call, and rank 0 must not wait for ever."""
     plan = plan_of("zigzag", (256,), False, "gather")
