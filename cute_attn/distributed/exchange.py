@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class Rows:
         self.ranges = tuple(ranges)
         self.count = sum(end - start for start, end in self.ranges)
         self._index: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def packed(self) -> Rows:
+        """The same number of rows, one range after the other from row 0 on."""
+        ends = list(accumulate(end - start for start, end in self.ranges))
+        return Rows(list(pairwise([0, *ends])))
 
     def take(self, x: Tensor) -> Tensor:
         """The rows as one contiguous tensor: a view of x where possible, otherwise a copy."""
@@ -99,13 +106,21 @@ def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[T
     return {rank: [x for parts in both for x in parts] for rank, both in messages.items()}
 
 
-def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
-    """Copy rows `of` of `source` to `rows` of `to`. The i-th ranges of both have equal lengths."""
+def copy_rows(to: Sequence[Tensor], rows: Rows, sources: Sequence[Tensor], of: Rows) -> None:
+    """Copy rows `of` of each source to `rows` of a tensor of `to`. The i-th ranges of both have
+    equal lengths. Few ranges take one launch for all tensors."""
     if len(rows.ranges) > MOST_SLICES:
-        rows.put(to, of.take(source))
+        for x, source in zip(to, sources, strict=True):
+            rows.put(x, of.take(source))
         return
-    for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True):
-        to[:, start:end].copy_(source[:, first:stop])
+    pairs = [
+        (x[:, start:end], source[:, first:stop])
+        for x, source in zip(to, sources, strict=True)
+        for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True)
+    ]
+    if pairs:
+        written, read = zip(*pairs, strict=True)
+        torch._foreach_copy_(written, read)
 
 
 @cache

@@ -71,8 +71,7 @@ class _Keys:
             }
             self.messages: Messages = send(group, to, flat(self.into))
             if route.own is not None:
-                for x, source in zip(self.rows, own, strict=True):
-                    copy_rows(x, route.own[1], source, route.own[0])
+                copy_rows(self.rows, route.own[1], own, route.own[0])
             self.copied = event(own[0].device)
 
     def wait(self) -> list[Tensor]:

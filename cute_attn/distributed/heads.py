@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .exchange import Rows, beside, event, flat, send, wait_for
+from .exchange import Rows, beside, copy_rows, event, flat, send, wait_for
 
 
 class Swap(NamedTuple):
@@ -55,8 +55,8 @@ class Swap(NamedTuple):
                 for rank in self.others
             }
             messages = send(self.group, to, flat(into))
-            for x, of_ranks in zip(found, packed, strict=True):
-                own_rows.put(x, of_ranks[self.rank])
+            own = [of_ranks[self.rank] for of_ranks in packed]
+            copy_rows(found, own_rows, own, own_rows.packed)
             copied = event(device)
         wait_for(copied)
         messages.wait()
@@ -80,11 +80,8 @@ class Swap(NamedTuple):
                 for rank in self.others
             }
             messages = send(self.group, to, into)
-            for x, source in zip(received, tensors, strict=True):
-                row = 0
-                for piece in own_rows.pieces(source):
-                    x[self.rank, :, row : row + piece.shape[1]] = piece
-                    row += piece.shape[1]
+            own = [x[self.rank] for x in received]
+            copy_rows(own, own_rows.packed, tensors, own_rows)
             copied = event(device)
         wait_for(copied)
         messages.wait()
