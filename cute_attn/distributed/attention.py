@@ -195,16 +195,19 @@ def _whole(
 
 
 def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
-    tokens = -(-plan.layout.total // plan.by_tokens) * q.shape[0]  # equal on all ranks
     window = options.window
+    batch, whole = q.shape[0], window.left is None and window.right in (None, 0)
+    pairs = sum(n * n for n in plan.lengths) // (2 if window.right == 0 else 1)
     return Shape(
         plan.by_tokens,
-        tokens,
+        -(-plan.layout.total // plan.by_tokens) * batch,
+        plan.received(window) * batch if whole else 0,
+        pairs // plan.by_tokens * batch,
         q.shape[2] // plan.by_heads,
         k.shape[2] // plan.by_heads,
         q.shape[3],
         v.shape[3],
-        window.left is not None or window.right not in (None, 0),
+        not whole,
         grad,
     )
 
