@@ -32,7 +32,7 @@ class Rows:
 
     @cached_property
     def packed(self) -> Rows:
-        """The same number of rows, one range after the other from row 0 on."""
+        """Rows that hold the ranges one after the other, from row 0 on."""
         ends = list(accumulate(end - start for start, end in self.ranges))
         return Rows(list(pairwise([0, *ends])))
 
