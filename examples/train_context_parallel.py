@@ -1,12 +1,16 @@
 """Training steps of a small model whose sequences are split between ranks: context parallelism.
 
     torchrun --nproc-per-node 2 examples/train_context_parallel.py
+    torchrun --nproc-per-node 4 examples/train_context_parallel.py --fsdp
 
 What it shows:
 
 - a zigzag plan that every rank makes once, `shard` for tokens and labels, and `position_ids`;
 - attention with `cp=plan`, the only operator that reads other ranks' tokens;
-- the sum of all ranks' gradients, as in data parallelism, then one optimizer step on each rank.
+- the sum of all ranks' gradients, as in data parallelism, then one optimizer step on each rank;
+- with `--fsdp`, a mesh of two dimensions. Ranks of the second dimension (2 ranks) split the tokens
+  of one text, and the first dimension has other texts. FSDP2 (`fully_shard`) splits parameters over
+  the second dimension, and averages gradients over all ranks.
 
 The example compares every loss, and the gradients of the first step, with a model that has all
 tokens in one process. With GPUs, ranks communicate through NCCL. Without GPUs, ranks communicate
@@ -15,6 +19,7 @@ through gloo, and the kernels run in the emulator.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -24,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn import functional
 
 import cute_attn
@@ -69,7 +76,7 @@ class Model(torch.nn.Module):
     def loss(
         self, tokens: Tensor, labels: Tensor, positions: Tensor, attention: Attention
     ) -> Tensor:
-        """The cross entropy, as a sum over these tokens divided by the number of all tokens."""
+        """The cross entropy, as a sum over these tokens divided by the length of a text."""
         with torch.autocast(tokens.device.type, torch.bfloat16):
             x = self.embedding(tokens) + self.positions(positions)
             for layer in self.layers:
@@ -79,43 +86,64 @@ class Model(torch.nn.Module):
         return functional.cross_entropy(*flat, reduction="sum") / TOKENS
 
 
-def train(device: str) -> tuple[list[float], list[float], float]:
+def shard(model: Model, mesh: Any) -> None:
+    """Split the parameters over the mesh's second dimension; the first dimension has copies."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "loss")
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a parameter's gradient, which may be split over ranks."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def train(device: str, fsdp: bool) -> tuple[list[float], list[float], float]:
     """(losses over ranks, losses of one process, relative error of the first gradients)."""
-    torch.manual_seed(0)  # the same model and tokens on every rank
+    torch.manual_seed(0)  # the same model and texts on every rank
     model, alone = Model().to(device), Model().to(device)
     alone.load_state_dict(model.state_dict())
-    text = torch.randint(VOCABULARY, (1, TOKENS + 1), device=device)
-    tokens, labels = text[:, :-1], text[:, 1:]
-    plan = context_parallel(seqlen=TOKENS, layout="zigzag")
+    mesh, text, texts = None, 0, 1
+    if fsdp:
+        texts = dist.get_world_size() // 2
+        mesh = init_device_mesh(device.split(":")[0], (texts, 2), mesh_dim_names=("data", "tokens"))
+        text = mesh.get_local_rank("data")
+        shard(model, mesh)
+    drawn = torch.randint(VOCABULARY, (texts, TOKENS + 1), device=device)
+    tokens, labels = drawn[:, :-1], drawn[:, 1:]
+    plan = context_parallel(mesh and mesh["tokens"], seqlen=TOKENS, layout="zigzag")
 
     def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o, _ = cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
         return o
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o, _ = cute_attn.flash_attn_func(q, k, v, causal=True)
         return o
 
-    own = plan.shard(tokens), plan.shard(labels), plan.position_ids(device)
+    own = plan.shard(tokens[text][None]), plan.shard(labels[text][None]), plan.position_ids(device)
     everything = tokens, labels, torch.arange(TOKENS, device=device)
     steps = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     steps_alone = torch.optim.AdamW(alone.parameters(), LEARNING_RATE)
     losses, losses_alone, error = [], [], 0.0
     for step in range(STEPS):
         loss = model.loss(*own, over_ranks)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+        # A text's loss is the sum of its ranks' losses. FSDP takes the mean over all ranks.
+        (loss * plan.world if fsdp else loss).backward()
+        if not fsdp:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total.item())
+        losses.append(total.item() / texts)
 
-        loss = alone.loss(*everything, whole)
+        loss = alone.loss(*everything, on_one) / texts
         loss.backward()
         losses_alone.append(loss.item())
         if step == 0:
             ours, theirs = (
-                torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, alone)
+                torch.cat([whole(p.grad).flatten() for p in m.parameters()]) for m in (model, alone)
             )
             error = ((ours - theirs).norm() / theirs.norm()).item()
         for optimizer in (steps, steps_alone):
@@ -125,6 +153,11 @@ def train(device: str) -> tuple[list[float], list[float], float]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--fsdp", action="store_true", help="a mesh of texts and tokens, with FSDP2"
+    )
+    args = parser.parse_args()
     gpus = torch.cuda.is_available()
     running: Any = contextlib.nullcontext()
     device = "cpu"
@@ -136,7 +169,7 @@ def main() -> int:
         running = cute_attn.emulated("sm_90a")
     dist.init_process_group("nccl" if gpus else "gloo")
     with running:
-        losses, alone, error = train(device)
+        losses, alone, error = train(device, args.fsdp)
     agree = error < 0.02 and all(
         abs(a - b) < TOLERANCE * b for a, b in zip(losses, alone, strict=True)
     )

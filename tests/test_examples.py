@@ -402,3 +402,15 @@ def test_the_replay_is_a_poisson_process_of_lengths_from_16_to_16k() -> None:
 @pytest.mark.slow
 def test_the_paged_server_agrees_with_plain_attention() -> None:
     assert load("paged_server").main(requests=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("2",), ("4", "--fsdp")], ids=["sums", "fsdp"])
+def test_training_over_ranks(options: tuple[str, ...]) -> None:
+    """Losses and gradients of ranks agree with one process, with FSDP2 in a mesh too."""
+    count, *flags = options
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    script = str(EXAMPLES / "train_context_parallel.py")
+    done = subprocess.run([*command, count, script, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "as rounding does" in done.stdout

@@ -133,7 +133,7 @@ def _by_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention on 4-dimensional tensors. If the mode or the mesh asks for it, ranks exchange
     tokens for heads before and after."""
-    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad))
+    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad), mesh=plan.by_heads > 1)
     if plan.by_heads > 1:
         swap = plan.swap
     elif mode == "heads":
@@ -195,16 +195,19 @@ def _whole(
 
 
 def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
-    tokens = -(-plan.layout.total // plan.world) * q.shape[0]  # equal on all ranks
     window = options.window
+    batch, whole = q.shape[0], window.left is None and window.right in (None, 0)
+    pairs = sum(n * n for n in plan.lengths) // (2 if window.right == 0 else 1)
     return Shape(
-        plan.world,
-        tokens,
-        q.shape[2],
-        k.shape[2],
+        plan.by_tokens,
+        -(-plan.layout.total // plan.by_tokens) * batch,
+        plan.received(window) * batch if whole else 0,
+        pairs // plan.by_tokens * batch,
+        q.shape[2] // plan.by_heads,
+        k.shape[2] // plan.by_heads,
         q.shape[3],
         v.shape[3],
-        window.left is not None or window.right not in (None, 0),
+        not whole,
         grad,
     )
 

@@ -145,11 +145,12 @@ def attend_in_float32(
 
 def gradients(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor, *, first: bool,
 ) -> tuple[Rectangle, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Write dq of the pass's queries, and return the gradients of the pass's keys.
 
     Args:
+        first: whether this is the first pass, which may write to all rows of dq.
         o, lse: the queries' results over all keys, not only over the keys of the pass.
         do, dlse: the gradients of o and lse.
         sink: the sink if the caller needs dsink, otherwise None.
@@ -170,27 +171,25 @@ def gradients(
     if len(of.rectangles) == 1:
         (r,) = of.rectangles
         queries = slice(r.q, r.q_end)
-        found, dk, dv, dsink = BACKWARD.forward(
-            *BackwardArguments(
-                q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
-                do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
-                **shared,
-            )
+        call = BackwardArguments(
+            q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
+            do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
+            **shared,
         )  # fmt: skip
-        dq[:, queries].copy_(found)
+        dk, dv, dsink = BACKWARD.into(call, dq[:, queries])
         return r, dk, dv, dsink
     sequences = packed(of, batch, rows, k.shape[1], q.device)
     lses = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     flat_lse, flat_dlse = lses
     assert flat_lse is not None
     q_rows, k_rows, v_rows, o_rows, do_rows = (x.flatten(0, 1) for x in (q, k, v, o, do))
-    found, dk, dv, dsink = BACKWARD.forward(
-        *BackwardArguments(
-            q_rows, k_rows, v_rows, o_rows, do_rows, flat_lse, flat_dlse, **sequences.lengths,
-            **shared,
-        )
-    )  # fmt: skip
-    _copy(of, dq, found.view(q.shape), 1, whole=sequences.seqused_q is None)
+    call = BackwardArguments(
+        q_rows, k_rows, v_rows, o_rows, do_rows, flat_lse, flat_dlse, **sequences.lengths, **shared
+    )
+    to = dq if first or sequences.seqused_q is None else torch.empty_like(dq)
+    dk, dv, dsink = BACKWARD.into(call, to.flatten(0, 1))
+    if to is not dq:
+        _copy(of, dq, to, 1, whole=False)
     dk, dv = (x.view(batch, -1, *x.shape[1:]) for x in (dk, dv))
     return Rectangle(0, rows, 0, k.shape[1]), dk, dv, dsink
 

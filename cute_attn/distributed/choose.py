@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 MODES = ("gather", "ring", "heads")
 
-# Measured on two H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
-BYTES_PER_SECOND = 320e9  # between ranks, in each direction
+# Measured on two and four H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
+BYTES_PER_SECOND = 300e9  # between ranks, in each direction
 MEMORY_BYTES_PER_SECOND = 2.6e12
+FORWARD_FLOPS_PER_SECOND, BOTH_FLOPS_PER_SECOND = 7.2e14, 6.3e14
+# Calls over gathered keys take longer than a call with as much work on one GPU, by this share: they
+# end with long tiles, and their heads change more often.
+UNEVEN = 0.04
 # The float32 results of a hop cost as much time as so many passes over their bytes. The cost is
 # their reads and writes, and a slower attention kernel.
 PASSES_OF_A_HOP = 13.0
@@ -24,10 +28,23 @@ GATHERED_BYTES = 8 * 2**30  # the most bytes of K and V that a rank gathers
 
 
 class Shape(NamedTuple):
-    """All that the choice depends on."""
+    """All that the choice depends on. In a mesh, the ranks are one column, which splits tokens, and
+    tokens and heads are a rank's after the exchange of heads.
+
+    Attributes:
+        world: the number of ranks.
+        tokens: a rank's number of tokens, times the batch.
+        received: how many keys a rank receives at most, times the batch.
+        pairs: a rank's pairs of queries and keys that they see, times the batch.
+        heads, heads_k, head_dim, head_dim_v: of q, k and v.
+        window: whether there is a window but the causal mask.
+        gradient: whether a backward follows.
+    """
 
     world: int
-    tokens: int  # of a rank, times the batch
+    tokens: int
+    received: int
+    pairs: int
     heads: int
     heads_k: int
     head_dim: int
@@ -36,11 +53,13 @@ class Shape(NamedTuple):
     gradient: bool
 
 
-def choose(shape: Shape) -> str:
-    """The mode of a call."""
+def choose(shape: Shape, *, mesh: bool = False) -> str:
+    """The mode of a call. In a mesh of tokens and heads, the mode is "gather" or "ring"."""
     if shape.world == 1 or shape.window:
         return "gather"
     seconds = costs(shape)
+    if mesh:
+        seconds.pop("heads", None)
     if gathered_bytes(shape) > GATHERED_BYTES:
         del seconds["gather"]
         if shape.gradient:
@@ -54,6 +73,14 @@ def gathered_bytes(shape: Shape) -> int:
     return 2 * shape.world * shape.tokens * shape.heads_k * columns
 
 
+def kernel_seconds(shape: Shape) -> float:
+    """Estimated seconds of a rank's share of the attention kernels."""
+    flops = 2 * shape.pairs * shape.heads * (shape.head_dim + shape.head_dim_v)
+    if shape.gradient:
+        return 3.5 * flops / BOTH_FLOPS_PER_SECOND
+    return flops / FORWARD_FLOPS_PER_SECOND
+
+
 def costs(shape: Shape) -> dict[str, float]:
     """Mode -> estimated seconds that the mode adds to the attention kernels of a rank's share. With
     `shape.gradient`, the seconds include the backward."""
@@ -61,11 +88,12 @@ def costs(shape: Shape) -> dict[str, float]:
     keys = 2 * shape.tokens * shape.heads_k * columns  # bytes of a rank's K and V
     queries = 2 * shape.tokens * shape.heads * columns  # bytes of a rank's Q and O
     float32_o = 4 * shape.tokens * shape.heads * shape.head_dim_v
-    received = (world - 1) * keys / BYTES_PER_SECOND
-    gradients = 0.0
+    seen = 2 * shape.received * shape.heads_k * columns
+    received = seen / BYTES_PER_SECOND
+    gradients = UNEVEN * kernel_seconds(shape) * (seen > 0)
     if shape.gradient:  # the backward receives K and V again, and sends float32 gradients
-        passes = PASSES_OF_GRADIENTS * world * 2 * keys / MEMORY_BYTES_PER_SECOND
-        gradients = 3 * received + passes
+        passes = PASSES_OF_GRADIENTS * 2 * (keys + seen) / MEMORY_BYTES_PER_SECOND
+        gradients += 3 * received + passes
     merging = PASSES_OF_A_HOP * world * float32_o / MEMORY_BYTES_PER_SECOND
     found = {"gather": received + gradients, "ring": merging + gradients}
     if not shape.heads_k % world and not shape.heads % world:

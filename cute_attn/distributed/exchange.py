@@ -7,9 +7,10 @@ never waits. NCCL's kernels need free SMs, so messages start before the attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class Rows:
         self.ranges = tuple(ranges)
         self.count = sum(end - start for start, end in self.ranges)
         self._index: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def packed(self) -> Rows:
+        """Rows that hold the ranges one after the other, from row 0 on."""
+        ends = list(accumulate(end - start for start, end in self.ranges))
+        return Rows(list(pairwise([0, *ends])))
 
     def take(self, x: Tensor) -> Tensor:
         """The rows as one contiguous tensor: a view of x where possible, otherwise a copy."""
@@ -99,13 +106,21 @@ def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[T
     return {rank: [x for parts in both for x in parts] for rank, both in messages.items()}
 
 
-def copy_rows(to: Tensor, rows: Rows, source: Tensor, of: Rows) -> None:
-    """Copy rows `of` of `source` to `rows` of `to`. The i-th ranges of both have equal lengths."""
+def copy_rows(to: Sequence[Tensor], rows: Rows, sources: Sequence[Tensor], of: Rows) -> None:
+    """Copy rows `of` of each source to `rows` of a tensor of `to`. The i-th ranges of both have
+    equal lengths. Few ranges take one launch for all tensors."""
     if len(rows.ranges) > MOST_SLICES:
-        rows.put(to, of.take(source))
+        for x, source in zip(to, sources, strict=True):
+            rows.put(x, of.take(source))
         return
-    for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True):
-        to[:, start:end].copy_(source[:, first:stop])
+    pairs = [
+        (x[:, start:end], source[:, first:stop])
+        for x, source in zip(to, sources, strict=True)
+        for (start, end), (first, stop) in zip(rows.ranges, of.ranges, strict=True)
+    ]
+    if pairs:
+        written, read = zip(*pairs, strict=True)
+        torch._foreach_copy_(written, read)
 
 
 @cache
@@ -129,24 +144,28 @@ def beside(device: torch.device, after: Any = None) -> Iterator[None]:
         yield
 
 
-class Messages:
-    """Messages that have started. The messages' tensors stay alive until `wait`."""
+def event(device: torch.device) -> Any:
+    """An event after the current stream's work; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-    def __init__(self, works: list[Any], device: torch.device, kept: Any) -> None:
-        self._works, self._kept, self._event = works, kept, None
-        if device.type == "cuda":
-            for work in works:
-                work.wait()  # the stream for messages waits, not the host
-            self._event = torch.cuda.current_stream(device).record_event()
+
+def wait_for(after: Any) -> None:
+    """Make the current stream wait for an event; None is no event."""
+    if after is not None:
+        torch.cuda.current_stream().wait_event(after)
+
+
+class Messages:
+    """Messages that have started. The messages' tensors stay alive as long as this object."""
+
+    def __init__(self, works: list[Any], kept: Any) -> None:
+        self._works, self._kept = works, kept
 
     def wait(self) -> None:
-        """Make later work of the current stream wait for the messages."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        else:
-            for work in self._works:
-                work.wait()
-        self._works, self._kept = [], None
+        """Make later work of the current stream wait for the messages. With NCCL, the host does not
+        wait."""
+        for work in self._works:
+            work.wait()
 
 
 def send(
@@ -158,19 +177,31 @@ def send(
         to: rank in the group -> contiguous tensors to send.
         into: rank in the group -> contiguous tensors to receive into, in the sender's order.
     """
-    kinds: tuple[tuple[Callable[..., Any], Mapping[int, Sequence[Tensor]]], ...] = (
-        (dist.isend, to),
-        (dist.irecv, into),
-    )
-    operations, device = [], torch.device("cpu")
-    for kind, messages in kinds:
-        for rank, tensors in sorted(messages.items()):
-            for x in tensors:
-                device = x.device
-                if x.numel():
-                    # gloo supports few dtypes, so messages are bytes.
-                    raw = x.view(-1).view(torch.uint8)
-                    peer = dist.get_global_rank(group, rank)
-                    operations.append(dist.P2POp(kind, raw, peer, group))
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Messages(works, device, (to, into))
+    ways = [
+        (kind, rank, x)
+        for kind, messages in enumerate((to, into))
+        for rank, tensors in sorted(messages.items())
+        for x in tensors
+        if x.numel()
+    ]
+    if not ways:
+        return Messages([], None)
+    if ways[0][2].device.type == "cuda":
+        works = _send_by_nccl(group, ways)
+    else:
+        works = []
+        for kind, rank, x in ways:
+            raw = x.view(-1).view(torch.uint8)  # gloo supports few dtypes
+            peer = dist.get_global_rank(group, rank)
+            works.append((dist.irecv if kind else dist.isend)(raw, peer, group))
+    return Messages(works, (to, into))
+
+
+def _send_by_nccl(group: Any, ways: list[tuple[int, int, Tensor]]) -> list[Any]:
+    """One launch for all messages: (whether received, rank, tensor). `dist.batch_isend_irecv` does
+    the same, with more time on the host for each message."""
+    device = ways[0][2].device
+    group._start_coalescing(device)
+    for kind, rank, x in ways:
+        (group.recv if kind else group.send)([x], rank, 0)
+    return [group._end_coalescing(device)]

@@ -1,23 +1,26 @@
 """Context parallelism in which each rank receives the keys that its queries see.
 
-Calls that need only the rank's own keys run beside the messages. Every query sees all of its keys
-in one call, so no results are combined, and o is rounded once. In the backward, each rank computes
-float32 dK and dV of all gathered keys. These parts go back to the ranks that hold the keys. Each of
-those ranks adds up the parts in a fixed order, and rounds the sum once.
+Calls that need only the rank's own keys run beside the messages, and read K and V in place. Other
+calls read gathered keys. Every query sees all of its keys in one call, so no results are combined,
+and o is rounded once.
+
+In the backward, each rank computes float32 dK and dV of all keys that its queries see. These parts
+go back to the ranks that hold the keys. Each of those ranks adds up the parts in a fixed order, and
+rounds the sum once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.attention.arguments import readable_or_copied
 from .calls import Options, attend, gradients
-from .exchange import Messages, Rows, beside, copy_rows, flat, send
-from .layout import Layout, Needs, Pass, Range, Window, shared_rows
+from .exchange import Messages, Rows, beside, copy_rows, event, flat, send, wait_for
+from .layout import Layout, Needs, Pass, Window, shared_rows
 
 
 class Route:
@@ -25,66 +28,60 @@ class Route:
 
     Attributes:
         needs: the keys that this rank's queries see, and the calls that take these keys.
-        sent: other rank -> the rows of this rank's keys that the other rank's queries see.
-        received: other rank -> the rows of `needs` that the other rank sends. Both dictionaries
-            also have this rank: it copies these rows.
-        passes: the calls. The first `local` calls need only this rank's keys.
-        rows: the number of keys in `needs`.
+        rows: the number of gathered keys.
+        own: this rank's rows that are gathered too, and their rows among the gathered keys. None:
+            no such rows.
+        sent: other rank -> the rows of this rank's keys that the other rank gathers.
+        received: other rank -> the rows of gathered keys that the other rank sends.
     """
 
     def __init__(self, layout: Layout, rank: int, window: Window) -> None:
-        self.rank = rank
         self.needs: Needs = layout.needs(rank, window)
+        self.rows = sum(end - start for start, end in self.needs.ranges)
+        self.own: tuple[Rows, Rows] | None = None
         self.sent: dict[int, Rows] = {}
         self.received: dict[int, Rows] = {}
         for other in range(layout.world):
-            theirs = self.needs if other == rank else layout.needs(other, window)
-            rows, _ = shared_rows(layout.ranges[rank], theirs.ranges)
+            if other == rank:
+                held, gathered = shared_rows(layout.ranges[rank], self.needs.ranges)
+                self.own = (Rows(held), Rows(gathered)) if held else None
+                continue
+            rows, _ = shared_rows(layout.ranges[rank], layout.needs(other, window).ranges)
             if rows:
                 self.sent[other] = Rows(rows)
             _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
             if rows:
                 self.received[other] = Rows(rows)
-        self.rows = sum(end - start for start, end in self.needs.ranges)
-        own = self.received[rank].ranges if rank in self.received else ()
-        self.passes = sorted(self.needs.passes, key=lambda of: not _lies_in(of, own))
-        self.local = sum(_lies_in(of, own) for of in self.passes)
-
-
-def _lies_in(of: Pass, rows: tuple[Range, ...]) -> bool:
-    """Whether all keys of a pass are in these rows."""
-    return all(any(a <= r.k and r.k_end <= b for a, b in rows) for r in of.rectangles)
 
 
 class _Keys:
-    """K and V that a rank's queries see. The constructor starts the messages."""
+    """The gathered K and V. The constructor starts the messages."""
 
     def __init__(self, route: Route, group: Any, own: tuple[Tensor, Tensor]) -> None:
         self.route = route
         self.rows = [x.new_empty(x.shape[0], route.rows, *x.shape[2:]) for x in own]
-        others = [rank for rank in route.received if rank != route.rank]
         self.into = {
-            r: [route.received[r].memory(x, inside=True) for x in self.rows] for r in others
+            rank: [rows.memory(x, inside=True) for x in self.rows]
+            for rank, rows in route.received.items()
         }
         with beside(own[0].device):
             to = {
                 rank: [piece for x in own for piece in rows.pieces(x)]
                 for rank, rows in route.sent.items()
-                if rank != route.rank
             }
             self.messages: Messages = send(group, to, flat(self.into))
-        if route.rank in route.received:
-            for x, source in zip(self.rows, own, strict=True):
-                copy_rows(x, route.received[route.rank], source, route.sent[route.rank])
+            if route.own is not None:
+                copy_rows(self.rows, route.own[1], own, route.own[0])
+            self.copied = event(own[0].device)
 
-    def passes(self) -> Iterator[Pass]:
-        """The passes in turn: first the passes over the rank's own keys, beside the messages."""
-        yield from self.route.passes[: self.route.local]
+    def wait(self) -> list[Tensor]:
+        """K and V, for later work of the current stream."""
+        wait_for(self.copied)
         self.messages.wait()
         for rank, both in self.into.items():
             for x, parts in zip(self.rows, both, strict=True):
                 self.route.received[rank].fill(x, parts)
-        yield from self.route.passes[self.route.local :]
+        return self.rows
 
 
 def forward(
@@ -93,11 +90,15 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, lse) of the rank's queries."""
     keys = _Keys(route, group, (k, v))
-    seen_k, seen_v = keys.rows
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
-    for of in keys.passes():
+    if route.needs.local.forward:
+        own_k, own_v = readable_or_copied(k), readable_or_copied(v)
+        for of in route.needs.local.forward:
+            attend(of, q, own_k, own_v, out, lse, sink, options)
+    seen_k, seen_v = keys.wait()
+    for of in route.needs.remote.forward:
         attend(of, q, seen_k, seen_v, out, lse, sink, options)
     return out, lse
 
@@ -108,32 +109,46 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
     keys = _Keys(route, group, (k, v))
-    seen_k, seen_v = keys.rows
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
-    if not route.passes:
-        dq.zero_()
-    sums = _KeySums()
-    for of in keys.passes():
+    local, gathered = _KeySums(k.shape[1]), _KeySums(route.rows)
+    first = True
+
+    def add(sums: _KeySums, of: Pass, of_k: Tensor, of_v: Tensor) -> None:
+        nonlocal first
         rows, *of_keys, of_sink = gradients(
-            of, q, seen_k, seen_v, o, lse, do, dlse, sink, options, dq
+            of, q, of_k, of_v, o, lse, do, dlse, sink, options, dq, first=first
         )
-        sums.add(slice(rows.k, rows.k_end), of_keys, route.rows)
+        first = False
+        sums.add(slice(rows.k, rows.k_end), of_keys)
         if dsink is not None and of_sink is not None:
-            dsink += of_sink
-    _return(route, group, sums.values(*keys.rows), (dk, dv))
+            dsink.add_(of_sink)
+
+    if route.needs.local.backward:
+        own_k, own_v = readable_or_copied(k), readable_or_copied(v)
+        for of in route.needs.local.backward:
+            add(local, of, own_k, own_v)
+    seen_k, seen_v = keys.wait()
+    for of in route.needs.remote.backward:
+        add(gathered, of, seen_k, seen_v)
+    if first:
+        dq.zero_()
+    _return(route, group, local, gathered.values(*keys.rows), (dk, dv))
     return dq, dk, dv, dsink
 
 
 class _KeySums:
     """Sums of dK and dV over the passes, in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        """`count` is the number of keys."""
+        self.count = count
         self.sums: list[Tensor] | None = None
         self.first = slice(0, 0)
 
-    def add(self, rows: slice, parts: list[Tensor], count: int) -> None:
+    def add(self, rows: slice, parts: list[Tensor]) -> None:
+        count = self.count
         whole = rows == slice(0, count)
         if self.sums is None:
             self.sums, self.first = parts, rows
@@ -159,34 +174,34 @@ class _KeySums:
         return self.sums
 
 
-def _return(route: Route, group: Any, sums: list[Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+def _return(
+    route: Route, group: Any, local: _KeySums, gathered: list[Tensor],
+    gradients: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
     """Send parts of dK and dV to the ranks that hold the keys. Add up the parts of this rank's keys
-    and round the sums. This rank's part comes first, then the other parts by rank."""
-    own = route.rank
-    others = [rank for rank in sorted(route.sent) if rank != own]
+    and round the sums. The local calls' part comes first, then this rank's part of gathered keys,
+    then the other parts by rank."""
     received = {
-        rank: [route.sent[rank].memory(x, inside=False, dtype=torch.float32) for x in gradients]
-        for rank in others
+        rank: [rows.memory(x, inside=False, dtype=torch.float32) for x in gradients]
+        for rank, rows in sorted(route.sent.items())
     }
-    with beside(sums[0].device):
+    with beside(gathered[0].device):
         to = {
-            rank: [piece for x in sums for piece in rows.pieces(x)]
+            rank: [piece for x in gathered for piece in rows.pieces(x)]
             for rank, rows in route.received.items()
-            if rank != own
         }
         messages = send(group, to, flat(received))
     messages.wait()
-    if own not in route.sent:
-        return  # this rank holds no keys
-    batch = gradients[0].shape[0]
-    few = all(route.sent[rank].in_pieces(batch) for rank in (own, *others))
-    for i, (out, x) in enumerate(zip(gradients, sums, strict=True)):
-        parts = [(route.sent[rank], received[rank][i]) for rank in others]
-        if few:
-            _add_ranges(out, [(route.sent[own], route.received[own].pieces(x)), *parts])
+    for i, out in enumerate(gradients):
+        parts = [(route.sent[rank], both[i]) for rank, both in received.items()]
+        if route.own is not None:
+            parts.insert(0, (route.own[0], route.own[1].pieces(gathered[i])))
+        if local.sums is not None:
+            parts.insert(0, (Rows([(local.first.start, local.first.stop)]), [local.sums[i]]))
+        if all(rows.in_pieces(out.shape[0]) for rows, _ in parts):
+            _add_ranges(out, parts)
             continue
-        total = torch.empty_like(out, dtype=torch.float32)
-        copy_rows(total, route.sent[own], x, route.received[own])
+        total = torch.zeros_like(out, dtype=torch.float32)
         for rows, pieces in parts:
             rows.add(total, pieces)
         out.copy_(total)
@@ -204,6 +219,9 @@ def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
             if first <= start and end <= stop
         ]
         to = out[:, start:end]
+        if not found:
+            to.zero_()  # no query sees these keys
+            continue
         if len(found) == 1:
             to.copy_(found[0])
             continue

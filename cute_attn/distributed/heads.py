@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .exchange import Rows, beside, flat, send
+from .exchange import Rows, beside, copy_rows, event, flat, send, wait_for
 
 
 class Swap(NamedTuple):
@@ -39,25 +39,26 @@ class Swap(NamedTuple):
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """From this rank's tokens of all heads, get all tokens of this rank's heads. Every tensor
         is `[batch, rows, heads, dim]`."""
-        found, own_rows = [], self.rows[self.rank]
-        for x in tensors:
-            heads = x.shape[2] // len(self.rows)
-            found.append(x.new_empty(x.shape[0], self.total, heads, x.shape[3]))
+        ranks, own_rows = len(self.rows), self.rows[self.rank]
+        device = tensors[0].device
+        found = [
+            x.new_empty(x.shape[0], self.total, x.shape[2] // ranks, x.shape[3]) for x in tensors
+        ]
         into = {
             rank: [self.rows[rank].memory(x, inside=True) for x in found] for rank in self.others
         }
-        with beside(tensors[0].device):
+        with beside(device):
+            # [ranks, batch, rows, heads of a rank, dim]: one copy packs the messages to all ranks.
+            packed = [x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous() for x in tensors]
             to = {
-                rank: [
-                    piece
-                    for x in tensors
-                    for piece in own_rows.cut(x[:, :, self.heads(rank, x.shape[2])].contiguous())
-                ]
+                rank: [piece for x in packed for piece in own_rows.cut(x[rank])]
                 for rank in self.others
             }
             messages = send(self.group, to, flat(into))
-        for x, source in zip(found, tensors, strict=True):
-            own_rows.put(x, source[:, :, self.heads(self.rank, source.shape[2])])
+            own = [of_ranks[self.rank] for of_ranks in packed]
+            copy_rows(found, own_rows, own, own_rows.packed)
+            copied = event(device)
+        wait_for(copied)
         messages.wait()
         for rank, parts in into.items():
             for x, pieces in zip(found, parts, strict=True):
@@ -66,33 +67,25 @@ class Swap(NamedTuple):
 
     def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
         """From all tokens of this rank's heads, get this rank's tokens of all heads."""
-        own_rows = self.rows[self.rank]
-        found, received = [], []
-        for x in tensors:
-            batch, _, heads, dim = x.shape
-            found.append(x.new_empty(batch, own_rows.count, heads * len(self.rows), dim))
-            received.append(x.new_empty(batch, own_rows.count, heads, dim))
-        into = {rank: [own_rows.cut(torch.empty_like(x)) for x in received] for rank in self.others}
-        with beside(tensors[0].device):
+        ranks, own_rows = len(self.rows), self.rows[self.rank]
+        device = tensors[0].device
+        received = [x.new_empty(ranks, x.shape[0], own_rows.count, *x.shape[2:]) for x in tensors]
+        into = {
+            rank: [piece for x in received for piece in own_rows.cut(x[rank])]
+            for rank in self.others
+        }
+        with beside(device):
             to = {
                 rank: [piece for x in tensors for piece in self.rows[rank].pieces(x)]
                 for rank in self.others
             }
-            messages = send(self.group, to, flat(into))
-        for x, source in zip(found, tensors, strict=True):
-            own_heads = self.heads(self.rank, x.shape[2])
-            row = 0
-            for piece in own_rows.pieces(source):
-                x[:, row : row + piece.shape[1], own_heads] = piece
-                row += piece.shape[1]
+            messages = send(self.group, to, into)
+            own = [x[self.rank] for x in received]
+            copy_rows(own, own_rows.packed, tensors, own_rows)
+            copied = event(device)
+        wait_for(copied)
         messages.wait()
-        for rank, parts in into.items():
-            for x, pieces in zip(found, parts, strict=True):
-                row = 0
-                for piece in pieces:
-                    x[:, row : row + piece.shape[1], self.heads(rank, x.shape[2])] = piece
-                    row += piece.shape[1]
-        return found
+        return [x.movedim(0, 2).flatten(2, 3) for x in received]
 
 
 class _Swapped(torch.autograd.Function):

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Range = tuple[int, int]
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag", "documents")
 
 
 class Piece(NamedTuple):
@@ -47,22 +47,46 @@ class Rectangle(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The rectangles of one call of a kernel, in increasing order, and their window."""
+    """The rectangles of one call of a kernel, and their window."""
 
     rectangles: tuple[Rectangle, ...]
     window: Window
+
+
+class Stage(NamedTuple):
+    """Calls that can start together. The calls of all stages compute every query once.
+
+    Attributes:
+        forward: calls of the forward, one for each window. Rectangles may share keys. Rectangles
+            with more keys come first, so that a call ends with short tiles.
+        backward: calls of the backward, in which no two rectangles share a key.
+    """
+
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
 
 
 class Needs(NamedTuple):
     """The keys that a rank's queries see.
 
     Attributes:
-        ranges: the keys' tokens, in increasing order. The tokens' rows follow one another.
-        passes: calls that together compute every query once. Their keys are rows of `ranges`.
+        ranges: the tokens of the gathered keys, in increasing order. The tokens' rows follow one
+            another.
+        local: queries that see only keys of their own piece. Keys are rows of the rank.
+        remote: all other queries. Keys are rows of `ranges`.
     """
 
     ranges: tuple[Range, ...]
-    passes: tuple[Pass, ...]
+    local: Stage
+    remote: Stage
+
+
+class _Part(NamedTuple):
+    """Queries of a piece, their first row, and the tokens of the keys that they see."""
+
+    queries: Range
+    row: int
+    keys: Range
 
 
 @dataclass(frozen=True)
@@ -107,6 +131,8 @@ class Layout:
         contiguous: rank r holds the r-th part of all tokens.
         zigzag: each sequence is cut into 2 * world chunks. Rank r holds the chunks r and
             2 * world - 1 - r. So causal attention has about equal work on all ranks.
+        documents: most sequences are whole on a rank. All ranks have equal numbers of tokens, and
+            about equal work of causal attention. See `_documents`.
         """
         if not isinstance(layout, str):
             given = tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in layout)
@@ -117,16 +143,14 @@ class Layout:
             total = sum(lengths)
             cuts = [total * i // world for i in range(world + 1)]
             return cls(tuple(lengths), tuple((cut,) for cut in pairwise(cuts)))
+        if layout == "documents":
+            return cls(tuple(lengths), _documents(lengths, world))
         if layout != "zigzag":
             raise ValueError(f"layout is {layout!r}, must be one of {LAYOUTS} or a list of ranges")
         found: list[list[Range]] = [[] for _ in range(world)]
-        first = 0
-        for length in lengths:
-            cuts = [first + length * i // (2 * world) for i in range(2 * world + 1)]
-            chunks = list(pairwise(cuts))
-            for rank in range(world):
-                found[rank] += [chunks[rank], chunks[2 * world - 1 - rank]]
-            first += length
+        for first, length in zip(accumulate((0, *lengths)), lengths, strict=False):
+            for rank, chunks in enumerate(_zigzag(first, length, world)):
+                found[rank] += chunks
         return cls(tuple(lengths), tuple(map(tuple, found)))
 
     @property
@@ -183,37 +207,22 @@ class Layout:
 
     def needs(self, rank: int, window: Window) -> Needs:
         """The keys that a rank's queries see, on any rank."""
-        seen: list[tuple[Piece, Range]] = []
+        local: list[_Part] = []
+        remote: list[_Part] = []
         for piece in self.pieces(rank):
             low, high = self.bounds[piece.sequence], self.bounds[piece.sequence + 1]
-            if window.left is not None:
-                low = max(low, piece.start - window.left)
-            if window.right is not None:
-                high = min(high, piece.end + window.right)
-            seen.append((piece, (low, high)))
-        ranges = joined(keys for _, keys in seen)
-        found: list[tuple[Window, list[Rectangle]]] = []
-        for piece, (low, high) in seen:
-            row = row_of(ranges, low)
-            end = piece.row + piece.end - piece.start
-            rectangle = Rectangle(piece.row, end, row, row + high - low)
-            # Kernels align the last query with the last key. Here `past` keys follow the position
-            # of the last query, so the window shifts by `past` keys.
-            past = high - piece.end
-            shifted = Window(
-                *(None if x is None else x + s * past for x, s in zip(window, (1, -1), strict=True))
-            )
-            for of, rectangles in found:
-                last = rectangles[-1]
-                if of == shifted == (None, None) and last[2:] == rectangle[2:]:
-                    rectangles[-1] = last._replace(q_end=end)  # the rows are adjacent
-                    break
-                if of == shifted and last.k_end <= rectangle.k:
-                    rectangles.append(rectangle)
-                    break
-            else:
-                found.append((shifted, [rectangle]))
-        return Needs(ranges, tuple(Pass(tuple(r), window) for window, r in found))
+            for start, end in _cuts(piece, (low, high), window):
+                keys = (
+                    low if window.left is None else max(low, start - window.left),
+                    high if window.right is None else min(high, end + window.right),
+                )
+                part = _Part((start, end), piece.row + start - piece.start, keys)
+                inside = piece.start <= keys[0] and keys[1] <= piece.end
+                (local if inside else remote).append(part)
+        ranges = joined(part.keys for part in remote)
+        return Needs(
+            ranges, _stage(local, self.ranges[rank], window), _stage(remote, ranges, window)
+        )
 
     def hop(self, rank: int, other: int, causal: bool) -> tuple[Pass, ...]:
         """The calls for the queries of `rank` and the keys of rank `other`, which may be the same
@@ -239,6 +248,107 @@ class Layout:
                     number += 1
                     first = stop
         return tuple(Pass(tuple(x), Window(None, None)) for x in calls)
+
+
+def _zigzag(first: int, length: int, world: int) -> list[list[Range]]:
+    """For each rank, its two chunks of a sequence that begins at token `first`."""
+    cuts = [first + length * i // (2 * world) for i in range(2 * world + 1)]
+    chunks = list(pairwise(cuts))
+    return [[chunks[rank], chunks[2 * world - 1 - rank]] for rank in range(world)]
+
+
+def _documents(lengths: Sequence[int], world: int) -> tuple[tuple[Range, ...], ...]:
+    """The ranges of each rank in the layout "documents".
+
+    Sequences are placed in order of their length, the longest first. A sequence with more than a
+    rank's share of all work is cut as in the layout "zigzag". Any other sequence goes to the rank
+    with the least work among the ranks that have room. If no rank has room, which happens to the
+    shortest sequences, ranks take parts of the sequence until they are full.
+    """
+    total, firsts = sum(lengths), [0, *accumulate(lengths)]
+    room = [total * (rank + 1) // world - total * rank // world for rank in range(world)]
+    share = sum(n * n for n in lengths) / world
+    work = [0.0] * world
+    found: list[list[Range]] = [[] for _ in range(world)]
+
+    def give(rank: int, start: int, end: int) -> None:
+        found[rank].append((start, end))
+        room[rank] -= end - start
+
+    for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        first, length = firsts[sequence], lengths[sequence]
+        if length * length > share:
+            for rank, chunks in enumerate(_zigzag(first, length, world)):
+                for chunk in chunks:
+                    give(rank, *chunk)
+                work[rank] += length * length / world
+            continue
+        fitting = [rank for rank in range(world) if room[rank] >= length]
+        if fitting:
+            rank = min(fitting, key=work.__getitem__)
+            give(rank, first, first + length)
+            work[rank] += length * length
+            continue
+        end = first + length
+        for rank in sorted(range(world), key=room.__getitem__, reverse=True):
+            stop = min(end, first + max(room[rank], 0))
+            if first < stop:
+                work[rank] += (stop - first) * (stop + first - 2 * firsts[sequence])
+                give(rank, first, stop)
+                first = stop
+    return tuple(tuple(joined(ranges)) for ranges in found)
+
+
+def _cuts(piece: Piece, sequence: Range, window: Window) -> list[Range]:
+    """A piece's queries, cut where queries begin and cease to see only keys of the piece. A piece
+    with few such queries stays whole, as do pieces without a window."""
+    first, end = piece.start, piece.end
+    if window.left is not None and first > sequence[0]:
+        first += window.left
+    if window.right is not None and end < sequence[1]:
+        end -= window.right
+    if window.left is None or 2 * (end - first) < piece.end - piece.start:
+        return [(piece.start, piece.end)]
+    cuts = piece.start, first, end, piece.end
+    return [(a, b) for a, b in pairwise(cuts) if a < b]
+
+
+def _stage(parts: Sequence[_Part], ranges: Sequence[Range], window: Window) -> Stage:
+    """The calls of some queries, whose keys are rows of `ranges`."""
+    forward: dict[Window, list[Rectangle]] = {}
+    backward: list[tuple[Window, list[Rectangle]]] = []
+    for (start, end), row, (low, high) in parts:
+        first = row_of(ranges, low)
+        rectangle = Rectangle(row, row + end - start, first, first + high - low)
+        # Kernels align the last query with the last key. Here `past` keys follow the position of
+        # the last query, so the window shifts by `past` keys.
+        past = high - end
+        shifted = Window(
+            *(None if x is None else x + s * past for x, s in zip(window, (1, -1), strict=True))
+        )
+        in_forward = forward.setdefault(shifted, [])
+        if shifted == (None, None) and in_forward and in_forward[-1][2:] == rectangle[2:]:
+            in_forward[-1] = in_forward[-1]._replace(q_end=rectangle.q_end)  # adjacent rows
+        else:
+            in_forward.append(rectangle)
+        for of, rectangles in backward:
+            last = rectangles[-1]
+            if of == shifted == (None, None) and last[2:] == rectangle[2:]:
+                rectangles[-1] = last._replace(q_end=rectangle.q_end)
+                break
+            if of == shifted and last.k_end <= rectangle.k:
+                rectangles.append(rectangle)
+                break
+        else:
+            backward.append((shifted, [rectangle]))
+    return Stage(
+        tuple(Pass(tuple(sorted(r, key=_fewest)), w) for w, r in forward.items()),
+        tuple(Pass(tuple(r), w) for w, r in backward),
+    )
+
+
+def _fewest(of: Rectangle) -> int:
+    return of.k - of.k_end
 
 
 def _by_sequence(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:

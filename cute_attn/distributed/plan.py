@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +50,7 @@ class Plan:
         self._routes: dict[Any, Route] = {}
         self._rings: dict[bool, Ring] = {}
         self.kept: dict[Any, Any] = {}  # what other modules compute once for a plan
+        self._received: dict[Window, int] = {}
 
     @property
     def rank(self) -> int:
@@ -152,6 +154,17 @@ class Plan:
             found = self._routes[window] = Route(self.rows_of, self.token_rank, window)
         return found
 
+    def received(self, window: Window) -> int:
+        """How many keys a rank that splits tokens receives at most; equal on all ranks."""
+        if window not in self._received:
+            found = 0
+            for rank, held in enumerate(self.rows_of.ranges):
+                wanted = self.rows_of.needs(rank, window).ranges
+                own, _ = shared_rows(held, wanted)
+                found = max(found, _count(wanted) - _count(own))
+            self._received[window] = found
+        return self._received[window]
+
     def ring(self, causal: bool) -> Ring:
         """The hops of this rank in the ring."""
         if causal not in self._rings:
@@ -200,6 +213,10 @@ class Plan:
                 f"{tokens} tokens"
             )
         return dim % x.dim()
+
+
+def _count(ranges: Sequence[Range]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 def compare(group: Any, own: dict[str, Any], verb: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.attention.partial import combine_partial
 from .calls import Options, attend_in_float32
-from .exchange import Messages, beside, send
+from .exchange import Messages, beside, event, send
 from .layout import Layout, Pass
 
 MOST_PARTS = 4  # the most float32 results that are kept at once
@@ -44,7 +44,7 @@ class _Hops:
             [x.new_empty(x.shape[0] * most, *x.shape[2:]) for x in (k, v)] for _ in range(buffers)
         ]
         self.keys: list[list[Tensor]] = [[k, v]]
-        self.begin = _event(k.device)
+        self.begin = event(k.device)
         self.computed: list[Any] = []  # after each hop's kernels, an event
         self.messages: list[Messages] = []
 
@@ -59,7 +59,7 @@ class _Hops:
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin
         with beside(into[0].device, after):
-            if after is None and self.messages:
+            if self.messages:
                 self.messages[-1].wait()
             before = [x.contiguous() for x in self.keys[hop - 1]]
             world, rank = self.ring.world, self.ring.rank
@@ -74,7 +74,7 @@ class _Hops:
 
     def done(self, device: torch.device) -> None:
         """Note that the kernels of one more hop have been launched."""
-        self.computed.append(_event(device))
+        self.computed.append(event(device))
 
 
 class _Parts:
@@ -102,10 +102,6 @@ class _Parts:
             self.lse[:1].fill_(-torch.inf)
         used = max(self.used, 1)
         combine_partial(self.o[:used], self.lse[:used], out, lse, sink)
-
-
-def _event(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def forward(

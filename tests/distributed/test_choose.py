@@ -8,16 +8,22 @@ from cute_attn.distributed.choose import Shape, choose, gathered_bytes
 
 # (heads, heads_k, tokens in all) -> the modes of forward and of training, for W = 2, 4, 8
 CHOICES = {
-    (32, 8, 2**15): ("gather gather", "gather heads", "heads heads"),
+    (32, 8, 2**15): ("gather heads", "gather heads", "heads heads"),
+    (32, 8, 2**16): ("gather heads", "gather heads", "heads heads"),
+    (32, 8, 2**17): ("heads heads", "heads heads", "heads heads"),
     (32, 32, 2**14): ("gather heads", "heads heads", "heads heads"),
-    (64, 8, 2**17): ("gather gather", "gather gather", "gather heads"),
+    (32, 32, 2**15): ("gather heads", "heads heads", "heads heads"),
+    (64, 8, 2**17): ("heads heads", "heads heads", "heads heads"),
     (16, 1, 2**17): ("gather gather", "gather gather", "gather gather"),
     (32, 32, 2**20): ("heads heads", "heads heads", "heads heads"),
 }
 
 
 def shape(heads: int, heads_k: int, total: int, world: int, *, gradient: bool) -> Shape:
-    return Shape(world, total // world, heads, heads_k, 128, 128, False, gradient)
+    """A causal call of one sequence."""
+    tokens, pairs = total // world, total * total // 2 // world
+    received = tokens * (world - 1)
+    return Shape(world, tokens, received, pairs, heads, heads_k, 128, 128, False, gradient)
 
 
 @pytest.mark.parametrize("case", CHOICES, ids=str)
@@ -27,6 +33,20 @@ def test_the_choices(case: tuple[int, int, int]) -> None:
         for world in (2, 4, 8)
     )
     assert found == CHOICES[case]
+
+
+def test_a_mesh_does_not_exchange_heads_twice() -> None:
+    of_column = shape(32, 32, 2**20, 8, gradient=True)
+    assert choose(of_column) == "heads"
+    assert choose(of_column, mesh=True) == "gather"
+
+
+def test_whole_documents_are_gathered() -> None:
+    """Ranks that receive few keys gather them, where they would otherwise exchange heads."""
+    for world in (4, 8):
+        long = shape(32, 8, 2**17, world, gradient=True)
+        assert choose(long) == "heads"
+        assert choose(long._replace(received=200, pairs=long.pairs // 20)) == "gather"
 
 
 def test_windows_are_gathered() -> None:

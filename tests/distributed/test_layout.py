@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_attn.distributed.layout import Layout, Pass, Window, shared_rows
+from cute_attn.distributed.gather import Route
+from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Window
 from cute_attn.reference.attention import visible
 
 
@@ -48,7 +49,7 @@ WINDOWS = st.builds(
 def layouts(draw: st.DrawFn) -> Layout:
     world = draw(st.integers(1, 5))
     lengths = draw(LENGTHS)
-    kind = draw(st.sampled_from(("contiguous", "zigzag", "ranges")))
+    kind = draw(st.sampled_from((*LAYOUTS, "ranges")))
     if kind != "ranges":
         return Layout.of(kind, lengths, world)
     total = sum(lengths)
@@ -60,20 +61,36 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts(), WINDOWS)
-def test_gathered_keys_are_what_queries_see(layout: Layout, window: Window) -> None:
-    found = torch.zeros(layout.total, layout.total, dtype=torch.int32)
+def test_calls_of_all_stages_are_what_queries_see(layout: Layout, window: Window) -> None:
+    expected = whole(layout, window)
+    of_forward, of_backward = torch.zeros_like(expected), torch.zeros_like(expected)
     for rank in range(layout.world):
         needs = layout.needs(rank, window)
-        for of in needs.passes:
-            add(found, of, tokens(layout.ranges[rank]), tokens(needs.ranges))
-        rows = 0
-        for other in range(layout.world):
-            held, wanted = shared_rows(layout.ranges[other], needs.ranges)
-            theirs, ours = tokens(layout.ranges[other]), tokens(needs.ranges)
-            assert torch.equal(theirs[tokens(held)], ours[tokens(wanted)])
-            rows += len(tokens(held))
-        assert rows == len(tokens(needs.ranges))
-    assert torch.equal(found, whole(layout, window))
+        queries = tokens(layout.ranges[rank])
+        for stage, keys in ((needs.local, queries), (needs.remote, tokens(needs.ranges))):
+            for of in stage.forward:
+                assert len({r.q for r in of.rectangles}) == len(of.rectangles)
+                for rectangle in of.rectangles:  # their keys may overlap
+                    add(of_forward, Pass((rectangle,), of.window), queries, keys)
+            for of in stage.backward:
+                add(of_backward, of, queries, keys)
+    assert torch.equal(of_forward, expected) and torch.equal(of_backward, expected)
+
+
+@given(layouts(), WINDOWS)
+def test_messages_bring_all_keys(layout: Layout, window: Window) -> None:
+    routes = [Route(layout, rank, window) for rank in range(layout.world)]
+    for rank, route in enumerate(routes):
+        keys = tokens(route.needs.ranges)
+        found = torch.full_like(keys, -1)
+        if route.own is not None:
+            held, rows = (tokens(x.ranges) for x in route.own)
+            found[rows] = tokens(layout.ranges[rank])[held]
+        for other, received in route.received.items():
+            sent = routes[other].sent[rank]
+            found[tokens(received.ranges)] = tokens(layout.ranges[other])[tokens(sent.ranges)]
+        assert torch.equal(found, keys)
+        assert all(rank in routes[other].received for other in route.sent)
 
 
 @given(layouts(), st.booleans())
@@ -98,7 +115,8 @@ def test_zigzag_takes_one_call_a_hop() -> None:
     layout = Layout.of("zigzag", (64, 1, 37), 4)
     for rank in range(4):
         assert all(len(layout.hop(rank, other, causal=True)) <= 1 for other in range(4))
-        assert len(layout.needs(rank, Window(5, 0)).passes) == 1
+        needs = layout.needs(rank, Window(None, 0))
+        assert len(needs.local.forward) <= 1 and len(needs.remote.forward) <= 1
 
 
 def test_zigzag_balances_causal_work() -> None:
@@ -106,6 +124,19 @@ def test_zigzag_balances_causal_work() -> None:
     mask = whole(layout, Window(None, 0))
     work = {int(mask[tokens(ranges)].sum()) for ranges in layout.ranges}
     assert max(work) - min(work) <= 20 * 2
+
+
+def test_documents_stay_whole() -> None:
+    """Ranks have equal numbers of tokens, and about equal work, and exchange few keys."""
+    lengths = (16, 900, 120, 300, 700, 88, 412, 1003, 61, 500)
+    for world, most in ((2, 2), (4, 15)):  # over 4 ranks, two sequences are cut into 8 chunks
+        layout = Layout.of("documents", lengths, world)
+        mask = whole(layout, Window(None, 0))
+        work = [int(mask[tokens(ranges)].sum()) for ranges in layout.ranges]
+        assert {layout.tokens(rank) for rank in range(world)} == {sum(lengths) // world}
+        assert max(work) * world < 1.1 * sum(work)
+        cut = sum(len(layout.pieces(rank)) for rank in range(world)) - len(lengths)
+        assert cut <= most
 
 
 @pytest.mark.parametrize(

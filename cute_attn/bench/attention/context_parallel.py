@@ -1,14 +1,20 @@
 """Attention over several GPUs beside one GPU with a part of the work.
 
-The benchmark runs one process for each of the W GPUs of the machine, with NCCL. The base is one
-GPU's time for the call with 1 / W of the heads, and so 1 / W of the work. All GPUs run the base at
-once, in the same processes. The share is the base's time divided by the time over ranks. Delta
-rules are in `delta_rules_over_ranks`.
+The benchmark runs one process for each of W GPUs, with NCCL: the processes that `torchrun` started,
+or new processes for all GPUs of the machine. The base is one GPU's time for a call with 1 / W of
+the work: 1 / W of the heads, or, if the K/V heads are too few for that, 1 / W of a windowed call's
+tokens. All GPUs run the base at once, in the same processes, in turn with the calls over ranks. The
+share is the base's time divided by the time over ranks.
+
+Delta rules are in `delta_rules_over_ranks`.
+
+`--tiny` runs tiny cases without a GPU, over gloo and in the emulator. Then times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,16 +22,20 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..harness.environment import describe
 from ..harness.registry import Benchmark, Unavailable
 from ..harness.report import Report, Row, Verdict
 from . import delta_rules_over_ranks
 
-MODES = ("gather", "ring", "heads")
+if TYPE_CHECKING:
+    import torch
+
+MODES = ("gather", "ring", "heads", "mesh")
+ROUNDS = 3  # a time is the median of so many rounds
 
 
 class Case(NamedTuple):
@@ -41,6 +51,13 @@ class Case(NamedTuple):
     forward: float = 0.0
     both: float = 0.0
 
+    def part(self, world: int) -> Case:
+        """The call with 1 / world of the work."""
+        if not self.heads_k % world:
+            return self._replace(heads=self.heads // world, heads_k=self.heads_k // world)
+        assert self.window is not None
+        return self._replace(lengths=tuple(n // world for n in self.lengths))
+
 
 def _documents(total: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of 100 to 16k tokens, log-uniform, that sum to `total`."""
@@ -51,166 +68,343 @@ def _documents(total: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(found)
 
 
-CASES = (
-    Case("GQA 32/8, 32k", (2**15,), 32, 8, 128, forward=0.97, both=0.95),
-    Case("GQA 32/8, 128k", (2**17,), 32, 8, 128, forward=0.97, both=0.95),
-    Case("MHA 32/32, 16k", (2**14,), 32, 32, 128, forward=0.9, both=0.9),
-    Case("hd256 16/2, window 1024", (2**15,), 16, 2, 256, "contiguous", 1024, 0.95, 0.95),
-    Case("documents, 64k in all", _documents(2**16), 32, 8, 128, forward=0.9, both=0.9),
-)
+def cases(world: int) -> tuple[Case, ...]:
+    """The table for W ranks. Most numbers of tokens grow with W."""
+
+    def k(tokens: int) -> str:
+        return f"{tokens // 1024}k"
+
+    def gqa(tokens: int) -> Case:
+        return Case(f"GQA 32/8, {k(tokens)}", (tokens,), 32, 8, 128, forward=0.97, both=0.95)
+
+    mha, wide, packed = 2**13 * world, 2**14 * world, 2**15 * world
+    name = f"documents, {k(packed)} in all"
+    documents = Case(name, _documents(packed), 32, 8, 128, forward=0.9, both=0.9)
+    window = Case(f"hd256 16/2, window 1024, {k(wide)}", (wide,), 16, 2, 256, "contiguous", 1024)
+    lengths = {2**14 * world, 2**15 * world, 2**17}
+    return (
+        *map(gqa, sorted(lengths)),
+        Case(f"MHA 32/32, {k(mha)}", (mha,), 32, 32, 128, forward=0.9, both=0.9),
+        window._replace(forward=0.95, both=0.95),
+        documents._replace(name=f"{name}, layout documents", layout="documents"),
+        documents._replace(forward=0.0, both=0.0),
+    )
+
+
+def tiny_cases(world: int) -> tuple[Case, ...]:
+    """Cases for the emulator."""
+    return (
+        Case("GQA", (40 * world,), 2 * world, world, 64),
+        Case("window", (40 * world,), world, 1, 64, "contiguous", 20),
+        Case("documents", (30 * world, 7, 10 * world), 2 * world, world, 64, "documents"),
+    )
+
+
 DECODE_KEYS = 2**18
-DECODE_SHARE = 0.85  # two GPUs decode 1.7 times as fast as one
+DECODE_SHARE = 0.85  # W ranks decode 0.85 W times as fast as one
 
 
-def lockstep(call: Callable[[], Any], seconds: float = 0.25) -> float:
-    """Milliseconds of a call that all ranks make: the slowest rank's time, the median of three."""
+class Clock:
+    """Times of calls that all ranks make."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(self, call: Callable[[], Any], count: int) -> float:
+        """Milliseconds of a call: the slowest rank's time, a mean of `count` calls."""
+        import torch
+        import torch.distributed as dist
+
+        if self.device.type == "cpu":
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            took = (time.perf_counter() - begin) * 1e3
+        else:
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            for _ in range(count):
+                call()
+            events[1].record()
+            torch.cuda.synchronize()
+            took = events[0].elapsed_time(events[1])
+        slowest = torch.tensor([took / count], device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def times(self, calls: dict[str, Callable[[], Any]], seconds: float = 0.1) -> dict[str, float]:
+        """The time of each call, the median of rounds in which all calls take turns."""
+        counts = {}
+        for name, call in calls.items():
+            call()
+            once = max(self.run(call, 1), 1e-3)
+            counts[name] = max(1, min(50, int(seconds * 1000 / once)))
+        if self.device.type == "cpu":
+            counts = dict.fromkeys(calls, 1)
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                found[name].append(self.run(call, counts[name]))
+        return {name: statistics.median(times) for name, times in found.items()}
+
+
+class Timed:
+    """The calls of one case on this rank.
+
+    Attributes:
+        plan: the plan of a call over ranks, or None for one GPU.
+    """
+
+    def __init__(self, case: Case, device: torch.device, plan: Any = None) -> None:
+        import torch
+
+        self.case, self.plan = case, plan
+        self.bounds = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
+        self.packed = len(case.lengths) > 1
+        self.window = (None if case.window is None else case.window - 1, 0)
+        self.offsets = torch.tensor(self.bounds, device=device, dtype=torch.int32)
+        rows = self.bounds[-1] if plan is None else plan.tokens
+        shape = (rows,) if self.packed else (1, rows)
+        self.q, self.k, self.v, self.do = (
+            torch.randn(*shape, heads, case.head_dim, device=device, dtype=torch.bfloat16)
+            for heads in (case.heads, case.heads_k, case.heads_k, case.heads)
+        )
+        self.leaves = [x.requires_grad_() for x in (self.q, self.k, self.v)]
+
+    def attend(self) -> Any:
+        from ... import flash_attn_func, flash_attn_varlen_func
+
+        options: dict[str, Any] = {"window_size": self.window}
+        if self.plan is not None:
+            function = flash_attn_varlen_func if self.packed else flash_attn_func
+            return function(*self.leaves, cp=self.plan, **options)
+        if not self.packed:
+            return flash_attn_func(*self.leaves, **options)
+        longest = max(self.case.lengths)
+        return flash_attn_varlen_func(
+            *self.leaves, cu_seqlens_q=self.offsets, cu_seqlens_k=self.offsets,
+            max_seqlen_q=longest, max_seqlen_k=longest, **options,
+        )  # fmt: skip
+
+    def forward(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            self.attend()
+
+    def both(self) -> None:
+        import torch
+
+        o, _ = self.attend()
+        torch.autograd.grad(o, self.leaves, self.do)
+
+    def peak_mib(self, call: Callable[[], None]) -> float | None:
+        """The most memory that a call allocates beside its inputs."""
+        import torch
+
+        if self.q.device.type == "cpu":
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def plan_of(case: Case, mode: str) -> Any:
+    """The plan of a mode; "mesh" has 2 parts of the tokens."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ...distributed import context_parallel
+
+    bounds = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
+    lengths: Any = {"cu_seqlens": bounds} if len(case.lengths) > 1 else {"seqlen": bounds[1]}
+    if mode != "mesh":
+        of_plan = None if mode == "chosen" else mode
+        return context_parallel(layout=case.layout, mode=of_plan, **lengths)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    sizes = (2, dist.get_world_size() // 2)
+    if sizes not in _meshes:
+        _meshes[sizes] = init_device_mesh(device, sizes, mesh_dim_names=("tokens", "heads"))
+    return context_parallel(_meshes[sizes], layout=case.layout, mode="gather", **lengths)
+
+
+_meshes: dict[tuple[int, int], Any] = {}
+
+
+def takes(case: Case, mode: str, world: int) -> bool:
+    """Whether a mode takes a case."""
+    if mode == "mesh":
+        return world >= 4 and world % 2 == 0 and case.heads_k % (world // 2) == 0
+    return mode != "heads" or case.heads_k % world == 0
+
+
+def measured(
+    case: Case, modes: tuple[str, ...], device: torch.device, *, forward_only: bool = False
+) -> Iterator[Row]:
+    """A row for each mode that takes the case; every rank calls this."""
     import torch
     import torch.distributed as dist
 
-    def run(count: int) -> float:
-        torch.cuda.synchronize()
-        dist.barrier()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        for _ in range(count):
-            call()
-        events[1].record()
-        torch.cuda.synchronize()
-        time_of = torch.tensor([events[0].elapsed_time(events[1]) / count], device="cuda")
-        dist.all_reduce(time_of, dist.ReduceOp.MAX)
-        return time_of.item()
-
-    run(1)
-    count = max(1, min(50, int(seconds * 1000 / 3 / max(run(1), 1e-3))))
-    return statistics.median(run(count) for _ in range(3))
-
-
-def measured(case: Case, modes: tuple[str | None, ...], *, forward_only: bool = False) -> list[Row]:
-    """A row for each mode; every rank calls this."""
-    import torch
-
-    from ... import flash_attn_func, flash_attn_varlen_func
-    from ...distributed import context_parallel
-
-    packed = len(case.lengths) > 1
-    bounds = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
-    window = (None if case.window is None else case.window - 1, 0)
-
-    def inputs(rows: int, share: int) -> list[torch.Tensor]:
-        shape = (rows,) if packed else (1, rows)
-        heads = (case.heads, case.heads_k, case.heads_k, case.heads)
-        return [
-            torch.randn(*shape, n // share, case.head_dim, device="cuda", dtype=torch.bfloat16)
-            for n in heads
-        ]
-
-    def times(function: Callable[..., Any], tensors: list[torch.Tensor]) -> tuple[float, float]:
-        q, k, v, do = tensors
-        with torch.no_grad():
-            forward = lockstep(lambda: function(q, k, v, window_size=window))
-        if forward_only:
-            return forward, float("nan")
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def both() -> None:
-            o, _ = function(*leaves, window_size=window)
-            torch.autograd.grad(o, leaves, do)
-
-        return forward, lockstep(both)
-
-    def whole(*tensors: torch.Tensor, **options: Any) -> Any:
-        if not packed:
-            return flash_attn_func(*tensors, **options)
-        longest = max(case.lengths)
-        return flash_attn_varlen_func(
-            *tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
-            max_seqlen_k=longest, **options,
-        )  # fmt: skip
-
-    offsets = torch.tensor(bounds, device="cuda", dtype=torch.int32)
-    world = torch.distributed.get_world_size()
-    base, base_both = times(whole, inputs(sum(case.lengths), world))
-    torch.cuda.empty_cache()
-    rows: list[Row] = []
+    world, clock = dist.get_world_size(), Clock(device)
+    base = Timed(case.part(world), device)
     for mode in modes:
-        lengths: Any = {"cu_seqlens": bounds} if packed else {"seqlen": case.lengths[0]}
-        plan = context_parallel(layout=case.layout, mode=mode, **lengths)
-        torch.cuda.reset_peak_memory_stats()
-        tensors = inputs(plan.tokens, 1)
-
-        def over_ranks(*tensors: torch.Tensor, plan: Any = plan, **options: Any) -> Any:
-            own = flash_attn_varlen_func if plan.packed else flash_attn_func
-            return own(*tensors, cp=plan, **options)
-
-        forward, both = times(over_ranks, tensors)
-        rows.append(
-            {
-                "case": case.name,
-                "mode": mode or "chosen",
-                "base_ms": base,
-                "forward_ms": forward,
-                "share_of_ideal_forward": base / forward,
-                "base_both_ms": base_both,
-                "both_ms": both,
-                "share_of_ideal_both": base_both / both,
-                "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
-            }
-        )
-        del tensors, plan
-        torch.cuda.empty_cache()
-    return rows
+        if not takes(case, mode, world):
+            continue
+        over = Timed(case, device, plan_of(case, mode))
+        calls = {"base": base.forward, "over": over.forward}
+        if not forward_only:
+            calls |= {"base_both": base.both, "over_both": over.both}
+        times = clock.times(calls)
+        base_both, over_both = times.get("base_both"), times.get("over_both")
+        yield {
+            "case": case.name,
+            "mode": mode,
+            "gpus": world,
+            "base_ms": times["base"],
+            "forward_ms": times["over"],
+            "share_of_ideal_forward": times["base"] / times["over"],
+            "base_both_ms": base_both,
+            "both_ms": over_both,
+            "share_of_ideal_both": base_both / over_both if base_both and over_both else None,
+            "forward_peak_mib": over.peak_mib(over.forward),
+            "both_peak_mib": None if forward_only else over.peak_mib(over.both),
+        }
+        del over, calls
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def decoded(heads: int = 32, heads_k: int = 8, head_dim: int = 128) -> Row:
-    """One sequence of DECODE_KEYS keys: on one GPU, and over all ranks."""
+def decoded(
+    device: torch.device, keys: int = DECODE_KEYS, heads: int = 32, heads_k: int = 8,
+    head_dim: int = 128,
+) -> Iterator[Row]:  # fmt: skip
+    """One sequence: on one GPU, and over all ranks; call by call, and replays of graphs."""
     import torch
+    import torch.distributed as dist
 
     from ... import flash_attn_func
     from ...distributed import decode_over_ranks
 
-    world = torch.distributed.get_world_size()
-    q = torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    world, clock = dist.get_world_size(), Clock(device)
+    q = torch.randn(1, 1, heads, head_dim, device=device, dtype=torch.bfloat16)
     k, v = (
-        torch.randn(1, DECODE_KEYS, heads_k, head_dim, device="cuda", dtype=torch.bfloat16)
+        torch.randn(1, keys, heads_k, head_dim, device=device, dtype=torch.bfloat16)
         for _ in range(2)
     )
-    own = slice(0, DECODE_KEYS // world)
-    with torch.no_grad():
-        one = lockstep(lambda: flash_attn_func(q, k, v, num_splits=0), 0.1)
-        all_ranks = lockstep(lambda: decode_over_ranks(q, k[:, own], v[:, own]), 0.1)
-    empty = dict.fromkeys(("base_both_ms", "both_ms", "share_of_ideal_both", "peak_mib"))
-    return {
-        "case": f"decode, {DECODE_KEYS // 1024}k keys",
-        "mode": "decode",
-        "base_ms": one / world,
-        "forward_ms": all_ranks,
-        "share_of_ideal_forward": one / world / all_ranks,
-        **empty,
+    own = slice(0, keys // world)
+    own_k, own_v = k[:, own].contiguous(), v[:, own].contiguous()
+    calls: dict[str, Callable[[], Any]] = {
+        "base": lambda: flash_attn_func(q, k, v, num_splits=0),
+        "over": lambda: decode_over_ranks(q, own_k, own_v),
     }
+    with torch.no_grad():
+        for mode in ("calls", "graphs") if device.type == "cuda" else ("calls",):
+            if mode == "graphs":
+                calls = {name: replays(call) for name, call in calls.items()}
+            times = clock.times(calls, 0.03)
+            yield {
+                "case": f"decode, {keys // 1024}k keys",
+                "mode": mode,
+                "gpus": world,
+                "base_ms": times["base"] / world,
+                "forward_ms": times["over"],
+                "share_of_ideal_forward": times["base"] / world / times["over"],
+                **dict.fromkeys(("base_both_ms", "both_ms", "share_of_ideal_both")),
+                **dict.fromkeys(("forward_peak_mib", "both_peak_mib")),
+            }
+
+
+def replays(call: Callable[[], Any]) -> Callable[[], None]:
+    """Replays of a graph of a call, which has run before."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def table(modes: tuple[str, ...], *, tiny: bool, short: bool, budget: float) -> Iterator[Row]:
+    """All rows, on every rank. No case begins after `budget` seconds."""
+    import torch
+    import torch.distributed as dist
+
+    begin, world = time.time(), dist.get_world_size()
+    device = torch.device("cpu") if tiny else torch.device("cuda", torch.cuda.current_device())
+
+    def late() -> bool:
+        """Whether rank 0 says that the budget is spent."""
+        found = torch.tensor([float(time.time() - begin > budget)], device=device)
+        dist.broadcast(found, 0)
+        return bool(found.item())
+
+    todo = tiny_cases(world) if tiny else cases(world)
+    for case in todo[: 1 if short else None]:
+        if late():
+            return
+        yield from measured(case, modes, device)
+    for delta_case in () if tiny else delta_rules_over_ranks.CASES[: 1 if short else None]:
+        if late():
+            return
+        yield delta_rules_over_ranks.measured(delta_case, Clock(device))
+    if not late():
+        yield from decoded(device, *((64, 2, 1, 64) if tiny else ()))
 
 
 def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any]) -> None:
-    """One rank of the benchmark; rank 0 writes the rows."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """One rank of the benchmark; rank 0 prints each row when it is known, and writes all rows."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     import torch
     import torch.distributed as dist
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
-    begin = time.time()
+    running: Any = contextlib.nullcontext()
+    if options["tiny"]:
+        from ... import emulated
+
+        torch.set_num_threads(1)
+        running = emulated("sm_90a")
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+    else:
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+        dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
     rows: list[Row] = []
-    for case in CASES[: 1 if options["short"] else None]:
-        rows += measured(case, tuple(options["modes"]))
-        if rank == 0:
-            print(f"{case.name}: after {time.time() - begin:.0f} s", flush=True)
-    for delta_case in delta_rules_over_ranks.CASES[: 1 if options["short"] else None]:
-        rows += delta_rules_over_ranks.measured(delta_case, lockstep)
-    rows.append(decoded())
-    if rank == 0:
-        Path(file).write_text(json.dumps(rows))
+    with running:
+        for row in table(**options):
+            rows.append(row)
+            if rank == 0:
+                print(line(row), flush=True)
+                Path(file).write_text(json.dumps(rows))
     dist.destroy_process_group()
+
+
+def line(row: Row) -> str:
+    """A row on the terminal."""
+
+    def share(name: str) -> str:
+        value = row[f"share_of_ideal_{name}"]
+        return "     -" if value is None else f"{value:6.1%}"
+
+    def ms(name: str) -> str:
+        value = row[name]
+        return "       -" if value is None else f"{value:8.3f}"
+
+    return (
+        f"{row['case']:44s} {row['mode']:7s} forward {share('forward')} ({ms('base_ms')} over "
+        f"{ms('forward_ms')} ms)  with backward {share('both')} ({ms('base_both_ms')} over "
+        f"{ms('both_ms')} ms)"
+    )
 
 
 def free_port() -> int:
@@ -225,48 +419,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modes", nargs="+", default=["chosen"], choices=["chosen", *MODES],
         help="modes to time, beside the chosen mode",
     )  # fmt: skip
+    parser.add_argument(
+        "--budget", type=float, default=600.0, metavar="SECONDS",
+        help="begin no case after so many seconds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tiny", action="store_true",
+        help="tiny cases over gloo in the emulator, which only show that the benchmark runs",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> Report:
     import torch
     from torch.multiprocessing.spawn import spawn
 
-    world = torch.cuda.device_count()
-    if world < 2:
-        raise Unavailable(f"{world} GPU, and context parallelism needs 2")
-    modes = [None if mode == "chosen" else mode for mode in args.modes]
+    gpus = torch.cuda.device_count()
+    options = {
+        "modes": tuple(args.modes), "tiny": args.tiny, "short": args.short, "budget": args.budget,
+    }  # fmt: skip
+    started = "RANK" in os.environ  # by torchrun
+    world = int(os.environ["WORLD_SIZE"]) if started else 2 if args.tiny else gpus
+    if not args.tiny and (world < 2 or not gpus):
+        raise Unavailable(f"{gpus} GPUs and {world} processes, and context parallelism needs 2")
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "rows.json")
-        options = {"modes": modes, "short": args.short}
-        spawn(worker, (world, free_port(), file, options), nprocs=world)
+        if started:
+            rank = int(os.environ["RANK"])
+            worker(rank, world, 0, file, options)
+            if rank:
+                raise SystemExit(0)
+        else:
+            spawn(worker, (world, free_port(), file, options), nprocs=world)
         rows: list[Row] = json.loads(Path(file).read_text())
+    args.tag = "-".join(filter(None, (args.tag, f"{world}-gpus")))  # a file for each number
     return Report(
         benchmark="context-parallel",
         title=f"Attention over {world} GPUs beside one GPU with 1 / {world} of the work",
         environment=describe(args.argv, commit=args.commit),
-        parameters={"gpus": world},
+        parameters={"gpus": world, "tiny": args.tiny},
         rows=rows,
-        verdicts=list(_verdicts(rows)),
+        verdicts=[] if args.tiny else list(_verdicts(rows, world)),
     )
 
 
-def _verdicts(rows: list[Row]) -> list[Verdict]:
+def _verdicts(rows: list[Row], world: int) -> list[Verdict]:
     found = []
-    goals: dict[str, Any] = {case.name: case for case in (*CASES, *delta_rules_over_ranks.CASES)}
+    of_deltas = {case.name: case for case in delta_rules_over_ranks.CASES}
+    goals: dict[str, Any] = {case.name: case for case in cases(world)} | of_deltas
     for row in rows:
         case = goals.get(str(row["case"]))
         if case is None:
             share = float(row["share_of_ideal_forward"])  # type: ignore[arg-type]
-            claim = f"{row['case']}: at least {DECODE_SHARE:.0%} of all GPUs' rate"
+            claim = f"{row['case']}, {row['mode']}: at least {DECODE_SHARE:.0%} of all GPUs' rate"
             found.append(Verdict(claim, share >= DECODE_SHARE, f"{share:.1%}"))
         elif row["mode"] in ("chosen", "states"):
             for name in ("forward", "both"):
                 goal, share = getattr(case, name), float(row[f"share_of_ideal_{name}"])  # type: ignore[arg-type]
-                if not goal:
-                    continue
-                claim = f"{case.name}, {name}: at least {goal:.0%} of all GPUs' rate"
-                found.append(Verdict(claim, share >= goal, f"{share:.1%}"))
+                if goal:
+                    claim = f"{case.name}, {name}: at least {goal:.0%} of all GPUs' rate"
+                    found.append(Verdict(claim, share >= goal, f"{share:.1%}"))
     return found
 
 
-BENCHMARK = Benchmark(run=run, add_arguments=add_arguments)
+BENCHMARK = Benchmark(run=run, needs_gpu=False, add_arguments=add_arguments)

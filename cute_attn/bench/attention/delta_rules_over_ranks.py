@@ -8,9 +8,14 @@ would take longer, because the pass of the state has few CTAs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..harness.report import Row
+
+if TYPE_CHECKING:
+    from .context_parallel import Clock
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
 class DeltaCase(NamedTuple):
@@ -69,54 +74,62 @@ def arguments(case: DeltaCase, tokens: int) -> dict[str, Any]:
     }
 
 
-def measured(
-    case: DeltaCase, lockstep: Callable[..., float], *, forward_only: bool = False
-) -> list[Row]:
-    """The row of a case; every rank calls this. `lockstep` times a call that all ranks make."""
+def calls_of(case: DeltaCase, tokens: int, **more: Any) -> dict[str, Callable[[], Any]]:
+    """The call without gradients, "forward", and with gradients of all inputs, "both"."""
     import torch
 
     from ... import chunk_gated_delta_rule, chunk_kda
-    from ...distributed import context_parallel
 
     functions: dict[str, Any] = {
         "chunk_kda": chunk_kda,
         "chunk_gated_delta_rule": chunk_gated_delta_rule,
     }
     function = functions[case.function]
-    inputs = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+    args = arguments(case, tokens)
+    of_leaves = {name: args[name].detach().requires_grad_() for name in INPUTS}
+    do = torch.randn_like(args["v"])
 
-    def times(tokens: int, **more: Any) -> tuple[float, float]:
-        args = arguments(case, tokens)
+    def forward() -> None:
         with torch.no_grad():
-            forward = lockstep(lambda: function(**args, **more))
-        if forward_only:
-            return forward, float("nan")
-        leaves = [args[name].requires_grad_() for name in inputs]
-        do = torch.randn_like(args["v"])
+            function(**args, **more)
 
-        def both() -> None:
-            o, _ = function(**args, **more)
-            torch.autograd.grad(o, leaves, do)
+    def both() -> None:
+        o, _ = function(**args | of_leaves, **more)
+        torch.autograd.grad(o, list(of_leaves.values()), do)
 
-        return forward, lockstep(both)
+    return {"forward": forward, "both": both}
+
+
+def measured(case: DeltaCase, clock: Clock) -> Row:
+    """The row of a case; every rank calls this."""
+    import torch
+
+    from ...distributed import context_parallel
 
     torch.manual_seed(torch.distributed.get_rank())
     world = torch.distributed.get_world_size()
-    base, base_both = times(case.tokens // world)
-    torch.cuda.empty_cache()
     plan = context_parallel(seqlen=case.tokens, layout=case.layout)
-    torch.cuda.reset_peak_memory_stats()
-    forward, both = times(plan.tokens, cp=plan)
+    over = calls_of(case, plan.tokens, cp=plan)
+    peaks = {}
+    for name, call in over.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    base = calls_of(case, case.tokens // world)
+    times = clock.times(over | {f"base_{name}": call for name, call in base.items()})
     row: Row = {
         "case": case.name,
         "mode": "states",
-        "base_ms": base,
-        "forward_ms": forward,
-        "share_of_ideal_forward": base / forward,
-        "base_both_ms": base_both,
-        "both_ms": both,
-        "share_of_ideal_both": base_both / both,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
+        "gpus": world,
+        "base_ms": times["base_forward"],
+        "forward_ms": times["forward"],
+        "share_of_ideal_forward": times["base_forward"] / times["forward"],
+        "base_both_ms": times["base_both"],
+        "both_ms": times["both"],
+        "share_of_ideal_both": times["base_both"] / times["both"],
+        "forward_peak_mib": peaks["forward"],
+        "both_peak_mib": peaks["both"],
     }
     torch.cuda.empty_cache()
-    return [row]
+    return row

@@ -366,7 +366,25 @@ class Backward(Operator[BackwardArguments]):
             not (a.q.numel() and a.k.numel()),
         )
 
-    def launch(self, ready: _Ready, a: BackwardArguments) -> _Gradients:
+    def into(self, a: BackwardArguments, dq: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(dk, dv, dsink) of a call that needs all gradients; dq is written to the given memory, of
+        q's shape."""
+        key = self.key(a)
+        ready = self.ready.get(key)
+        if ready is None or not dq.is_contiguous():
+            found, dk, dv, dsink = self.forward(*a)
+        else:
+            try:
+                _, dk, dv, dsink = self.launch(ready, a, dq)
+                found = None
+            except Exception as error:  # a tensor that the kernels refuse is copied
+                found, dk, dv, dsink = self.failed(error, key, ready, *a)
+        if found is not None:
+            dq.copy_(found)
+        assert dk is not None and dv is not None
+        return dk, dv, dsink
+
+    def launch(self, ready: _Ready, a: BackwardArguments, dq: Tensor | None = None) -> _Gradients:
         q, k, v = a.q, a.k, a.v
         heads, varlen_q = q.shape[-2], a.cu_seqlens_q is not None
         sizes = q.shape[-3], a.batch, varlen_q
@@ -408,9 +426,10 @@ class Backward(Operator[BackwardArguments]):
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         counts = ready.dq_counts or ready.dkdv_counts or ready.ds_dq_counts
         counter = (counter_for(q),) if counts else ()
-        dq = dk = dv = None
+        dk = dv = None
         if a.need_dq:
-            dq = torch.empty_like(q, memory_format=_contiguous)
+            if dq is None:
+                dq = torch.empty_like(q, memory_format=_contiguous)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
         if ready.dq is not None:

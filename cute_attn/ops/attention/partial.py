@@ -93,5 +93,7 @@ def combine_partial(
             )
             function = launch.get_for(o.device, kernel, replace(spec, sink_dtype=sink_dtype))
             if may_remember(o):
+                if len(_combinations) >= MOST_READY:
+                    _combinations.clear()
                 _combinations[key] = function
         function(o, lse, out, None if out_lse is None else out_lse.mT, sink)

@@ -1,0 +1,276 @@
+"""Context parallelism over several GPUs with NCCL, beside one GPU and float64."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+import cute_attn
+from cute_attn.bench.attention.context_parallel import free_port
+from cute_attn.distributed import context_parallel
+
+TIMEOUT = 60.0  # seconds of a process group
+GPUS = torch.cuda.device_count()
+WORLDS = [
+    pytest.param(world, marks=pytest.mark.skipif(world > GPUS, reason=f"needs {world} GPUs"))
+    for world in (2, 4)
+]
+
+LENGTHS = (500, 3, 0, 1200, 277)
+# name -> (layout, lengths, batch or None for packed sequences, heads, heads_k, head_dim, options)
+CASES: dict[str, tuple[Any, ...]] = {
+    "zigzag": ("zigzag", (1980,), 1, 8, 4, 128, {"causal": True, "sink": True}),
+    "batch": ("zigzag", (1001,), 2, 8, 4, 128, {"causal": True}),
+    "dense": ("contiguous", (1024,), 1, 8, 4, 64, {}),
+    "packed": ("zigzag", LENGTHS, None, 8, 4, 128, {"causal": True}),
+    "documents": ("documents", LENGTHS, None, 8, 4, 128, {"causal": True}),
+    "window": ("contiguous", (2000,), 1, 4, 4, 256, {"window_size": (255, 0)}),
+    "both sides": ("zigzag", LENGTHS, None, 8, 4, 128, {"window_size": (130, 40)}),
+}
+MODES = ("gather", "ring", "heads", "mesh")
+
+
+def on_ranks(world: int, function: str, *arguments: Any, timeout: float = TIMEOUT) -> None:
+    """Run a function of this module on every rank; raises what a rank raises."""
+    spawn(_rank, (world, free_port(), timeout, function, arguments), nprocs=world)
+
+
+def _rank(
+    rank: int, world: int, port: int, timeout: float, function: str, arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device, timeout=limit)
+    globals()[function](*arguments)
+    dist.destroy_process_group()
+
+
+def plan_of(layout: str, lengths: tuple[int, ...], packed: bool, mode: str | None) -> Any:
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    of_lengths: Any = {"cu_seqlens": bounds} if packed else {"seqlen": lengths[0]}
+    group = None
+    if mode == "mesh":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (2, dist.get_world_size() // 2)
+        group = init_device_mesh("cuda", sizes, mesh_dim_names=("tokens", "heads"))
+    of_plan = None if mode == "mesh" else mode
+    return context_parallel(group, layout=layout, mode=of_plan, **of_lengths)
+
+
+def exact(
+    inputs: list[Tensor], do: Tensor, lengths: tuple[int, ...], options: dict[str, Any]
+) -> list[Tensor]:
+    """o and gradients in float64."""
+    leaves = [x.double().requires_grad_() for x in inputs]
+    q, k, v, *sink = leaves
+    left, right = options.get("window_size", (None, None))
+    right = 0 if options.get("causal") else right
+    rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
+    lengths = lengths * (q.shape[0] if q.dim() == 4 else 1)
+    found = []
+    for parts in zip(*(x.split(lengths) for x in rows), strict=True):
+        at = torch.arange(len(parts[0]), device=q.device)
+        distance = at[None] - at[:, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        group = q.shape[-2] // k.shape[-2]
+        keys, values = (x.repeat_interleave(group, 1) for x in parts[1:])
+        scores = torch.einsum("qhd,khd->hqk", parts[0], keys) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sink:
+            column = sink[0][:, None, None].expand(-1, len(at), 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., : len(at)]
+        found.append(torch.einsum("hqk,khd->qhd", weights, values))
+    o = torch.cat(found).view(do.shape)
+    o.backward(do.double())
+    return [o.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def agrees(name: str, mode: str, deterministic: bool) -> None:
+    """o and gradients over ranks are about as near to float64 as one GPU's."""
+    if mode == "mesh" and dist.get_world_size() < 4:
+        return
+    layout, lengths, batch, heads, heads_k, dim, options = CASES[name]
+    options = dict(options)
+    torch.manual_seed(1)
+    packed = batch is None
+    rows = (sum(lengths),) if packed else (batch, *lengths)
+    q, k, v, do = (
+        torch.randn(*rows, n, dim, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, heads_k, heads_k, heads)
+    )
+    inputs = [q, k, v]
+    if options.pop("sink", False):
+        inputs.append(torch.randn(heads, device="cuda"))
+    function = cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func
+    of_sequences = {}
+    if packed:
+        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        of_sequences = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+    def run(tensors: list[Tensor], upstream: Tensor, **given: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        sink = leaves[3] if len(leaves) > 3 else None
+        o, _ = function(*leaves[:3], learnable_sink=sink, **options, **given)
+        o.backward(upstream)
+        return [o.detach(), *(x.grad for x in leaves)]
+
+    true, alone = exact(inputs, do, lengths, options), run(inputs, do, **of_sequences)
+    plan = plan_of(layout, lengths, packed, mode)
+
+    def over_ranks() -> list[Tensor]:
+        own = [*map(plan.shard, inputs[:3]), *inputs[3:]]
+        found = run(own, plan.shard(do), cp=plan, deterministic=deterministic)
+        for x in found[4:]:
+            dist.all_reduce(x)
+        return [*map(plan.unshard, found[:4]), *found[4:]]
+
+    found = over_ranks()
+    for ours, one, right in zip(found, alone, true, strict=True):
+        errors = [float((x.double() - right).norm()) for x in (ours, one)]
+        assert errors[0] <= 1.3 * errors[1] + 1e-12, (name, mode, errors)
+    if deterministic:
+        again = over_ranks()
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), (name, mode)
+
+
+def every_case(names: list[str], modes: tuple[str, ...], deterministic: bool) -> None:
+    for name in names:
+        for mode in modes:
+            agrees(name, mode, deterministic)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_mode_and_layout(world: int, deterministic: bool) -> None:
+    names = ["zigzag", "packed"] if deterministic else list(CASES)
+    on_ranks(world, "every_case", names, MODES, deterministic)
+
+
+def replays(mode: str) -> None:
+    """A graph of forward and backward gives what calls give, for other values too."""
+    plan = plan_of("zigzag", (2048,), False, mode)
+    q, k, v = (
+        torch.randn(1, plan.tokens, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (8, 4, 4)
+    )
+    do = torch.randn_like(q)
+
+    def call() -> tuple[Tensor, ...]:
+        o, _ = cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan, deterministic=True)
+        return o, *torch.autograd.grad(o, (q, k, v), do)
+
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for _ in range(2):
+        with torch.no_grad():
+            for x in (q, k, v):
+                x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True)), mode
+
+
+def every_replay() -> None:
+    for mode in ("gather", "ring", "heads"):
+        replays(mode)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_in_a_graph(world: int) -> None:
+    on_ranks(world, "every_replay")
+
+
+def does_not_grow(steps: int) -> None:
+    """Memory after many steps is memory after a few."""
+    plan = plan_of("zigzag", (1024,), False, None)
+    inputs = [
+        torch.randn(1, plan.tokens, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (8, 4, 4)
+    ]
+    used = {}
+    for step in range(steps):
+        o, _ = cute_attn.flash_attn_func(*inputs, causal=True, cp=plan)
+        o.sum().backward()
+        del o
+        if step in (20, steps - 1):
+            torch.cuda.synchronize()
+            used[step] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    assert used[20] == used[steps - 1], used
+
+
+def test_memory_does_not_grow() -> None:
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    on_ranks(2, "does_not_grow", 1000)
+
+
+def peak(tokens: int, heads: int, heads_k: int, dim: int) -> None:
+    """The most memory of a forward beside its inputs is what docs/context_parallel.md says."""
+    world = dist.get_world_size()
+    n, columns = tokens // world, 2 * heads_k * dim
+    o = 2 * n * heads * dim
+    inputs = o + 2 * n * columns  # of q, k and v
+    expected = {
+        "gather": 2 * tokens * columns + o,
+        "ring": 2 * n * columns * min(3, world - 1) + 4 * n * heads * dim * min(world, 4) + o,
+        "heads": inputs + 3 * o,
+    }
+    for mode, most in expected.items():
+        plan = plan_of("zigzag", (tokens,), False, mode)
+        q, k, v = (
+            torch.randn(1, n, x, dim, device="cuda", dtype=torch.bfloat16)
+            for x in (heads, heads_k, heads_k)
+        )
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
+            torch.cuda.synchronize()
+        found = torch.cuda.max_memory_allocated() - before
+        assert found <= 1.03 * most + 2**21, (mode, found / 2**20, most / 2**20)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_peak_memory_is_the_formula(world: int) -> None:
+    on_ranks(world, "peak", 2**14, 32, 8, 128)
+
+
+def dies() -> None:
+    """Rank 1 leaves before the call, and rank 0 must not wait for ever."""
+    plan = plan_of("zigzag", (256,), False, "gather")
+    if dist.get_rank() == 1:
+        os._exit(3)
+    x = torch.randn(1, plan.tokens, 4, 128, device="cuda", dtype=torch.bfloat16)
+    cute_attn.flash_attn_func(x, x, x, causal=True, cp=plan)
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
+        on_ranks(2, "dies", timeout=10.0)
