@@ -17,6 +17,7 @@ from cute_attn.bench.gated_delta_rule import problem as gated
 from cute_attn.bench.harness.roofline import Roofline
 from cute_attn.bench.harness.timing import Timing
 from cute_attn.bench.kda import problem
+from cute_attn.bench.kda.cases import Case
 from cute_attn.reference.gated_delta_rule import gated_delta_rule_reference
 
 SIZES = {"head_dim_k": 64, "head_dim_v": 64}
@@ -135,3 +136,19 @@ def test_the_cases_have_goals() -> None:
         }
         assert sizes >= set(chunk.GOALS[which])
         assert chunk.cases_of(which, short=True)
+
+
+def test_cudnn_gets_parameters_that_change_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's function for KDA takes no gate without A_log and dt_bias."""
+    given: dict[str, Any] = {}
+
+    def kda(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given.update(arguments)
+        return arguments["v"], arguments["initial_state"]
+
+    monkeypatch.setattr(problem, "peer", {problem.CUDNN[False]: kda}.get)
+    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    case = Case(1, 2, 66, gate="lower_bound-raw", **SIZES)
+    problem.cudnn_calls(problem.chunk_arguments(case))["cudnn"]()
+    assert given["a_log"].shape == (2,) and given["dt_bias"].shape == (2, 64)
+    assert not given["a_log"].any() and not given["dt_bias"].any()
