@@ -18,6 +18,7 @@ from tests.integrations import test_torch_sdpa as sdpa
 from tests.integrations.test_torch_sdpa import active, emulated, registry
 from tests.ops import test_attention as attention
 from tests.ops import test_attention_arguments as arguments
+from tests.ops import test_every_operator as every_operator
 
 __all__ = ["active", "emulated", "registry"]  # fixtures
 
@@ -37,7 +38,7 @@ def shows(feature: str, test: Test, *fixtures: str) -> Test:
     return own
 
 
-COMPILED = "Our functions under `torch.compile(fullgraph=True)`"
+COMPILED = "Each of our functions under `torch.compile(fullgraph=True)`: the bits of eager calls"
 SDPA = "`scaled_dot_product_attention`: registration, forward and backward"
 SDPA_COMPILED = "`scaled_dot_product_attention` in one compiled graph"
 VARLEN = "`torch.nn.attention.varlen`: windows, and K and V in pages"
@@ -48,6 +49,7 @@ KV_CACHE = "`flash_attn_with_kvcache`: new rows appended, rotary, pages, compile
 FLASH_ATTN_3 = "FlashAttention 3's functions, with a KV cache"
 
 test_compiled_code = shows(COMPILED, attention.test_compiled_code_calls_the_kernel)
+test_compiled_calls = shows(COMPILED, every_operator.test_compiled_code_gives_what_eager_code_gives)
 test_registration = shows(SDPA, sdpa.test_registration_activation_and_restoration)
 test_forward = shows(SDPA, sdpa.test_forward_agrees_with_the_reference)
 test_gradients = shows(SDPA, sdpa.test_gradients_agree_with_the_reference)
