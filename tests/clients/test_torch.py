@@ -1,26 +1,30 @@
-"""Rows of the table of clients: PyTorch's own calls, and FlashAttention's, on the kernels.
+"""Rows of the table of clients: PyTorch's own calls, and those of packages for attention.
 
-The tests are those of tests/integrations and tests/ops.
+Most tests are those of tests/integrations and tests/ops.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import test_code_blocks as code_blocks
 from tests.integrations import test_compat as compat
 from tests.integrations import test_compat_flash_attn_3 as flash_attn_3
+from tests.integrations import test_compat_flash_mla as flash_mla
 from tests.integrations import test_torch_dtensor as dtensor
 from tests.integrations import test_torch_sdpa as sdpa
 from tests.integrations.test_torch_sdpa import active, emulated, registry
 from tests.ops import test_attention as attention
 from tests.ops import test_attention_arguments as arguments
 from tests.ops import test_every_operator as every_operator
+from tests.test_code_blocks import folder
 
-__all__ = ["active", "emulated", "registry"]  # fixtures
+__all__ = ["active", "emulated", "folder", "registry"]  # fixtures
 
 Test = Callable[..., Any]
 
@@ -47,6 +51,9 @@ NESTED = "Nested tensors: an error that says how to call `flash_attn_varlen_func
 FLASH_ATTN_2 = "FlashAttention 2's functions: forward, backward, options, compiled"
 KV_CACHE = "`flash_attn_with_kvcache`: new rows appended, rotary, pages, compiled"
 FLASH_ATTN_3 = "FlashAttention 3's functions, with a KV cache"
+FLASH_ATTN_4 = "FlashAttention-4's functions: the names, order and defaults of its arguments"
+FLASHINFER = "FlashInfer's page indices, by [the recipe](migration.md#flashinfer)"
+FLASH_MLA = "FlashMLA's decode functions"
 
 test_compiled_code = shows(COMPILED, attention.test_compiled_code_calls_the_kernel)
 test_compiled_calls = shows(COMPILED, every_operator.test_compiled_code_gives_what_eager_code_gives)
@@ -73,3 +80,12 @@ test_functions = shows(
     FLASH_ATTN_3, flash_attn_3.test_functions_agree_with_the_reference, "emulated"
 )
 test_cache = shows(FLASH_ATTN_3, flash_attn_3.test_packed_queries_see_pages, "emulated")
+test_flash_attn_4 = shows(FLASH_ATTN_4, arguments.test_signatures_are_flash_attentions)
+test_flash_mla = shows(FLASH_MLA, flash_mla.test_the_calls_of_its_readme)
+
+
+@pytest.mark.clients(FLASHINFER)
+@pytest.mark.slow
+def test_flashinfer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (x for x in code_blocks.PYTHON if "Of FlashInfer's wrappers" in x.code)
+    code_blocks.test_python_emulated(block, folder, monkeypatch)
