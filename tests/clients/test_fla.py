@@ -28,7 +28,7 @@ from cute_attn.ops.kda.limits import HEAD_DIMS, STEP_HEAD_DIMS
 from tests.integrations import test_fla_training as training
 from tests.untuned import untuned
 
-from .test_torch import shows
+from .rows import shows
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -13,7 +13,7 @@ from tests.integrations import test_compat as compat
 from tests.integrations import test_torch_sdpa as sdpa
 from tests.integrations.test_torch_sdpa import registry
 
-from .test_torch import shows
+from .rows import shows
 
 __all__ = ["registry"]  # a fixture
 

@@ -5,10 +5,7 @@ Most tests are those of tests/integrations and tests/ops.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,23 +21,9 @@ from tests.ops import test_attention_arguments as arguments
 from tests.ops import test_every_operator as every_operator
 from tests.test_code_blocks import folder
 
+from .rows import shows
+
 __all__ = ["active", "emulated", "folder", "registry"]  # fixtures
-
-Test = Callable[..., Any]
-
-
-def shows(feature: str, test: Test, *fixtures: str) -> Test:
-    """The test as one of a feature's."""
-
-    @functools.wraps(test)
-    def own(*args: Any, **named: Any) -> Any:
-        return test(*args, **named)
-
-    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name != "slow"]
-    more = pytest.mark.clients(feature), pytest.mark.slow, pytest.mark.usefixtures(*fixtures)
-    own.pytestmark = [*marks, *(mark.mark for mark in more)]  # type: ignore[attr-defined]
-    return own
-
 
 COMPILED = "Each of our functions under `torch.compile(fullgraph=True)`: the bits of eager calls"
 SDPA = "`scaled_dot_product_attention`: registration, forward and backward"
