@@ -31,6 +31,7 @@ CHAINS = {
     "speculative_algorithm": "NGRAM",
     "speculative_ngram_max_bfs_breadth": 1,
     "speculative_num_draft_tokens": 4,
+    "speculative_ngram_capacity": 10_000,  # SGLang's ten million take 2 GB in each server
 }
 
 TREES = CHAINS | {"speculative_ngram_max_bfs_breadth": 2, "page_size": 1}
