@@ -18,7 +18,7 @@ export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode
-CLIENTS ?= fla kernels sglang torch transformers vllm
+CLIENTS ?= fla gpu kernels sglang torch transformers vllm
 OLDEST := build/oldest
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 

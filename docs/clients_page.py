@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tests.clients import results, unpack
 
@@ -19,12 +20,18 @@ from .kernels.page_tables import filled
 PAGE = Path(__file__).with_name("clients.md")
 NAMES = {
     "fla": "flash-linear-attention",
+    "gpu": "PyTorch",
     "kernels": "Hugging Face kernels",
     "sglang": "SGLang",
     "torch": "PyTorch",
     "transformers": "transformers",
     "vllm": "vLLM",
 }
+
+
+def named(client: str, found: dict[str, Any]) -> str:
+    """A client with its version, and whether the tests ran on a GPU."""
+    return f"{NAMES[client]} {found['version']}{', on a GPU' * ('on' in found['beside'])}"
 
 
 def outcomes() -> str:
@@ -36,8 +43,7 @@ def outcomes() -> str:
         for feature, row in found["features"].items():
             count = f", {row['tests']} tests" if row["tests"] > 1 else ""
             why = f": {row['why']}" if "why" in row else ""
-            name = f"{NAMES[client]} {found['version']}"
-            lines.append(f"| {name} | {feature} | {row['outcome']}{why}{count} |")
+            lines.append(f"| {named(client, found)} | {feature} | {row['outcome']}{why}{count} |")
     return "\n".join(lines)
 
 
@@ -67,8 +73,7 @@ def versions() -> str:
     lines = ["| Client | Date | Python | Beside |", "| --- | --- | --- | --- |"]
     for client, found in results.read().items():
         beside = ", ".join(f"{name} {version}" for name, version in found["beside"].items())
-        name = f"{NAMES[client]} {found['version']}"
-        lines.append(f"| {name} | {found['date']} | {found['python']} | {beside} |")
+        lines.append(f"| {named(client, found)} | {found['date']} | {found['python']} | {beside} |")
     return "\n".join(lines)
 
 

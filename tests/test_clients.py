@@ -12,7 +12,7 @@ def test_the_page_is_current():
     assert clients_page.page() == clients_page.PAGE.read_text(), "python -m docs.clients_page"
 
 
-@pytest.mark.parametrize("client", [*unpack.CLIENTS, "torch", "transformers"])
+@pytest.mark.parametrize("client", [*unpack.CLIENTS, "gpu", "torch", "transformers"])
 def test_the_outcomes_are_those_of_the_present_tests(client: str):
     found = results.read()[client]
     if client in unpack.CLIENTS:

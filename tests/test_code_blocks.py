@@ -60,6 +60,7 @@ RESULTS = {
     "print(chosen.form.pattern)": "chosen.form.pattern == 'redux.sync(.min|.max){.abs}{.NaN}.f32'",
     "print(chosen.modifiers)": "chosen.modifiers == (2, 0, 1)",
     "def expanded(rows):": "error_of_parts(globals()) < 0.01",
+    "# Of FlashInfer's wrappers": "error_of_pages(globals()) < 0.01",
 }
 
 
@@ -76,6 +77,37 @@ def error_of_parts(names: dict[str, Any]) -> float:
         softmax_scale=192**-0.5, cache_seqlens=cached + new.shape[1],
     )  # fmt: skip
     return float((names["o"].cpu().double() - exact).norm() / exact.norm())
+
+
+def error_of_pages(names: dict[str, Any]) -> float:
+    """The larger relative error of o and of lse in base 2, over FlashInfer's pages."""
+    q, pages, o, lse = (names[x].cpu().double() for x in ("q", "kv_cache", "o", "lse"))
+    starts, firsts, places, last = (
+        names[x].tolist() for x in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
+    )
+    exact: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, used in enumerate(last):
+        of_sequence = pages[places[firsts[i] : firsts[i + 1]]]
+        rows = 16 * (len(of_sequence) - 1) + used
+        k, v = of_sequence.transpose(0, 1).flatten(1, 2)[:, :rows].repeat_interleave(2, dim=2)
+        queries = q[starts[i] : starts[i + 1]]
+        scores = torch.einsum("qhd,khd->hqk", queries, k) * q.shape[-1] ** -0.5
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(rows - len(queries))
+        scores = scores.masked_fill(~seen, -math.inf)
+        exact.append(
+            (
+                torch.einsum("hqk,khd->qhd", scores.softmax(-1), v),
+                scores.logsumexp(-1).T / math.log(2),
+            )
+        )
+    errors = [
+        (found - true).norm() / true.norm()
+        for found, true in zip((o, lse), map(torch.cat, zip(*exact, strict=True)), strict=True)
+    ]
+    return float(max(errors))
+
+
+ERRORS = {"error_of_pages": error_of_pages, "error_of_parts": error_of_parts}
 
 
 @dataclass(frozen=True)
@@ -262,7 +294,7 @@ def check_results(block: Block, names: dict[str, Any]) -> None:
             assert bool(value.isfinite().all()), name
     for line, expected in RESULTS.items():
         if line in block.code:
-            assert eval(expected, {**names, "error_of_parts": error_of_parts}), expected
+            assert eval(expected, {**names, **ERRORS}), expected
 
 
 def emulated() -> list[Any]:

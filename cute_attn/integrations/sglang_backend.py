@@ -219,6 +219,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        *,
         sinks: Tensor | None = None,
         **others: Any,
     ) -> Tensor:

@@ -26,18 +26,20 @@ PADDING = 0  # the slot that `MambaSlotAllocator` leaves out
 
 
 class DeltaRule:
-    """Decode and verification, for a class that derives from this one and from SGLang's Triton
-    kernels. What has no kernel here runs on SGLang's.
+    """The recurrence, for a class that derives from this one and from SGLang's Triton kernels. What
+    has no kernel here runs on SGLang's.
 
     Attributes:
+        chunk: the operator for prompts.
         step: the operator for decoding and for drafts.
     """
 
+    chunk: ClassVar[Callable[..., Any]]
     step: ClassVar[Callable[..., Any]]
 
     @staticmethod
-    def gate(a: Tensor, tokens: int, heads: int) -> Tensor:
-        """A gate's input in the operators' shape."""
+    def gate(a: Tensor, rows: torch.Size) -> Tensor:
+        """A gate's input in the operators' shape, for the value heads of tokens, `rows`."""
         raise NotImplementedError
 
     supports_packed_decode = True
@@ -58,7 +60,6 @@ class DeltaRule:
         lower_bound: float | None = None,
         **more: Any,
     ) -> Tensor:
-        batch, dim_k = len(mixed_qkv), ssm_states.shape[-1]
         if more.get("replayssm_d") is not None or not has_steps(mixed_qkv, ssm_states):
             found: Tensor = super().packed_decode(  # type: ignore[misc]
                 mixed_qkv, a, b, A_log=A_log, dt_bias=dt_bias, scale=scale, ssm_states=ssm_states,
@@ -66,25 +67,15 @@ class DeltaRule:
                 lower_bound=lower_bound, **more,
             )  # fmt: skip
             return found
-        rows_v = num_v_heads * head_v_dim
+        dim_k, rows_v = ssm_states.shape[-1], num_v_heads * head_v_dim
         rows_k = (mixed_qkv.shape[1] - rows_v) // 2
         q, k, v = mixed_qkv.split([rows_k, rows_k, rows_v], dim=-1)
-        o: Tensor = self.step(
-            q.unflatten(-1, (-1, dim_k)),
-            k.unflatten(-1, (-1, dim_k)),
-            v.unflatten(-1, (-1, head_v_dim)),
-            self.gate(a, batch, num_v_heads),
-            b.reshape(batch, num_v_heads),
-            ssm_states,
+        return self.steps(
+            q.unflatten(-1, (-1, dim_k)), k.unflatten(-1, (-1, dim_k)),
+            v.unflatten(-1, (-1, head_v_dim)), a, b, A_log=A_log, dt_bias=dt_bias,
+            ssm_states=ssm_states, cache_indices=cache_indices, lower_bound=lower_bound,
             scale=scale,
-            A_log=A_log,
-            dt_bias=dt_bias.reshape(-1),
-            lower_bound=lower_bound,
-            state_indices=cache_indices,
-            pad_slot_id=PADDING,
-            out=mixed_qkv.new_empty(batch, num_v_heads, head_v_dim),
-        )
-        return o.unsqueeze(0)
+        ).unsqueeze(0)  # fmt: skip
 
     def decode(
         self,
@@ -110,22 +101,10 @@ class DeltaRule:
                 lower_bound=lower_bound, **more,
             )  # fmt: skip
             return found
-        tokens, heads = v.shape[1:3]
-        o: Tensor = self.step(
-            q[0],
-            k[0],
-            v[0],
-            self.gate(a, tokens, heads),
-            b.reshape(tokens, heads),
-            ssm_states,
-            A_log=A_log,
-            dt_bias=dt_bias.reshape(-1),
-            lower_bound=lower_bound,
-            state_indices=cache_indices,
-            pad_slot_id=PADDING,
-            out=torch.empty(v.shape[1:], dtype=v.dtype, device=v.device),
-        )
-        return o.unsqueeze(0)
+        return self.steps(
+            q[0], k[0], v[0], a, b, A_log=A_log, dt_bias=dt_bias, ssm_states=ssm_states,
+            cache_indices=cache_indices, lower_bound=lower_bound,
+        ).unsqueeze(0)  # fmt: skip
 
     def target_verify(
         self,
@@ -163,25 +142,74 @@ class DeltaRule:
                 retrieve_parent_token=retrieve_parent_token, lower_bound=lower_bound, **more,
             )  # fmt: skip
             return found
-        tokens, heads = v.shape[1:3]
         sequences = query_start_loc.shape[0] - 1
+        return self.steps(
+            q, k, v, a, b, A_log=A_log, dt_bias=dt_bias, ssm_states=ssm_states,
+            cache_indices=cache_indices[:sequences], lower_bound=lower_bound,
+            cu_seqlens=query_start_loc, draft_states=drafts,
+            draft_indices=intermediate_state_indices[:sequences],
+        )  # fmt: skip
+
+    def steps(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        **more: Any,
+    ) -> Tensor:
+        """The outputs of tokens, `[..., value heads, V]` as `v`, by the operator for steps."""
+        rows = v.shape[:-1]
         o: Tensor = self.step(
             q,
             k,
             v,
-            self.gate(a, tokens, heads).unsqueeze(0),
-            b.reshape(1, tokens, heads),
+            self.gate(a, rows),
+            b.reshape(rows),
             ssm_states,
             A_log=A_log,
             dt_bias=dt_bias.reshape(-1),
-            lower_bound=lower_bound,
-            state_indices=cache_indices[:sequences],
+            state_indices=cache_indices,
             pad_slot_id=PADDING,
-            cu_seqlens=query_start_loc,
-            draft_states=drafts,
-            draft_indices=intermediate_state_indices[:sequences],
             out=torch.empty(v.shape, dtype=v.dtype, device=v.device),
+            **more,
         )
+        return o
+
+    def chunks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        query_start_loc: Tensor,
+        **more: Any,
+    ) -> Tensor:
+        """The outputs of prompts, by the operator for chunks."""
+        tokens = q.shape[1]  # g and beta may have rows of padding
+        o: Tensor = self.chunk(
+            q,
+            k,
+            v,
+            g[:, :tokens],
+            beta[:, :tokens],
+            initial_state=ssm_states,
+            state_indices=cache_indices,
+            cu_seqlens=query_start_loc,
+            use_qk_l2norm_in_kernel=True,
+            state_v_first=True,
+            **more,
+        )[0]
         return o
 
 

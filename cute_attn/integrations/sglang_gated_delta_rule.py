@@ -46,11 +46,12 @@ class CuteGDNKernel(DeltaRule, TritonGDNKernel):  # type: ignore[misc]
     """
 
     supports_track_state_snapshot = True  # so that SGLang says when it needs a snapshot
+    chunk = staticmethod(chunk_gated_delta_rule)
     step = staticmethod(gated_delta_rule_decode)
 
     @staticmethod
-    def gate(a: Tensor, tokens: int, heads: int) -> Tensor:
-        return a.reshape(tokens, heads)
+    def gate(a: Tensor, rows: torch.Size) -> Tensor:
+        return a.reshape(rows)
 
     def extend(
         self,
@@ -78,19 +79,10 @@ class CuteGDNKernel(DeltaRule, TritonGDNKernel):  # type: ignore[misc]
             if track_state is not None and track_chunk_idx is not None:
                 _snapshot(track_state, track_chunk_idx, h, query_start_loc)
             return o, None, h
-        tokens = q.shape[1]  # g and beta may have rows of padding
-        o = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g[:, :tokens],
-            beta[:, :tokens],
-            initial_state=ssm_states,
-            state_indices=cache_indices,
-            cu_seqlens=query_start_loc,
-            use_qk_l2norm_in_kernel=True,
-            state_v_first=True,
-        )[0]
+        o = self.chunks(
+            q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices,
+            query_start_loc=query_start_loc,
+        )  # fmt: skip
         return o, None, None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.linear import kda_backend
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from torch import Tensor
@@ -36,11 +37,12 @@ class CuteKDAKernel(DeltaRule, TritonKDAKernel):  # type: ignore[misc]
 
     supports_packed_decode_safe_gate = True
     supports_fused_chain_verify = False  # a kernel of SGLang's, which would come first
+    chunk = staticmethod(chunk_kda)
     step = staticmethod(kda_decode)
 
     @staticmethod
-    def gate(a: Tensor, tokens: int, heads: int) -> Tensor:
-        return a.reshape(tokens, heads, -1)
+    def gate(a: Tensor, rows: torch.Size) -> Tensor:
+        return a.reshape(*rows, -1)
 
     def extend(
         self,
@@ -71,23 +73,9 @@ class CuteKDAKernel(DeltaRule, TritonKDAKernel):  # type: ignore[misc]
                 lower_bound=lower_bound, beta_is_raw=beta_is_raw,
                 return_intermediate_states=return_intermediate_states, **more,
             )  # fmt: skip
-        tokens = q.shape[1]  # g and beta may have rows of padding
-        o: Tensor = chunk_kda(
-            q,
-            k,
-            v,
-            g[:, :tokens],
-            beta[:, :tokens],
-            initial_state=ssm_states,
-            state_indices=cache_indices,
-            pad_slot_id=PADDING,
-            cu_seqlens=query_start_loc,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=lower_bound,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=A_log is not None,
+        return self.chunks(
+            q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices,
+            query_start_loc=query_start_loc, pad_slot_id=PADDING, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, use_gate_in_kernel=A_log is not None,
             use_beta_sigmoid_in_kernel=beta_is_raw,
-            state_v_first=True,
-        )[0]
-        return o
+        )  # fmt: skip

@@ -86,7 +86,7 @@ class CuteAttnMLABackend(CuteAttnBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
+        *,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
         **others: Any,
@@ -98,7 +98,7 @@ class CuteAttnMLABackend(CuteAttnBackend):
         latent vectors are already in the pool. If SGLang asks for lse, the expanded form returns a
         pair of o and lse, `[tokens, heads]`.
         """
-        check_options({"sinks": sinks, **others})
+        check_options(others)
         if q_rope is None:
             return self.expanded(q, k, v, layer, forward_batch)
         if save_kv_cache and k is not None:

@@ -52,12 +52,15 @@ class DeltaRule:
         chunk: the operator for prompts.
         step: the operator for decoding and for drafts.
         theirs: the module of vLLM's layer.
-        why_not: why the layer has no kernel, or None; see `decide`.
+        kernels: what to call vLLM's kernels in a warning.
+        why_not: why the layer has no kernel, or None. A layer of another size or dtype than the
+            kernels have runs on vLLM's kernels, with a warning.
     """
 
     chunk: ClassVar[Callable[..., Any]]
     step: ClassVar[Callable[..., Any]]
     theirs: ClassVar[ModuleType]
+    kernels: ClassVar[str]
     why_not: str | None
 
     # Of vLLM's layers.
@@ -69,17 +72,16 @@ class DeltaRule:
     A_log: Tensor
     dt_bias: Tensor
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.why_not = why_not = self._why_not()
+        if why_not:
+            logger.warning("%s: %s, so it runs on vLLM's %s", self.prefix, why_not, self.kernels)
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Key heads, value heads, K and V of this process."""
         raise NotImplementedError
-
-    def decide(self, kernels: str) -> None:
-        """Set `why_not`. A layer of another size or dtype than the kernels have runs on vLLM's
-        `kernels`, with a warning."""
-        self.why_not = self._why_not()
-        if self.why_not:
-            logger.warning("%s: %s, so it runs on vLLM's %s", self.prefix, self.why_not, kernels)
 
     def _why_not(self) -> str | None:
         of_conv, of_state = self.get_state_dtype()[:2]

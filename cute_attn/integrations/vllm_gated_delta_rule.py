@@ -38,10 +38,10 @@ class CuteGatedDeltaNet(
     theirs = qwen_gdn_linear_attn
     chunk = staticmethod(chunk_gated_delta_rule)
     step = staticmethod(gated_delta_rule_decode)
+    kernels = "kernels for the Gated Delta Net"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decide("kernels for the Gated Delta Net")
         if not self.why_not:
             # Verification of drafts goes through `_forward_core` then, not through vLLM's kernel.
             self.enable_fused_gdn_spec_decode = False

@@ -37,10 +37,7 @@ class CuteKimiDeltaAttention(
     theirs = kimi_gdn_linear_attn
     chunk = staticmethod(chunk_kda)
     step = staticmethod(kda_decode)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.decide("KDA kernels")
+    kernels = "KDA kernels"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -168,12 +168,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **change: Any) -> Path:
     """Write the model to `directory`/`name`, and return the path."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type, options = MODELS[name]
-    config = AutoConfig.for_model(model_type, **{**COMMON, **options, **change})
+    # Not AutoConfig, which has a class of vLLM's for some models once vLLM has seen such a model.
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    config = config_class(**{**COMMON, **options, **change})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     if config.tie_word_embeddings:  # or the last token would be the next one
         model.get_input_embeddings().weight.data *= 0.1
     for key, parameter in model.named_parameters():

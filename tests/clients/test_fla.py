@@ -26,12 +26,9 @@ from cute_attn.ops import gated_delta_rule as gdn_operators
 from cute_attn.ops import kda as kda_operators
 from cute_attn.ops.kda.limits import HEAD_DIMS, STEP_HEAD_DIMS
 from tests.integrations import test_fla_training as training
-from tests.integrations.test_fla_training import layers
 from tests.untuned import untuned
 
-from .test_torch import shows
-
-__all__ = ["layers"]  # a fixture
+from .rows import shows
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -377,7 +374,10 @@ def fla() -> Any:
 
 
 test_a_layer = pytest.mark.gpu(
-    shows("FLA's layer `KimiDeltaAttention`: output and gradients", training.test_a_layer)
+    shows(
+        "FLA's layers `KimiDeltaAttention` and `GatedDeltaNet`: output and gradients",
+        training.test_a_layer,
+    )
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests import test_kernel_package as kernel_package
 
-from .test_torch import shows
+from .rows import shows
 
 test_get_local_kernel = shows(
     "`get_local_kernel`: every public name, operators under the folder's name, a call",

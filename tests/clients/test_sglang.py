@@ -31,6 +31,7 @@ CHAINS = {
     "speculative_algorithm": "NGRAM",
     "speculative_ngram_max_bfs_breadth": 1,
     "speculative_num_draft_tokens": 4,
+    "speculative_ngram_capacity": 10_000,  # SGLang's ten million take 2 GB in each server
 }
 
 TREES = CHAINS | {"speculative_ngram_max_bfs_breadth": 2, "page_size": 1}
@@ -127,8 +128,9 @@ def test_the_plugin_is_loaded(sglang: Any, start: Start):
     assert version("sglang") == unpack.version("sglang")
     assert ATTENTION_BACKEND_CHOICES.count("cute_attn") == 1
     served = start("llama")
-    command = ["--model-path", str(served.path), "--attention-backend", "cute_attn"]
-    assert prepare_server_args(command).attention_backend == "cute_attn"
+    command = f"--model-path {served.path} --attention-backend cute_attn --page-size 64"
+    parsed = prepare_server_args(command.split())
+    assert (parsed.attention_backend, parsed.page_size) == ("cute_attn", 64)
     backend = served.server.backend
     assert type(backend).__module__ == "cute_attn.integrations.sglang_backend"
     assert backend.decode_attention_backend_str == "cute_attn"

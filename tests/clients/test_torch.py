@@ -1,43 +1,31 @@
-"""Rows of the table of clients: PyTorch's own calls, and FlashAttention's, on the kernels.
+"""Rows of the table of clients: PyTorch's own calls, and those of packages for attention.
 
-The tests are those of tests/integrations and tests/ops.
+Most tests are those of tests/integrations and tests/ops.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from tests import test_code_blocks as code_blocks
 from tests.integrations import test_compat as compat
 from tests.integrations import test_compat_flash_attn_3 as flash_attn_3
+from tests.integrations import test_compat_flash_mla as flash_mla
 from tests.integrations import test_torch_dtensor as dtensor
 from tests.integrations import test_torch_sdpa as sdpa
 from tests.integrations.test_torch_sdpa import active, emulated, registry
 from tests.ops import test_attention as attention
 from tests.ops import test_attention_arguments as arguments
+from tests.ops import test_every_operator as every_operator
+from tests.test_code_blocks import folder
 
-__all__ = ["active", "emulated", "registry"]  # fixtures
+from .rows import shows
 
-Test = Callable[..., Any]
+__all__ = ["active", "emulated", "folder", "registry"]  # fixtures
 
-
-def shows(feature: str, test: Test, *fixtures: str) -> Test:
-    """The test as one of a feature's."""
-
-    @functools.wraps(test)
-    def own(*args: Any, **named: Any) -> Any:
-        return test(*args, **named)
-
-    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name != "slow"]
-    more = pytest.mark.clients(feature), pytest.mark.slow, pytest.mark.usefixtures(*fixtures)
-    own.pytestmark = [*marks, *(mark.mark for mark in more)]  # type: ignore[attr-defined]
-    return own
-
-
-COMPILED = "Our functions under `torch.compile(fullgraph=True)`"
+COMPILED = "Each of our functions under `torch.compile(fullgraph=True)`: the bits of eager calls"
 SDPA = "`scaled_dot_product_attention`: registration, forward and backward"
 SDPA_COMPILED = "`scaled_dot_product_attention` in one compiled graph"
 VARLEN = "`torch.nn.attention.varlen`: windows, and K and V in pages"
@@ -46,8 +34,12 @@ NESTED = "Nested tensors: an error that says how to call `flash_attn_varlen_func
 FLASH_ATTN_2 = "FlashAttention 2's functions: forward, backward, options, compiled"
 KV_CACHE = "`flash_attn_with_kvcache`: new rows appended, rotary, pages, compiled"
 FLASH_ATTN_3 = "FlashAttention 3's functions, with a KV cache"
+FLASH_ATTN_4 = "FlashAttention-4's functions: the names, order and defaults of its arguments"
+FLASHINFER = "FlashInfer's page indices, by [the recipe](migration.md#flashinfer)"
+FLASH_MLA = "FlashMLA's decode functions"
 
 test_compiled_code = shows(COMPILED, attention.test_compiled_code_calls_the_kernel)
+test_compiled_calls = shows(COMPILED, every_operator.test_compiled_code_gives_what_eager_code_gives)
 test_registration = shows(SDPA, sdpa.test_registration_activation_and_restoration)
 test_forward = shows(SDPA, sdpa.test_forward_agrees_with_the_reference)
 test_gradients = shows(SDPA, sdpa.test_gradients_agree_with_the_reference)
@@ -71,3 +63,12 @@ test_functions = shows(
     FLASH_ATTN_3, flash_attn_3.test_functions_agree_with_the_reference, "emulated"
 )
 test_cache = shows(FLASH_ATTN_3, flash_attn_3.test_packed_queries_see_pages, "emulated")
+test_flash_attn_4 = shows(FLASH_ATTN_4, arguments.test_signatures_are_flash_attentions)
+test_flash_mla = shows(FLASH_MLA, flash_mla.test_the_calls_of_its_readme)
+
+
+@pytest.mark.clients(FLASHINFER)
+@pytest.mark.slow
+def test_flashinfer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (x for x in code_blocks.PYTHON if "Of FlashInfer's wrappers" in x.code)
+    code_blocks.test_python_emulated(block, folder, monkeypatch)

@@ -226,7 +226,9 @@ def test_the_plugin_is_loaded(vllm: Any):
     assert AttentionBackendEnum[backend.get_name()].get_class() is backend
 
 
-@pytest.mark.clients("`vllm serve` takes the name `CUTE_ATTN` in every option")
+@pytest.mark.clients(
+    "`vllm serve` takes the names `CUTE_ATTN`, in every option, and `CUTE_ATTN_MLA`"
+)
 def test_the_command_line():
     """In a process that has not loaded the plugin yet."""
     per_kind = '{"backend_per_kind": {"sliding_window": "CUTE_ATTN"}}'
@@ -236,9 +238,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 parsed = parser.parse_args(["--attention-backend=CUTE_ATTN", '--attention-config={per_kind}'])
 kinds = parsed.attention_config.backend_per_kind
-print(parsed.attention_backend + "," + kinds["sliding_window"].name)
+latent = parser.parse_args(["--attention-backend", "CUTE_ATTN_MLA"]).attention_backend
+print(parsed.attention_backend + "," + kinds["sliding_window"].name + "," + latent)
 """)
-    assert found == "CUTE_ATTN,CUTE_ATTN"
+    assert found == "CUTE_ATTN,CUTE_ATTN,CUTE_ATTN_MLA"
 
 
 @pytest.mark.clients("A spawned process finds `CUTE_ATTN` in the configuration")

@@ -46,6 +46,35 @@ def call(name: str, args: dict[str, Any]) -> list[Tensor]:
     return [x.detach().as_subclass(Tensor).clone() for x in (*results, *written)]
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_gives_what_eager_calls_give(name: str):
+    """A replay reads its tensors anew, and writes results and states as an eager call does."""
+    operator = OPERATORS[name]
+    first, second = arguments(name), arguments(name)
+    for key in operator.floats:
+        second[key] *= 0.5
+    expected = [call(name, copied(args)) for args in (first, second)]
+    static = copied(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        results = tensors_in(operator.function(**static))
+    for args, true in zip((first, second), expected, strict=True):
+        for x in results:
+            x.fill_(torch.nan if x.is_floating_point() else -1)
+        for key in operator.tensors_of_kernels:  # after the results, which may be arguments
+            static[key].copy_(args[key])
+        graph.replay()
+        found = [*results, *(static[key] for key in operator.written)]
+        assert len(found) == len(true)
+        for x, y in zip(found, true, strict=True):
+            assert torch.equal(x.nan_to_num(), y.nan_to_num())
+    assert not all(map(torch.equal, *expected))
+
+
+def copied(args: dict[str, Any]) -> dict[str, Any]:
+    return {key: x.clone() if isinstance(x, Tensor) else x for key, x in args.items()}
+
+
 @pytest.mark.parametrize("wrap", WRAPPED)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_parameters_and_subclasses_give_what_plain_tensors_give(name: str, wrap: str):

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-import cute_attn.ops.kda as operators
 from cute_attn.integrations import fla as integration
+from cute_attn.ops import gated_delta_rule, kda
 from tests.untuned import untuned
 
-OPERATORS = (
-    "chunk_kda",
-    "fused_recurrent_kda",
-    "kda_chunk_intra",
-    "kda_decode",
-    "kda_gate_cumsum",
-    "kda_recompute_w_u",
-)
+OPERATORS = {
+    "chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kda": kda,
+    "fused_recurrent_kda": kda,
+    "kda_chunk_intra": kda,
+    "kda_decode": kda,
+    "kda_gate_cumsum": kda,
+    "kda_recompute_w_u": kda,
+}
 
 
 @pytest.fixture
@@ -44,6 +45,6 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name in OPERATORS:
-        monkeypatch.setattr(operators, name, counted(name, getattr(operators, name)))
+    for name, module in OPERATORS.items():
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     return calls

@@ -279,6 +279,14 @@ def test_signatures_are_flash_attentions():
                 assert ours[argument.arg].default == ast.literal_eval(default)
 
 
+def test_autocast_converts_no_argument():
+    for name in "qkv":
+        args = dense()
+        args[name] = args[name].float()
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="float32"):
+            cute_attn.flash_attn_func(**args)
+
+
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_only_q_k_and_v_go_by_position(name: str):
     """In fourth place FlashAttention-2 has dropout_p, 3 softmax_scale, 4 qv: none is guessed."""

@@ -686,6 +686,25 @@ def test_the_kernel_reads_unsigned_indices_as_signed():
     assert torch.equal(args["state"][1:], operator.arguments()["state"][1:])
 
 
+@pytest.mark.slow  # tests of each operator compile calls too
+@each_operator
+def test_compiled_code_gives_what_eager_code_gives(name: str):
+    operator = OPERATORS[name]
+    torch.compiler.reset()  # the cases are versions of one piece of code, of which few are kept
+    compiled = torch.compile(
+        lambda args: operator.function(**args), fullgraph=True, backend="aot_eager"
+    )
+    found = []
+    with cute_attn.emulated(operator.arch), torch.no_grad():
+        for function in (lambda args: operator.function(**args), compiled):
+            args = operator.arguments()
+            if "seqused_q" in args:  # all rows, so that none is undefined
+                args["seqused_q"] = args["cu_seqlens_q"].diff()
+            found.append([*tensors_in(function(args)), *(args[x] for x in operator.written)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 LOAD = """
 import pathlib
 import sys
