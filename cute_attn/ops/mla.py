@@ -165,6 +165,7 @@ def plan_mla_decode(
     head_dim: int = 576,
     head_dim_v: int | None = None,
     queries: int = 1,
+    heads: int = 16,
     causal: bool = True,
     page_size: int = 64,
     return_lse: bool = False,
@@ -199,6 +200,7 @@ def plan_mla_decode(
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
+        rows=queries * heads,
         causal=causal and queries > 1,
         page_size=page_size,
         lse=return_lse,
@@ -300,13 +302,14 @@ class LatentDecode(Operator[_Called]):
             head_dim=a.kv_cache.shape[-1],
             head_dim_v=a.head_dim_v,
             queries=shape[1],
+            heads=shape[2],
             causal=bool(a.causal),
             page_size=a.kv_cache.shape[1],
             return_lse=bool(a.return_lse),
         )
-        ctas = launch.num_clusters(device, 1)
-        segments = shape[0] * -(-shape[1] * shape[2] // TILE_M)
-        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits)
+        ctas = launch.num_clusters(device, spec.cluster)
+        segments = shape[0] * -(-shape[1] * shape[2] // (TILE_M * spec.cluster))
+        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits) * spec.cluster
         columns = a.head_dim_v + PART_COLUMNS
         layout = (slots, TILE_M, columns), (TILE_M * columns, columns, 1)
         counters = max(FEWEST_COUNTERS, 1 << (1 + 2 * slots).bit_length())

@@ -57,7 +57,8 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pair_scheduler import PairNumbers
+from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.memory import (
@@ -86,6 +87,7 @@ UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
 
 SOFTMAX = Role("softmax", range(0, 4))
 OUTPUTS = Role("outputs", range(4, 12))
+HALF = Role("outputs of its columns", range(4, 8))  # or the next four warps
 QUERIES = Role("queries", range(12, 15))
 LOAD = Role("load", range(15, 16))
 WORKERS = Role("softmax, outputs and queries", range(0, 15))
@@ -188,7 +190,7 @@ class Scores(Carried):
     barriers: Barriers
     shared: Shared
     s: cute.Tensor
-    held: cute.Tensor
+    held: cute.Tensor | None
     softmax: FragmentSoftmax
     visible: HeadsVisibility
 
@@ -236,8 +238,11 @@ class Sm90LatentDecode:
         self.dtype = DTYPE[spec.dtype]
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.tile_bytes = TILE_N * spec.head_dim * 2
-        self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
+        # Columns of Q that stay in registers, where S of only one tile is in registers.
+        self.held = 0 if spec.two_tiles else len(spec.chunk_columns[0])
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
+        self.pair = spec.cluster == CTAS
+        self.tile_rows = TILE_M * spec.cluster  # rows of all CTAs of a cluster
         # Two stages of P where they fit.
         self.p_stages = next(
             stages
@@ -249,12 +254,15 @@ class Sm90LatentDecode:
 
     def edges(self, p_stages: int) -> tuple[Edge, ...]:
         stages, full = self.spec.stages, self.spec.stages * self.spec.chunks
+        reach = Reach.EACH if self.pair else Reach.CTA
+        released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
+            *(PairNumbers.edges(LOAD) if self.pair else ()),
             Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
             Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", OUTPUTS, LOAD, stages, Kind.WARPS, payload="its stage"),
+            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, reach, "its stage"),
             Edge("p_full", SOFTMAX, OUTPUTS, p_stages, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
@@ -270,6 +278,7 @@ class Sm90LatentDecode:
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
             Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
+            *((PairNumbers.buffer(),) if self.pair else ()),
             TileQueue.buffer(PieceWork),
             Buffer("barriers", Int64, count),
             limit=limit,
@@ -314,11 +323,11 @@ class Sm90LatentDecode:
         pages = Pages.of(a.block_table, a.cache, spec, TILE_N)
         keys = Sequences(pages.most_keys, None, a.cache_seqlens)
         tiles = TileMap(
-            TILE_M, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
+            self.tile_rows, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
         )  # fmt: skip
         scaling = Scaling.of(a.softmax_scale, None, HEADROOM[spec.dtype])
         visible = HeadsVisibility(
-            TILE_M, TILE_N, 1, None, Int32(0) if spec.causal else None,
+            self.tile_rows, TILE_N, 1, None, Int32(0) if spec.causal else None,
             cute.fast_divmod_create_divisor_v2(heads),
         )  # fmt: skip
         num_ctas = a.num_ctas
@@ -331,14 +340,16 @@ class Sm90LatentDecode:
         cache = cute.make_tensor(
             a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
         )
-        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
+        copies = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+        tma, cache = self.rows.atom(copies[self.pair](), cache)
         x = Operands(
             tma, cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads, a.num_splits,
             a.num_ctas,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[num_ctas, 1, 1],
+            grid=[spec.cluster * num_ctas if self.pair else num_ctas, 1, 1],
             block=[WARPS * WARP_SIZE, 1, 1],
+            cluster=[CTAS, 1, 1] if self.pair else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -356,7 +367,11 @@ class Sm90LatentDecode:
             prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             x.pages.prefetch_first()
             prepare((x.cache_tma,), barriers)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         shared = Shared(
             *(
@@ -390,11 +405,24 @@ class Sm90LatentDecode:
                 barriers=barriers,
                 shared=shared,
                 s=fragments.accumulators(TILE_N),
-                held=cute.make_rmem_tensor((self.held // 4,), Int32),
+                held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
             self.softmax_warps(x, storage, scores)
+        if cutlass.const_expr(self.pair):
+            # Neither CTA may end while the other CTA signals it or loads to its shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def first_row(self, work: PieceWork) -> Any:
+        """The CTA's first row of a tile of the cluster."""
+        row = work.block * self.tile_rows
+        return row + cute.arch.block_idx_in_cluster() * TILE_M if self.pair else row
+
+    def slot(self, number: Int32) -> Any:
+        """The place of a piece's result; each CTA of a pair has its own place."""
+        return number * CTAS + cute.arch.block_idx_in_cluster() if self.pair else number
 
     def key_tiles(self, visible: HeadsVisibility, work: PieceWork) -> tuple[Any, Any]:
         """[first, end) of the key tiles of a piece."""
@@ -414,6 +442,8 @@ class Sm90LatentDecode:
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
         number = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.pair):
+            number = cute.arch.cluster_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
@@ -423,9 +453,13 @@ class Sm90LatentDecode:
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
             number = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                number = increment_global(x.counter.iterator.toint(), NEVER)
-            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            if cutlass.const_expr(self.pair):
+                numbers = PairNumbers.of(barriers, storage, x.counter)
+                number = numbers.take(Int32(NEVER), taken - 1) + cute.arch.cluster_dim()[0]
+            else:
+                if cute.arch.lane_idx() == 0:
+                    number = increment_global(x.counter.iterator.toint(), NEVER)
+                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
@@ -453,15 +487,18 @@ class Sm90LatentDecode:
         first, end = self.key_tiles(visible, work)
         for i in cutlass.range(end - first, unroll=1):
             found = x.pages.of_tile(end - 1 - i, work.sequence, work.seqlen_k, self.rows)
-            barriers.wait_previous("cache_empty", n)
-            stage = barriers.stage("cache_empty", n)
+            if cutlass.const_expr(not self.spec.early):
+                barriers.wait_previous("cache_empty", n)
+            stage = self.stage(barriers, n)
             for c in cutlass.range_constexpr(self.spec.chunks):
                 columns, use = self.spec.chunk_columns[c], n * self.spec.chunks + c
+                if cutlass.const_expr(self.spec.early):
+                    barriers.wait_previous("cache_empty", use)
                 with cute.arch.elect_one():
                     barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
                 x.pages.load(
                     x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
-                    "cache_full", use, columns.start, stage,
+                    "cache_full", use, columns.start, stage, self.pair,
                 )  # fmt: skip
             n += 1
         return n
@@ -494,7 +531,7 @@ class Sm90LatentDecode:
         spec, lane = self.spec, cute.arch.lane_idx()
         units, of_rope = 2 * spec.head_dim_v // VECTOR_BYTES, 2 * spec.rope // VECTOR_BYTES
         for row in cutlass.range(warp, TILE_M, len(QUERIES), unroll=2):
-            token, head = divmod(work.block * TILE_M + row, visible.by_heads)
+            token, head = divmod(self.first_row(work) + row, visible.by_heads)
             present = token < work.seqlen_q
             token = cutlass.select_(present, token, 0)
             to = shared.q + row * LINE_BYTES
@@ -522,12 +559,24 @@ class Sm90LatentDecode:
             own.softmax.start()
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.barriers.wait("q_full", taken)
-            fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
+            if cutlass.const_expr(self.held > 0):
+                fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
             first, end = self.key_tiles(own.visible, work)
-            for i in cutlass.range(end - first, unroll=1):
-                self.compute_scores(x, own, work, end - 1 - i, n, used)
-                n += 1
-                used += 1
+            if cutlass.const_expr(self.spec.two_tiles):
+                count = end - first
+                for i in cutlass.range((count + 1) // 2, unroll=1):
+                    at = 2 * i
+                    if at + 1 < count:
+                        self.compute_two_scores(x, own, work, end - 1 - at, n + at, used + at)
+                    else:
+                        self.compute_scores(x, own, work, end - 1 - at, n + at, used + at)
+                n += count
+                used += count
+            else:
+                for i in cutlass.range(end - first, unroll=1):
+                    self.compute_scores(x, own, work, end - 1 - i, n, used)
+                    n += 1
+                    used += 1
             own.barriers.warp_arrives("q_empty", taken)
             self.publish_sums(own, used)
             used += 1
@@ -539,18 +588,47 @@ class Sm90LatentDecode:
         self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
+        fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
+        self.store_probabilities(x, own, work, key_tile, used)
+
+    @cute.jit
+    def compute_two_scores(
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
+    ) -> None:
+        """Compute P of a tile of keys and of the tile before it, uses n and n + 1 of the cache. The
+        softmax of the first tile runs beside the scores of the second tile."""
+        fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
+        second = self.start_tile(own, n + 1)
+        self.store_probabilities(x, own, work, key_tile, used)
+        fragments.assign(own.s, wgmma.wait(second))
+        self.store_probabilities(x, own, work, key_tile - 1, used + 1)
+
+    def start_tile(self, own: Scores, n: Int32) -> list[Any]:
+        """Start S of a tile of keys, use n of the cache, chunk by chunk."""
         spec = self.spec
-        stage = own.barriers.stage("cache_empty", n) * self.tile_bytes
+        stage = self.stage(own.barriers, n) * self.tile_bytes
         scores: Any = None
-        for c in cutlass.range_constexpr(spec.chunks):
+        for c in range(spec.chunks):
             own.barriers.wait("cache_full", n * spec.chunks + c)
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
-                held=fragments.values(own.held) if c == 0 else None,
+                held=fragments.values(own.held) if c == 0 and self.held else None,
             )  # fmt: skip
-        fragments.assign(own.s, wgmma.wait(scores))
-        row = work.block * TILE_M
+        return scores
+
+    def stage(self, barriers: Barriers, n: Int32) -> Any:
+        """The stage of use n of the cache."""
+        if self.spec.early:
+            return barriers.stage("cache_empty", n * self.spec.chunks) // self.spec.chunks
+        return barriers.stage("cache_empty", n)
+
+    @cute.jit
+    def store_probabilities(
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, used: Int32
+    ) -> None:
+        """Replace S of a tile of keys by P, and store P as use `used`."""
+        row = self.first_row(work)
         _, whole_end = own.visible.whole_key_tiles(row, ROWS, work.seqlen_q, work.seqlen_k)
         if key_tile >= whole_end:
             self.mask(own, work, key_tile)
@@ -598,7 +676,7 @@ class Sm90LatentDecode:
         """Set the columns of keys that a row does not see to -inf."""
         highs = []
         for lane_row in range(fragments.LANE_ROWS):
-            row = work.block * TILE_M + fragments.first_row(own.warp)
+            row = self.first_row(work) + fragments.first_row(own.warp)
             token = own.visible.token(row + lane_row * fragments.LANE_ROW_STEP)
             _, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
             highs.append(high - key_tile * TILE_N)
@@ -636,8 +714,11 @@ class Sm90LatentDecode:
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
         if load_shared(Int32, at)[0] != 0:
             fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
-        v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
+        v = own.shared.cache + self.stage(own.barriers, n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
+        if cutlass.const_expr(self.spec.early):
+            self.add_by_chunk(own, own.shared.p + stage * BOX_BYTES, v, n, used)
+            return
         out = start_output_of_stored(
             self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
             tile_n=TILE_N, columns=self.columns,
@@ -645,6 +726,26 @@ class Sm90LatentDecode:
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("p_empty", used)
         own.barriers.warp_arrives("cache_empty", n)
+
+    def add_by_chunk(self, own: Outputs, p: Any, v: Any, n: Int32, used: Int32) -> None:
+        """Add P C_v, and release each chunk of the cache once its product is there."""
+        chunks = self.spec.chunks // OUTPUT_GROUPS  # of the warpgroup
+        columns = self.columns // chunks
+        values, size = fragments.values(own.acc), columns // 2
+        started = []
+        for c in range(chunks):
+            started.append(start_output_of_stored(
+                self.dtype, values[c * size : (c + 1) * size], p, v + c * columns // BOX * BOX_BYTES,
+                tile_n=TILE_N, columns=columns,
+            ))  # fmt: skip
+        found = []
+        for c in range(chunks):
+            found += wgmma.wait(started[c], pending=chunks - 1 - c)
+            use = n * self.spec.chunks + own.group * chunks + c
+            if c == chunks - 1:
+                own.barriers.warp_arrives("p_empty", used)
+            own.barriers.warp_arrives("cache_empty", use)
+        fragments.assign(own.acc, found)
 
     def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
         """The numbers of the lane's rows in the stage of use `used` of P; `ring` is the shared
@@ -683,12 +784,12 @@ class Sm90LatentDecode:
             group = group // GROUP
             first = work.first_slot + group * (GROUP * work.apart)
             count = cutlass.min(work.pieces - group * GROUP, GROUP)
-            if self.is_last(x, own, first, count):
+            if self.is_last(x, own, self.slot(first), count):
                 if grouped:
                     parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
                     self.add_pieces(x, own, work, parts, True)
                     groups = (work.pieces + (GROUP - 1)) // GROUP
-                    of_groups = x.parts.shape[0] + work.first_slot
+                    of_groups = x.parts.shape[0] + self.slot(work.first_slot)
                     if self.is_last(x, own, of_groups, groups):
                         step = GROUP * work.apart
                         parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
@@ -719,14 +820,14 @@ class Sm90LatentDecode:
         first = own.group * self.columns
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             in_tile = fragments.first_row(own.warp) + lane_row * fragments.LANE_ROW_STEP
-            token, head = divmod(work.block * TILE_M + in_tile, own.visible.by_heads)
+            token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
             values = own.acc[None, lane_row, None]
             pairs = [[values[j], values[j + 1]] for j in range(0, self.columns // 4, 2)]
             parts = row_parts(pairs, stored)
             if token < work.seqlen_q:
                 keeps_sum = (own.group == 0) & (cute.arch.lane_idx() % fragments.LANES == 0)
                 if cutlass.const_expr(piece):
-                    to = x.parts[work.slot, in_tile, None]
+                    to = x.parts[self.slot(work.slot), in_tile, None]
                     if keeps_sum:
                         to[self.spec.head_dim_v] = log_sums[lane_row]
                 else:
@@ -748,14 +849,14 @@ class Sm90LatentDecode:
         abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows that the threads have side by side
         thread = cute.arch.thread_idx()[0] - OUTPUTS.warps[0] * WARP_SIZE
         in_row, vector = thread // across, thread % across
-        rows = cutlass.min(work.seqlen_q * x.heads - work.block * TILE_M, TILE_M)
-        step = Int64(pieces.step) * (x.parts.stride[0] * 4)
+        rows = cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
+        step = Int64(pieces.step) * (x.parts.stride[0] * (4 * self.spec.cluster))
         for first in cutlass.range(in_row, rows, abreast * AT_ONCE, unroll=1):
             of_thread = [first + i * abreast for i in range(AT_ONCE)]
             # A row that does not exist stands for the thread's own first row, because another
             # thread may be storing a group's result to its row.
             found = [cutlass.select_(row < rows, row, first) for row in of_thread]
-            starts = [x.parts[pieces.first, row, None].iterator.toint() for row in found]
+            starts = [x.parts[self.slot(pieces.first), row, None].iterator.toint() for row in found]
             parts = [
                 Parts.of_row(at, vector, pieces.lse_column, step, pieces.count) for at in starts
             ]
@@ -779,7 +880,7 @@ class Sm90LatentDecode:
         whole: cute.Tensor, log_sum: Float32,
     ) -> None:  # fmt: skip
         """Store four columns of a row of o, and the row's log-sum-exp."""
-        token, head = divmod(work.block * TILE_M + in_tile, own.visible.by_heads)
+        token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
                 x.lse[work.sequence, head, token] = log_sum
