@@ -171,14 +171,16 @@ def plan_mla_decode(
     return_lse: bool = False,
 ) -> list[launch.Request]:
     """The kernel that `mla_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
-    The kernel does not depend on the numbers of sequences, heads and splits, nor on lengths.
+    The kernel does not depend on the numbers of sequences and splits, nor on lengths.
 
     Args:
         arch: such as "sm_90a".
         dtype: dtype of q and the cache.
         head_dim: columns of a cached token.
         head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
-        queries: queries of a sequence; only whether this is 1 matters.
+        queries: queries of a sequence.
+        heads: query heads. With queries, they are rows of the kernel's tiles of 64: only whether
+            queries is 1, and whether the number of tiles is even, matters.
         causal: as the operator's.
         page_size: tokens of a page, a multiple of 16.
         return_lse: as the operator's.

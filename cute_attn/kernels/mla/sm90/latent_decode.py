@@ -77,6 +77,7 @@ from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes
+from ..even_pieces import EvenPieces
 from ..spec import PART_COLUMNS, TILE_M, TILE_N, LatentDecodeSpec
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
@@ -441,9 +442,49 @@ class Sm90LatentDecode:
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
-        number = cute.arch.block_idx()[0]
-        if cutlass.const_expr(self.pair):
-            number = cute.arch.cluster_idx()[0]
+        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits)
+        taken = Int32(0)
+        if even.used:
+            taken = self.load_shares(x, smem, queue, visible, even)
+        else:
+            taken = self.load_pieces(x, storage, smem, queue, visible, pieces)
+        queue.publish_end(taken)
+        if cute.arch.lane_idx() == 0:
+            # The last CTA to come here leaves the counters as it found them.
+            at = x.counter.iterator.toint()
+            ctas = cute.arch.grid_dim()[0]
+            if count_arrival(at + 4, ctas) == ctas - 1:
+                store_global(Int32, at, [Int32(0)])
+
+    @cute.jit
+    def load_shares(
+        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        even: EvenPieces,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments of the CTA's equal share. Return their
+        number."""
+        cta = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
+        unit, taken, n = Int32(cta * even.share), Int32(0), Int32(0)
+        end = cutlass.min(unit + even.share, even.total)
+        window = even.start()
+        while unit < end:
+            window = even.window_of(unit, window)
+            work, unit, has_work = even.work(cta, unit, window)
+            if has_work:
+                queue.publish_work(taken, work)
+                n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
+                taken += 1
+        return taken
+
+    @cute.jit
+    def load_pieces(
+        self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
+        visible: HeadsVisibility, pieces: PieceMap,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
+        these are."""
+        barriers = queue.barriers
+        number = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
@@ -461,13 +502,7 @@ class Sm90LatentDecode:
                     number = increment_global(x.counter.iterator.toint(), NEVER)
                 number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
-        queue.publish_end(taken)
-        if cute.arch.lane_idx() == 0:
-            # The last CTA to come here leaves the counters as it found them.
-            at = x.counter.iterator.toint()
-            ctas = cute.arch.grid_dim()[0]
-            if count_arrival(at + 4, ctas) == ctas - 1:
-                store_global(Int32, at, [Int32(0)])
+        return taken
 
     def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
         """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
