@@ -13,7 +13,7 @@ from .spec import TILE_M, TILE_N, LatentDecodeSpec
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
-PAIRED, EARLY, TWO_TILES = True, False, False
+PAIRED, EARLY, TWO_TILES, HALVES = True, False, False, False
 
 
 def latent_decode_spec(
@@ -41,6 +41,7 @@ def latent_decode_spec(
         cluster=cluster,
         early=EARLY and head_dim_v == 512,
         two_tiles=TWO_TILES,
+        halves=HALVES,
     )
 
 

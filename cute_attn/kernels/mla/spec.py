@@ -40,6 +40,7 @@ class LatentDecodeSpec(Spec):
         early: a chunk is released once its columns have been multiplied, not with the whole tile.
         two_tiles: the scores of a tile run beside the softmax of the tile before it, in pairs of
             tiles.
+        halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -67,6 +68,7 @@ class LatentDecodeSpec(Spec):
     cluster: int = 1
     early: bool = False
     two_tiles: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

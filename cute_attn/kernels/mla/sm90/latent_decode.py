@@ -44,6 +44,7 @@ from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
 from ...attention.sm90.mma import (
     ROWS,
+    STEP,
     WARPGROUP,
     WARPGROUP_WARPS,
     held_rows,
@@ -258,6 +259,7 @@ class Sm90LatentDecode:
         self.held = 0 if spec.two_tiles else len(spec.chunk_columns[0])
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.pair = spec.cluster == CTAS
+        self.parts_of_p = 2 if spec.halves else 1  # parts of P's columns, published in turn
         self.tile_rows = TILE_M * spec.cluster  # rows of all CTAs of a cluster
         # Two stages of P where they fit.
         self.p_stages = next(
@@ -274,6 +276,7 @@ class Sm90LatentDecode:
     def edges(self, p_stages: int) -> tuple[Edge, ...]:
         stages, full = self.spec.stages, self.spec.stages * self.spec.chunks
         reach = Reach.EACH if self.pair else Reach.CTA
+        p_full = p_stages * self.parts_of_p
         released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
@@ -282,7 +285,7 @@ class Sm90LatentDecode:
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
             Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
             Edge("cache_empty", released, LOAD, empty, Kind.WARPS, reach, "its stage"),
-            Edge("p_full", SOFTMAX, OUTPUTS, p_stages, Kind.WARPS, payload="P, and O's factors"),
+            Edge("p_full", SOFTMAX, OUTPUTS, p_full, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
 
@@ -691,12 +694,21 @@ class Sm90LatentDecode:
         if key_tile >= whole_end:
             self.mask(own, work, key_tile)
         rows = work.seqlen_q * x.heads - row
-        moved = own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS)
+        rows = rows - own.warp * WARP_ROWS
+        moved = Boolean(False)
+        if cutlass.const_expr(self.spec.halves):
+            moved = own.softmax.start_used(own.s, rows)
+            own.softmax.finish_used(own.s, rows, range(TILE_N // 8))
+        else:
+            moved = own.softmax.update_used(own.s, rows)
         own.barriers.wait_previous("p_empty", used)
         lane = cute.arch.lane_idx()
-        stage = own.barriers.stage("p_full", used)
-        words = fragments.operand(own.s, self.dtype)
+        stage = own.barriers.stage("p_empty", used)
         to = own.shared.p + stage * BOX_BYTES
+        half = TILE_N * ROWS // (2 * WARPGROUP * 2)  # words of a half
+        words = fragments.operand(own.s, self.dtype)
+        if cutlass.const_expr(self.spec.halves):
+            words = words[:half]
         fragments.stage_matrices(words, to, own.warp, ROWS, lane)
         if moved:
             factors = [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
@@ -705,7 +717,13 @@ class Sm90LatentDecode:
             at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
             store_shared(Int32, at, [Int32(moved)])
         cute.arch.fence_view_async_shared()
-        own.barriers.warp_arrives("p_full", used)
+        own.barriers.warp_arrives("p_full", used * self.parts_of_p)
+        if cutlass.const_expr(self.spec.halves):
+            own.softmax.finish_used(own.s, rows, range(TILE_N // 8, TILE_N // 4))
+            words = fragments.operand(own.s, self.dtype)[half:]
+            fragments.stage_matrices(words, to, own.warp, ROWS, lane, TILE_N // 2)
+            cute.arch.fence_view_async_shared()
+            own.barriers.warp_arrives("p_full", used * 2 + 1)
 
     @cute.jit
     def store_rows(self, own: Scores, at: Int32, values: list[Any]) -> None:
@@ -724,11 +742,12 @@ class Sm90LatentDecode:
             for r in range(fragments.LANE_ROWS)
         ]
         own.barriers.wait_previous("p_empty", used)
-        stage = own.barriers.stage("p_full", used) * (TILE_M * 4)
+        stage = own.barriers.stage("p_empty", used) * (TILE_M * 4)
         inverses, log_sums = [x for x, _ in found], [x for _, x in found]
         self.store_rows(own, own.shared.factors + stage, inverses)
         self.store_rows(own, own.shared.log_sums + stage, log_sums)
-        own.barriers.warp_arrives("p_full", used)
+        for part in cutlass.range_constexpr(self.parts_of_p):
+            own.barriers.warp_arrives("p_full", used * self.parts_of_p + part)
 
     def mask(self, own: Scores, work: LatentWork, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
@@ -754,7 +773,8 @@ class Sm90LatentDecode:
                 self.add_tile(own, n, used)
                 n += 1
                 used += 1
-            own.barriers.wait("p_full", used)
+            for part in cutlass.range_constexpr(self.parts_of_p):
+                own.barriers.wait("p_full", used * self.parts_of_p + part)
             log_sums = self.finish_rows(own, used)
             own.barriers.warp_arrives("p_empty", used)
             self.finish_piece(x, own, work, log_sums)
@@ -767,48 +787,48 @@ class Sm90LatentDecode:
         """Add P C_v, with use n of the cache and use `used` of P."""
         for c in cutlass.range_constexpr(self.spec.chunks):
             own.barriers.wait("cache_full", n * self.spec.chunks + c)
-        own.barriers.wait("p_full", used)
-        stage = own.barriers.stage("p_full", used)
+        own.barriers.wait("p_full", used * self.parts_of_p)
+        stage = own.barriers.stage("p_empty", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
         if load_shared(Int32, at)[0] != 0:
             fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
         v = own.shared.cache + self.stage(own.barriers, n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
-        if cutlass.const_expr(self.spec.early):
-            self.add_by_chunk(own, own.shared.p + stage * BOX_BYTES, v, n, used)
-            return
-        out = start_output_of_stored(
-            self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
-            tile_n=TILE_N, columns=self.columns,
-        )  # fmt: skip
-        fragments.assign(own.acc, wgmma.wait(out))
-        own.barriers.warp_arrives("p_empty", used)
-        own.barriers.warp_arrives("cache_empty", n)
-
-    def add_by_chunk(self, own: Outputs, p: Any, v: Any, n: Int32, used: Int32) -> None:
-        """Add P C_v, and release each chunk of the cache once its product is there."""
-        chunks = self.spec.chunks // OUTPUT_GROUPS  # of the warpgroup
+        p = own.shared.p + stage * BOX_BYTES
+        # A chunk of columns is released by itself, or all columns together.
+        chunks = self.spec.chunks // OUTPUT_GROUPS if self.spec.early else 1
         columns = self.columns // chunks
-        values, size = fragments.values(own.acc), columns // 2
-        started = []
-        for c in range(chunks):
-            started.append(start_output_of_stored(
-                self.dtype, values[c * size : (c + 1) * size], p, v + c * columns // BOX * BOX_BYTES,
-                tile_n=TILE_N, columns=columns,
-            ))  # fmt: skip
-        found = []
-        for c in range(chunks):
-            found += wgmma.wait(started[c], pending=chunks - 1 - c)
-            use = n * self.spec.chunks + own.group * chunks + c
-            if c == chunks - 1:
-                own.barriers.warp_arrives("p_empty", used)
-            own.barriers.warp_arrives("cache_empty", use)
+        size, keys = columns // 2, TILE_N // STEP // self.parts_of_p
+        values = fragments.values(own.acc)
+        outs = [values[c * size : (c + 1) * size] for c in range(chunks)]
+        for part in cutlass.range_constexpr(self.parts_of_p):
+            if cutlass.const_expr(part > 0):
+                own.barriers.wait("p_full", used * self.parts_of_p + part)
+            for c in cutlass.range_constexpr(chunks):
+                outs[c] = start_output_of_stored(
+                    self.dtype, outs[c], p, v + c * columns // BOX * BOX_BYTES, tile_n=TILE_N,
+                    columns=columns, steps=range(part * keys, (part + 1) * keys),
+                )  # fmt: skip
+        found: list[Any] = []
+        for c in cutlass.range_constexpr(chunks):
+            found += wgmma.wait(outs[c], pending=chunks - 1 - c)
+            if cutlass.const_expr(c < chunks - 1):
+                own.barriers.warp_arrives("cache_empty", self.release(own, n, c))
         fragments.assign(own.acc, found)
+        own.barriers.warp_arrives("p_empty", used)
+        own.barriers.warp_arrives("cache_empty", self.release(own, n, chunks - 1))
+
+    def release(self, own: Outputs, n: Int32, chunk: int) -> Any:
+        """The use of the edge `cache_empty` that a warpgroup releases after a chunk of its columns
+        of use n of the cache."""
+        if not self.spec.early:
+            return n
+        return n * self.spec.chunks + own.group * (self.spec.chunks // OUTPUT_GROUPS) + chunk
 
     def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
         """The numbers of the lane's rows in the stage of use `used` of P; `ring` is the shared
         address of all stages."""
-        at = ring + own.barriers.stage("p_full", used) * (TILE_M * 4)
+        at = ring + own.barriers.stage("p_empty", used) * (TILE_M * 4)
         row = fragments.first_row(own.warp)
         rows = [row + r * fragments.LANE_ROW_STEP for r in range(fragments.LANE_ROWS)]
         return [load_shared(Float32, at + row * 4)[0] for row in rows]
