@@ -47,4 +47,5 @@ def latent_decode_spec(
 
 def cluster_of(rows: int) -> int:
     """CTAs of a cluster. A pair of CTAs has two tiles of rows, and loads the cache once."""
-    return PAIRED and 2 - -(-rows // TILE_M) % 2 or 1
+    tiles = -(-rows // TILE_M)
+    return 1 if tiles % 2 or not PAIRED else 2
