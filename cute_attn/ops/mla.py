@@ -63,6 +63,7 @@ from .operator import (
 # The operator, and the kernel's limits for callers that choose kernels before a call.
 __all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
 
 
@@ -129,7 +130,7 @@ def mla_decode(
         ValueError: wrong shapes, strides, devices or alignment, or an `out` that overlaps another
             argument.
         NotImplementedError: an architecture other than sm_90a, a shape of tokens without a kernel,
-            or a tensor that requires a gradient.
+            a cache in fp8, or a tensor that requires a gradient.
     """
     plain = (
         not is_dynamo_compiling()
@@ -280,6 +281,11 @@ class LatentDecode(Operator[_Called]):
         _check_scalars(a)
         check_q(a.q_nope)
         check_dtype("q_nope", a.q_nope, DTYPES)
+        if isinstance(a.kv_cache, Tensor) and a.kv_cache.dtype in FP8:
+            raise NotImplementedError(
+                f"kv_cache has dtype {a.kv_cache.dtype}, there is no kernel for a latent cache in "
+                f"fp8; its dtype must be q_nope's, {a.q_nope.dtype}"
+            )
         check_dtypes_are(given, ("q_rope", "kv_cache"), a.q_nope.dtype)
         check_int32(given, ("block_table", "cache_seqlens"))
         _check_shapes(a, given)

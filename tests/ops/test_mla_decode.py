@@ -229,6 +229,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "kv_cache has 448 columns and head_dim_v is 512, there are kernels for: 576",
     ),
     "page size": (changed(kv_cache=(4, 24, 576)), ValueError, "is 24, must be a positive multiple"),
+    "fp8": (
+        {"kv_cache": torch.zeros(4, 64, 576).to(torch.float8_e4m3fn)}, NotImplementedError,
+        "kv_cache has dtype torch.float8_e4m3fn, there is no kernel for a latent cache in fp8",
+    ),
     "dtype": ({"kv_cache": torch.zeros(4, 64, 576)}, TypeError, "kv_cache has dtype torch.float32"),
     "lengths": (
         {"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, TypeError,

@@ -785,8 +785,13 @@ class Sm90LatentDecode:
     @cute.jit
     def add_tile(self, own: Outputs, n: Int32, used: Int32) -> None:
         """Add P C_v, with use n of the cache and use `used` of P."""
-        for c in cutlass.range_constexpr(self.spec.chunks):
-            own.barriers.wait("cache_full", n * self.spec.chunks + c)
+        if cutlass.const_expr(self.spec.early):
+            # Chunks of the other warpgroup may be loaded again before this warpgroup looks.
+            for c in cutlass.range_constexpr(self.spec.chunks // OUTPUT_GROUPS):
+                own.barriers.wait("cache_full", self.release(own, n, c))
+        else:
+            for c in cutlass.range_constexpr(self.spec.chunks):
+                own.barriers.wait("cache_full", n * self.spec.chunks + c)
         own.barriers.wait("p_full", used * self.parts_of_p)
         stage = own.barriers.stage("p_empty", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
@@ -819,8 +824,8 @@ class Sm90LatentDecode:
         own.barriers.warp_arrives("cache_empty", self.release(own, n, chunks - 1))
 
     def release(self, own: Outputs, n: Int32, chunk: int) -> Any:
-        """The use of the edge `cache_empty` that a warpgroup releases after a chunk of its columns
-        of use n of the cache."""
+        """The use of the edge `cache_empty` that the warpgroup releases after a chunk of its
+        columns of use n of the cache."""
         if not self.spec.early:
             return n
         return n * self.spec.chunks + own.group * (self.spec.chunks // OUTPUT_GROUPS) + chunk
