@@ -120,12 +120,13 @@ def _(p: Edged) -> Planted:
     return p.drop(line), range(1, len(p.lines))
 
 
-@planted("a piece does not count its arrival", "value")
+@planted("a sum does not wait for its pieces", "race uninitialised value")
 def _(p: Edged) -> Planted:
-    load, line, groups = p.all(r"atom\.acq_rel\.gpu\.global\.inc")
-    assert load < line < groups
-    target = re.findall(r"%r\d+", p[line])[0]
-    return p.with_line(line, f"mov.b32 {target}, 0;"), [line]
+    changed = p
+    for line in p.all(r"ld\.acquire\.gpu"):
+        target = re.findall(r"%r\d+", p[line])[0]
+        changed = changed.with_line(line, f"mov.b32 {target}, {SPLITS};")
+    return changed, range(1, len(p.lines))
 
 
 @pytest.mark.slow

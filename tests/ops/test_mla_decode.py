@@ -43,6 +43,8 @@ def same(x: Any, y: Any) -> bool:
 
 CASES = {
     "16 heads": Case((130, 0, 5)),
+    # The first queries of the first sequence see no token.
+    "pairs of CTAs, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
     "pairs of CTAs, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
     "pairs of CTAs, 128 heads": Case((200, 0, 5), heads=128),
     "pairs of CTAs, 4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
@@ -55,7 +57,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if n else ()) for n, x in enumerate(CASES.values())],
+    [
+        pytest.param(x, marks=pytest.mark.slow if n > 1 else ())
+        for n, x in enumerate(CASES.values())
+    ],
     ids=CASES,
 )
 def test_agrees_with_the_reference(emulator: Emulator, case: Case):
@@ -79,10 +84,20 @@ def test_equal_shares_of_ragged_sequences(emulator: Emulator):
     """9 sequences on 4 CTAs: each CTA has about as many tiles of the cache, so some sequences are
     cut, and some have no tokens."""
     lengths = (130, 0, 64, 5, 330, 0, 65, 190, 0)
-    args = Case(lengths, heads=3, page_size=16).arguments()
+    args = Case(lengths, heads=3).arguments()
     found = run(args)
     assert_agrees(args, *found)
     assert same(found, on({"num_sms": 4, "schedule": "random", "seed": 7}, args))
+
+
+@pytest.mark.slow
+def test_sums_of_many_rows(emulator: Emulator):
+    """Parts of the rows of a sum are work of their own, with one CTA and with several."""
+    args = Case((300, 0, 9), queries=3, heads=14).arguments()
+    found = run(args, num_splits=3)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 1}, args, num_splits=3))
+    assert_agrees(args, *run(args))
 
 
 @pytest.mark.slow
@@ -135,6 +150,7 @@ def test_no_sequence_has_tokens(emulator: Emulator):
     assert (o == 0).all() and (lse == -torch.inf).all()
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_queries(emulator: Emulator):
     """The first queries see no token."""
     args = Case((1, 2), queries=3, heads=2, page_size=16).arguments()
