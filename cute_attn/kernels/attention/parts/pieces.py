@@ -137,7 +137,6 @@ class PieceMap(Carried):
         fixed: into how many pieces every segment is cut; 0: into pieces of about `length` K/V
             tiles, as with None.
         rows_at_once: rows that a CTA adds up at once; 0: sums are not numbered.
-        most_summed: sums of more pieces are not numbered; 0: all are.
     """
 
     tiles: TileMap
@@ -147,7 +146,6 @@ class PieceMap(Carried):
     orders: Int32
     fixed: Int32 | None = None
     rows_at_once: int = 0
-    most_summed: int = 0
 
     @classmethod
     def of(
@@ -159,7 +157,6 @@ class PieceMap(Carried):
         fixed: Int32 | None = None,
         fits: bool = False,
         rows_at_once: int = 0,
-        most_summed: int = 0,
     ) -> PieceMap:
         """The map for `ctas` CTAs, with pieces of at least about `least` K/V tiles; a whole warp
         calls this. With `fits`, pieces are shorter where each CTA still takes at most one."""
@@ -176,9 +173,7 @@ class PieceMap(Carried):
         orders = cutlass.select_(segments > ctas * FEW_SEGMENTS, Int32(2), Int32(ORDERS))
         if fixed is not None:
             orders = cutlass.select_(fixed > 0, Int32(1), orders)
-        found = cls(
-            tiles, visible, Int32(length), Int32(0), Int32(orders), fixed, rows_at_once, most_summed
-        )
+        found = cls(tiles, visible, Int32(length), Int32(0), Int32(orders), fixed, rows_at_once)
         return replace(found, first=Int32(found.order(longest) != 0))
 
     @property
@@ -212,14 +207,6 @@ class PieceMap(Carried):
         if self.fixed is None:
             return pieces
         return cutlass.select_(self.fixed > 0, self.fixed, pieces)
-
-    def parts(self, pieces: Int32, seqlen_q: Int32) -> Int32:
-        """The parts of rows of a sum of pieces; 1 or less for a sum that has no number."""
-        rows = seqlen_q * self.tiles.packed_heads
-        parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
-        if self.most_summed:
-            parts = cutlass.select_(pieces <= self.most_summed, parts, 0)
-        return parts
 
     def order(self, key_tiles: Int32) -> Int32:
         """The class of a segment's length, from 0 for segments with pieces."""
@@ -280,7 +267,8 @@ class PieceMap(Carried):
         segments = Int32(cutlass.select_(counts, segments, 0))  # a loop carries only such numbers
         items = pieces = Int32(self.pieces(key_tiles))
         if self.rows_at_once:
-            parts = self.parts(pieces, seqlen_q)
+            rows = seqlen_q * self.tiles.packed_heads
+            parts = parts_of_sum(pieces, rows, self.tiles.tile_size, self.rows_at_once)
             parts = cutlass.select_(parts > 1, parts, 0)
             items = Int32(cutlass.select_(order == self.orders, parts, pieces))
         up_to = slots = sums_up_to(segments * items)

@@ -237,14 +237,14 @@ class Pieces(Carried):
 
 @dataclass(frozen=True)
 class LatentWork(PieceWork):
-    """A piece, a whole segment, or the sum of a part of a segment's rows.
+    """A piece or a whole segment.
 
     Attributes:
-        parts: into how many parts the sum of the segment's pieces is cut, which are work of their
-            own. 1 or less: the CTA that arrives last adds the pieces up.
+        together: not 0 if the CTAs of a segment's pieces add the pieces up together, a part of the
+            rows each. The CTAs then wait for one another, so each CTA has at most one piece.
     """
 
-    parts: Int32
+    together: Int32
 
 
 class Sm90LatentDecode:
@@ -461,15 +461,14 @@ class Sm90LatentDecode:
         smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
         queue = TileQueue(LatentWork, storage.work, barriers)
         pieces = PieceMap.of(
-            tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True,
-            rows_at_once=self.rows_at_once * self.spec.cluster, most_summed=GROUP,
-        )  # fmt: skip
+            tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
+        )
         even = EvenPieces.of(pieces, x.num_ctas, x.num_splits)
         taken = Int32(0)
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
         else:
-            taken = self.load_pieces(x, storage, smem, queue, visible, pieces)
+            taken = self.load_pieces(x, storage, smem, queue, visible, pieces, even.one_each)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -492,7 +491,7 @@ class Sm90LatentDecode:
         while unit < end:
             window = even.window_of(unit, window)
             found, unit, has_work = even.work(cta, unit, window)
-            work = LatentWork(**vars(found), parts=Int32(1))
+            work = LatentWork(**vars(found), together=Int32(0))
             if has_work:
                 queue.publish_work(taken, work)
                 n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
@@ -502,50 +501,34 @@ class Sm90LatentDecode:
     @cute.jit
     def load_pieces(
         self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
-        visible: HeadsVisibility, pieces: PieceMap,
+        visible: HeadsVisibility, pieces: PieceMap, one_each: Boolean,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
         these are."""
         barriers = queue.barriers
-        # A sum waits for its pieces, which running CTAs must have taken. So where sums have
-        # numbers, the counter has the first numbers too.
-        counted = Int32(0)
-        number = Int32(0)
-        if cutlass.const_expr(self.pair):
-            number = self.take_number(x, storage, barriers, counted)
-        else:
-            number = Int32(cute.arch.block_idx()[0])
-            counted = Int32(cute.arch.grid_dim()[0])
-            if pieces.tiles.queries.tokens * x.heads > self.rows_at_once:
-                number = self.take_number(x, storage, barriers, counted)
-                counted = Int32(0)
+        number = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
-        while window.order < pieces.end:
+        while window.order < pieces.orders:
             found = pieces.work(number, window)
-            parts = Int32(pieces.parts(found.pieces, found.seqlen_q))
-            work = LatentWork(**vars(found), parts=parts)
+            # A CTA adds up as many rows at a time as a thread block has side by side.
+            together = one_each & (found.pieces > 1) & (found.pieces <= GROUP)
+            together = together & (found.seqlen_q * x.heads > self.rows_at_once)
+            work = LatentWork(**vars(found), together=Int32(cutlass.select_(together, 1, 0)))
             queue.publish_work(taken, work)
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
-            number = self.take_number(x, storage, barriers, taken) + counted
+            number = Int32(0)
+            if cutlass.const_expr(self.pair):
+                numbers = PairNumbers.of(barriers, storage, x.counter)
+                number = numbers.take(Int32(NEVER), taken - 1) + cute.arch.cluster_dim()[0]
+            else:
+                if cute.arch.lane_idx() == 0:
+                    number = increment_global(x.counter.iterator.toint(), NEVER)
+                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
         return taken
-
-    @cute.jit
-    def take_number(
-        self, x: Operands, storage: Pointers, barriers: Barriers, n: Int32
-    ) -> Int32:  # fmt: skip
-        """The counter's next number. A pair takes its number n."""
-        number = Int32(0)
-        if cutlass.const_expr(self.pair):
-            number = PairNumbers.of(barriers, storage, x.counter).take(Int32(NEVER), n)
-        else:
-            if cute.arch.lane_idx() == 0:
-                number = increment_global(x.counter.iterator.toint(), NEVER)
-            number = cute.arch.shuffle_sync(number, 0)
-        return number
 
     def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
         """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
@@ -878,18 +861,17 @@ class Sm90LatentDecode:
         if work.pieces == 1:
             self.store_piece(x, own, work, log_sums, False)
         else:
-            if not work.is_sum:
-                self.store_piece(x, own, work, log_sums, True)
+            self.store_piece(x, own, work, log_sums, True)
             grouped = work.pieces > GROUP
-            group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
-            group = group // GROUP
+            index = (work.slot - work.first_slot) // work.apart
+            group = Int32(cutlass.select_(grouped, index, 0)) // GROUP
             first = work.first_slot + group * (GROUP * work.apart)
             count = cutlass.min(work.pieces - group * GROUP, GROUP)
             adds, begin, stride = Boolean(False), Int32(0), Int32(self.rows_at_once)
-            if work.parts > 1:
-                self.arrive(x, own, self.slot(first), count, work)
-                adds = work.is_sum
-                begin, stride = (-1 - work.slot) * stride, work.parts * stride
+            if work.together != 0:
+                self.wait_for_pieces(x, own, self.slot(first), count)
+                adds = Boolean(True)
+                begin, stride = index * stride, count * stride
             elif self.is_last(x, own, self.slot(first), count):
                 if grouped:
                     parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
@@ -905,20 +887,19 @@ class Sm90LatentDecode:
             if adds:
                 parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
                 self.add_pieces(x, own, work, parts, begin, stride, False)
+            if work.together != 0:
+                self.is_last(x, own, self.slot(first), 2 * count)
 
     @cute.jit
-    def arrive(
-        self, x: Operands, own: Outputs, number: Int32, pieces: Int32, work: LatentWork
-    ) -> None:
-        """Count the CTA's arrival at a segment whose sum is work of its own. A sum waits before
-        until all pieces have arrived, whose results the CTA then sees."""
+    def wait_for_pieces(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> None:
+        """Count the CTA's arrival, and wait until all CTAs of `count` have arrived, whose results
+        the CTA then sees. Each CTA arrives once more after the sum."""
         outputs_barrier()
         if cute.arch.thread_idx()[0] == OUTPUTS.warps[0] * WARP_SIZE:
             at = x.counter.iterator.toint() + (2 + number) * 4
-            if work.is_sum:
-                while load_acquire(at) < pieces:
-                    sleep(POLL)
-            count_arrival(at, pieces + work.parts)
+            count_arrival(at, 2 * count)
+            while load_acquire(at) < count:
+                sleep(POLL)
         outputs_barrier()
 
     @cute.jit
