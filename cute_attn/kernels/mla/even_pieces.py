@@ -62,14 +62,12 @@ class EvenPieces(Carried):
         pieces: the segments; their pieces are not used.
         total, share: units of all CTAs, and of one.
         used: whether equal shares are better than the pieces.
-        one_each: whether each CTA takes at most one of the pieces.
     """
 
     pieces: PieceMap
     total: Int32
     share: Int32
     used: Boolean
-    one_each: Boolean
 
     @staticmethod
     def of(pieces: PieceMap, ctas: Int32, num_splits: Int32) -> EvenPieces:
@@ -77,10 +75,9 @@ class EvenPieces(Carried):
         calls this."""
         total, segments, count, longest = _sizes(pieces)
         even = (total - segments * OVERHEAD + (ctas - 1)) // ctas
-        one_each = count <= ctas
-        fits = one_each & (longest <= even + SLACK)
+        fits = (count <= ctas) & (longest <= even + SLACK)
         share = cutlass.max((total + (ctas - 1)) // ctas, 1)
-        return EvenPieces(pieces, total, share, (num_splits == 0) & ~fits, one_each)
+        return EvenPieces(pieces, total, share, (num_splits == 0) & ~fits)
 
     def shares(self, start: Int32, key_tiles: Int32) -> tuple[Int32, Int32]:
         """The first and the last CTA of a segment that begins at unit `start`."""

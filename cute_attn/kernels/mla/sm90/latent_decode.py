@@ -67,11 +67,9 @@ from ...common.ptx.memory import (
     NEVER,
     count_arrival,
     increment_global,
-    load_acquire,
     load_shared,
     prefetch_global,
     shared_address,
-    sleep,
     store_global,
     store_shared,
 )
@@ -102,7 +100,6 @@ REGISTERS = (120, 176, 40)
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
 GROUP = 12  # pieces that one CTA adds up
-POLL = 32  # nanoseconds between looks at the number of arrivals
 AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
 
 
@@ -235,18 +232,6 @@ class Pieces(Carried):
     lse_column: Int32
 
 
-@dataclass(frozen=True)
-class LatentWork(PieceWork):
-    """A piece or a whole segment.
-
-    Attributes:
-        together: not 0 if the CTAs of a segment's pieces add the pieces up together, a part of the
-            rows each. The CTAs then wait for one another, so each CTA has at most one piece.
-    """
-
-    together: Int32
-
-
 class Sm90LatentDecode:
     """The kernel for one LatentDecodeSpec; see the module's docstring."""
 
@@ -267,9 +252,6 @@ class Sm90LatentDecode:
             for stages in (2, 1)
             if self.buffers(stages).nbytes <= MAX_SMEM_BYTES or stages == 1
         )
-        across = spec.head_dim_v // VECTOR  # threads of a row in the sum of pieces
-        self.abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows side by side
-        self.rows_at_once = self.abreast * AT_ONCE
         self.pipeline = Pipeline(*self.edges(self.p_stages))
         self.smem = self.buffers(self.p_stages, limit=MAX_SMEM_BYTES)
 
@@ -301,7 +283,7 @@ class Sm90LatentDecode:
             Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
             *((PairNumbers.buffer(),) if self.pair else ()),
-            TileQueue.buffer(LatentWork),
+            TileQueue.buffer(PieceWork),
             Buffer("barriers", Int64, count),
             limit=limit,
         )
@@ -437,7 +419,7 @@ class Sm90LatentDecode:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def first_row(self, work: LatentWork) -> Any:
+    def first_row(self, work: PieceWork) -> Any:
         """The CTA's first row of a tile of the cluster."""
         row = work.block * self.tile_rows
         return row + cute.arch.block_idx_in_cluster() * TILE_M if self.pair else row
@@ -446,7 +428,7 @@ class Sm90LatentDecode:
         """The place of a piece's result; each CTA of a pair has its own place."""
         return number * CTAS + cute.arch.block_idx_in_cluster() if self.pair else number
 
-    def key_tiles(self, visible: HeadsVisibility, work: LatentWork) -> tuple[Any, Any]:
+    def key_tiles(self, visible: HeadsVisibility, work: PieceWork) -> tuple[Any, Any]:
         """[first, end) of the key tiles of a piece."""
         return work.part(*visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
@@ -459,7 +441,7 @@ class Sm90LatentDecode:
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
         smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
-        queue = TileQueue(LatentWork, storage.work, barriers)
+        queue = TileQueue(PieceWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
@@ -468,7 +450,7 @@ class Sm90LatentDecode:
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
         else:
-            taken = self.load_pieces(x, storage, smem, queue, visible, pieces, even.one_each)
+            taken = self.load_pieces(x, storage, smem, queue, visible, pieces)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -490,8 +472,7 @@ class Sm90LatentDecode:
         window = even.start()
         while unit < end:
             window = even.window_of(unit, window)
-            found, unit, has_work = even.work(cta, unit, window)
-            work = LatentWork(**vars(found), together=Int32(0))
+            work, unit, has_work = even.work(cta, unit, window)
             if has_work:
                 queue.publish_work(taken, work)
                 n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
@@ -501,7 +482,7 @@ class Sm90LatentDecode:
     @cute.jit
     def load_pieces(
         self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
-        visible: HeadsVisibility, pieces: PieceMap, one_each: Boolean,
+        visible: HeadsVisibility, pieces: PieceMap,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
         these are."""
@@ -511,11 +492,7 @@ class Sm90LatentDecode:
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
         while window.order < pieces.orders:
-            found = pieces.work(number, window)
-            # A CTA adds up as many rows at a time as a thread block has side by side.
-            together = one_each & (found.pieces > 1) & (found.pieces <= GROUP)
-            together = together & (found.seqlen_q * x.heads > self.rows_at_once)
-            work = LatentWork(**vars(found), together=Int32(cutlass.select_(together, 1, 0)))
+            work = pieces.work(number, window)
             queue.publish_work(taken, work)
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
@@ -540,7 +517,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first, which are uses n and up.
@@ -570,7 +547,7 @@ class Sm90LatentDecode:
         visible: HeadsVisibility, warp: Int32,
     ) -> None:  # fmt: skip
         """Load the tiles of Q."""
-        queue = TileQueue(LatentWork, storage.work, barriers)
+        queue = TileQueue(PieceWork, storage.work, barriers)
         taken = Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -585,7 +562,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def load_queries(
-        self, x: Operands, shared: Shared, visible: HeadsVisibility, work: LatentWork, warp: Int32
+        self, x: Operands, shared: Shared, visible: HeadsVisibility, work: PieceWork, warp: Int32
     ) -> None:
         """Start to copy the warp's rows of Q. A lane copies every 32nd unit of 16 bytes of a row.
         Rows that do not exist become 0."""
@@ -611,7 +588,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def softmax_warps(self, x: Operands, storage: Pointers, own: Scores) -> None:
-        queue = TileQueue(LatentWork, storage.work, own.barriers)
+        queue = TileQueue(PieceWork, storage.work, own.barriers)
         taken = Int32(0)  # pieces
         n = Int32(0)  # key tiles
         used = Int32(0)  # stages of P: each piece uses one more for the sums
@@ -646,7 +623,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def compute_scores(
-        self, x: Operands, own: Scores, work: LatentWork, key_tile: Int32, n: Int32, used: Int32
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
         fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
@@ -654,7 +631,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def compute_two_scores(
-        self, x: Operands, own: Scores, work: LatentWork, key_tile: Int32, n: Int32, used: Int32
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys and of the tile before it, uses n and n + 1 of the cache. The
         softmax of the first tile runs beside the scores of the second tile."""
@@ -686,7 +663,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def store_probabilities(
-        self, x: Operands, own: Scores, work: LatentWork, key_tile: Int32, used: Int32
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, used: Int32
     ) -> None:
         """Replace S of a tile of keys by P, and store P as use `used`."""
         row = self.first_row(work)
@@ -749,7 +726,7 @@ class Sm90LatentDecode:
         for part in cutlass.range_constexpr(self.parts_of_p):
             own.barriers.warp_arrives("p_full", used * self.parts_of_p + part)
 
-    def mask(self, own: Scores, work: LatentWork, key_tile: Any) -> None:
+    def mask(self, own: Scores, work: PieceWork, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         highs = []
         for lane_row in range(fragments.LANE_ROWS):
@@ -763,7 +740,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def output_warps(self, x: Operands, storage: Pointers, own: Outputs) -> None:
-        queue = TileQueue(LatentWork, storage.work, own.barriers)
+        queue = TileQueue(PieceWork, storage.work, own.barriers)
         taken, n, used = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -853,7 +830,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def finish_piece(
-        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32]
+        self, x: Operands, own: Outputs, work: PieceWork, log_sums: list[Float32]
     ) -> None:
         """Store the result of a whole segment, or of a piece. After the last piece of a segment,
         add up its pieces. A segment with more than GROUP pieces is added up in two steps: first
@@ -863,44 +840,23 @@ class Sm90LatentDecode:
         else:
             self.store_piece(x, own, work, log_sums, True)
             grouped = work.pieces > GROUP
-            index = (work.slot - work.first_slot) // work.apart
-            group = Int32(cutlass.select_(grouped, index, 0)) // GROUP
+            group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
+            group = group // GROUP
             first = work.first_slot + group * (GROUP * work.apart)
             count = cutlass.min(work.pieces - group * GROUP, GROUP)
-            adds, begin, stride = Boolean(False), Int32(0), Int32(self.rows_at_once)
-            if work.together != 0:
-                self.wait_for_pieces(x, own, self.slot(first), count)
-                adds = Boolean(True)
-                begin, stride = index * stride, count * stride
-            elif self.is_last(x, own, self.slot(first), count):
+            if self.is_last(x, own, self.slot(first), count):
                 if grouped:
                     parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                    self.add_pieces(x, own, work, parts, begin, stride, True)
+                    self.add_pieces(x, own, work, parts, True)
                     groups = (work.pieces + (GROUP - 1)) // GROUP
                     of_groups = x.parts.shape[0] + self.slot(work.first_slot)
                     if self.is_last(x, own, of_groups, groups):
                         step = GROUP * work.apart
                         parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
-                        self.add_pieces(x, own, work, parts, begin, stride, False)
+                        self.add_pieces(x, own, work, parts, False)
                 else:
-                    adds = Boolean(True)
-            if adds:
-                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                self.add_pieces(x, own, work, parts, begin, stride, False)
-            if work.together != 0:
-                self.is_last(x, own, self.slot(first), 2 * count)
-
-    @cute.jit
-    def wait_for_pieces(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> None:
-        """Count the CTA's arrival, and wait until all CTAs of `count` have arrived, whose results
-        the CTA then sees. Each CTA arrives once more after the sum."""
-        outputs_barrier()
-        if cute.arch.thread_idx()[0] == OUTPUTS.warps[0] * WARP_SIZE:
-            at = x.counter.iterator.toint() + (2 + number) * 4
-            count_arrival(at, 2 * count)
-            while load_acquire(at) < count:
-                sleep(POLL)
-        outputs_barrier()
+                    parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                    self.add_pieces(x, own, work, parts, False)
 
     @cute.jit
     def is_last(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> Boolean:
@@ -916,7 +872,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def store_piece(
-        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32],
+        self, x: Operands, own: Outputs, work: PieceWork, log_sums: list[Float32],
         piece: cutlass.Constexpr[bool],
     ) -> None:  # fmt: skip
         """Store the warp's rows from registers: to o and lse, or as the result of a `piece`."""
@@ -943,19 +899,19 @@ class Sm90LatentDecode:
 
     @cute.jit
     def add_pieces(
-        self, x: Operands, own: Outputs, work: LatentWork, pieces: Pieces, begin: Int32,
-        stride: Int32, group: cutlass.Constexpr[bool],
+        self, x: Operands, own: Outputs, work: PieceWork, pieces: Pieces,
+        group: cutlass.Constexpr[bool],
     ) -> None:  # fmt: skip
         """Add up results of a segment, to o and lse, or of a `group` to the result of the group's
-        first piece: `rows_at_once` rows from `begin` on, and after every `stride` rows. A thread
-        has four columns of AT_ONCE rows at a time."""
-        spec, abreast = self.spec, self.abreast
+        first piece. A thread has four columns of AT_ONCE rows at a time."""
+        spec = self.spec
         across = spec.head_dim_v // VECTOR
+        abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows that the threads have side by side
         thread = cute.arch.thread_idx()[0] - OUTPUTS.warps[0] * WARP_SIZE
         in_row, vector = thread // across, thread % across
         rows = cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
         step = Int64(pieces.step) * (x.parts.stride[0] * (4 * self.spec.cluster))
-        for first in cutlass.range(begin + in_row, rows, stride, unroll=1):
+        for first in cutlass.range(in_row, rows, abreast * AT_ONCE, unroll=1):
             of_thread = [first + i * abreast for i in range(AT_ONCE)]
             # A row that does not exist stands for the thread's own first row, because another
             # thread may be storing a group's result to its row.
@@ -980,7 +936,7 @@ class Sm90LatentDecode:
 
     @cute.jit
     def store_sum(
-        self, x: Operands, own: Outputs, work: LatentWork, in_tile: Int32, vector: Int32,
+        self, x: Operands, own: Outputs, work: PieceWork, in_tile: Int32, vector: Int32,
         whole: cute.Tensor, log_sum: Float32,
     ) -> None:  # fmt: skip
         """Store four columns of a row of o, and the row's log-sum-exp."""
