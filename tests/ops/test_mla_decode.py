@@ -92,7 +92,7 @@ def test_equal_shares_of_ragged_sequences(emulator: Emulator):
 
 @pytest.mark.slow
 def test_sums_of_many_rows(emulator: Emulator):
-    """Parts of the rows of a sum are work of their own, with one CTA and with several."""
+    """More rows than are added up at a time, with one CTA and with several."""
     args = Case((300, 0, 9), queries=3, heads=14).arguments()
     found = run(args, num_splits=3)
     assert_agrees(args, *found)

@@ -70,14 +70,13 @@ class EvenPieces(Carried):
     used: Boolean
 
     @staticmethod
-    def of(pieces: PieceMap, ctas: Int32, num_splits: Int32) -> EvenPieces:
-        """Equal shares for `ctas` CTAs, which are not used where num_splits is not 0; a whole warp
-        calls this."""
+    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean) -> EvenPieces:
+        """Equal shares for `ctas` CTAs, or pairs of CTAs; a whole warp calls this."""
         total, segments, count, longest = _sizes(pieces)
         even = (total - segments * OVERHEAD + (ctas - 1)) // ctas
         fits = (count <= ctas) & (longest <= even + SLACK)
         share = cutlass.max((total + (ctas - 1)) // ctas, 1)
-        return EvenPieces(pieces, total, share, (num_splits == 0) & ~fits)
+        return EvenPieces(pieces, total, share, allowed & ~fits)
 
     def shares(self, start: Int32, key_tiles: Int32) -> tuple[Int32, Int32]:
         """The first and the last CTA of a segment that begins at unit `start`."""

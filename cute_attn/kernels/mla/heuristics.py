@@ -13,7 +13,6 @@ from .spec import TILE_M, TILE_N, LatentDecodeSpec
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
-PAIRED, EARLY, TWO_TILES, HALVES = True, False, False, False
 
 
 def latent_decode_spec(
@@ -39,13 +38,13 @@ def latent_decode_spec(
         chunks=CHUNKS,
         least_key_tiles=LEAST_KEY_TILES,
         cluster=cluster,
-        early=EARLY and head_dim_v == 512,
-        two_tiles=TWO_TILES,
-        halves=HALVES,
+        # Chunks of columns are those of the outputs' warpgroups.
+        early=head_dim_v == 512,
+        halves=True,
     )
 
 
 def cluster_of(rows: int) -> int:
     """CTAs of a cluster. A pair of CTAs has two tiles of rows, and loads the cache once."""
     tiles = -(-rows // TILE_M)
-    return 1 if tiles % 2 or not PAIRED else 2
+    return 1 if tiles % 2 else 2

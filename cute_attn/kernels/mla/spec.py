@@ -38,8 +38,6 @@ class LatentDecodeSpec(Spec):
         least_key_tiles: tiles of the cache that a piece has at least, about.
         cluster: CTAs that share the loads of the cache, each with 64 rows.
         early: a chunk is released once its columns have been multiplied, not with the whole tile.
-        two_tiles: the scores of a tile run beside the softmax of the tile before it, in pairs of
-            tiles.
         halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
 
     Raises:
@@ -67,7 +65,6 @@ class LatentDecodeSpec(Spec):
     least_key_tiles: int
     cluster: int = 1
     early: bool = False
-    two_tiles: bool = False
     halves: bool = False
 
     def __post_init__(self) -> None:

@@ -192,7 +192,7 @@ class Scores(Carried):
     barriers: Barriers
     shared: Shared
     s: cute.Tensor
-    held: cute.Tensor | None
+    held: cute.Tensor
     softmax: FragmentSoftmax
     visible: HeadsVisibility
 
@@ -240,8 +240,7 @@ class Sm90LatentDecode:
         self.dtype = DTYPE[spec.dtype]
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.tile_bytes = TILE_N * spec.head_dim * 2
-        # Columns of Q that stay in registers, where S of only one tile is in registers.
-        self.held = 0 if spec.two_tiles else len(spec.chunk_columns[0])
+        self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.pair = spec.cluster == CTAS
         self.parts_of_p = 2 if spec.halves else 1  # parts of P's columns, published in turn
@@ -409,7 +408,7 @@ class Sm90LatentDecode:
                 barriers=barriers,
                 shared=shared,
                 s=fragments.accumulators(TILE_N),
-                held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
+                held=cute.make_rmem_tensor((self.held // 4,), Int32),
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
@@ -445,7 +444,10 @@ class Sm90LatentDecode:
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
-        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits)
+        # Single CTAs that have several tiles of rows of a sequence read the cache at the same time,
+        # so that memory sends it once. Equal shares would end this. Pairs read it slowly enough.
+        alone = self.pair or tiles.blocks(tiles.queries.tokens) == 1
+        even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone)
         taken = Int32(0)
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
@@ -597,24 +599,12 @@ class Sm90LatentDecode:
             own.softmax.start()
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.barriers.wait("q_full", taken)
-            if cutlass.const_expr(self.held > 0):
-                fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
+            fragments.assign(own.held, held_rows(own.shared.q, own.warp, ROWS, self.held))
             first, end = self.key_tiles(own.visible, work)
-            if cutlass.const_expr(self.spec.two_tiles):
-                count = end - first
-                for i in cutlass.range((count + 1) // 2, unroll=1):
-                    at = 2 * i
-                    if at + 1 < count:
-                        self.compute_two_scores(x, own, work, end - 1 - at, n + at, used + at)
-                    else:
-                        self.compute_scores(x, own, work, end - 1 - at, n + at, used + at)
-                n += count
-                used += count
-            else:
-                for i in cutlass.range(end - first, unroll=1):
-                    self.compute_scores(x, own, work, end - 1 - i, n, used)
-                    n += 1
-                    used += 1
+            for i in cutlass.range(end - first, unroll=1):
+                self.compute_scores(x, own, work, end - 1 - i, n, used)
+                n += 1
+                used += 1
             own.barriers.warp_arrives("q_empty", taken)
             self.publish_sums(own, used)
             used += 1
@@ -629,18 +619,6 @@ class Sm90LatentDecode:
         fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
         self.store_probabilities(x, own, work, key_tile, used)
 
-    @cute.jit
-    def compute_two_scores(
-        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
-    ) -> None:
-        """Compute P of a tile of keys and of the tile before it, uses n and n + 1 of the cache. The
-        softmax of the first tile runs beside the scores of the second tile."""
-        fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
-        second = self.start_tile(own, n + 1)
-        self.store_probabilities(x, own, work, key_tile, used)
-        fragments.assign(own.s, wgmma.wait(second))
-        self.store_probabilities(x, own, work, key_tile - 1, used + 1)
-
     def start_tile(self, own: Scores, n: Int32) -> list[Any]:
         """Start S of a tile of keys, use n of the cache, chunk by chunk."""
         spec = self.spec
@@ -651,7 +629,7 @@ class Sm90LatentDecode:
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
-                held=fragments.values(own.held) if c == 0 and self.held else None,
+                held=fragments.values(own.held) if c == 0 else None,
             )  # fmt: skip
         return scores
 
