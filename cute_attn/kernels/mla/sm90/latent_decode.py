@@ -445,7 +445,7 @@ class Sm90LatentDecode:
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
         # Single CTAs that have several tiles of rows of a sequence read the cache at the same time,
-        # so that memory sends it once. Equal shares would end this. Pairs read it slowly enough.
+        # so that memory sends the cache once. Equal shares would end this. Pairs need less memory.
         alone = self.pair or tiles.blocks(tiles.queries.tokens) == 1
         even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone)
         taken = Int32(0)
