@@ -63,6 +63,7 @@ from .operator import (
 # The operator, and the kernel's limits for callers that choose kernels before a call.
 __all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
 
 
@@ -129,7 +130,7 @@ def mla_decode(
         ValueError: wrong shapes, strides, devices or alignment, or an `out` that overlaps another
             argument.
         NotImplementedError: an architecture other than sm_90a, a shape of tokens without a kernel,
-            or a tensor that requires a gradient.
+            a cache in fp8, or a tensor that requires a gradient.
     """
     plain = (
         not is_dynamo_compiling()
@@ -165,19 +166,22 @@ def plan_mla_decode(
     head_dim: int = 576,
     head_dim_v: int | None = None,
     queries: int = 1,
+    heads: int = 16,
     causal: bool = True,
     page_size: int = 64,
     return_lse: bool = False,
 ) -> list[launch.Request]:
     """The kernel that `mla_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
-    The kernel does not depend on the numbers of sequences, heads and splits, nor on lengths.
+    The kernel does not depend on the numbers of sequences and splits, nor on lengths.
 
     Args:
         arch: such as "sm_90a".
         dtype: dtype of q and the cache.
         head_dim: columns of a cached token.
         head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
-        queries: queries of a sequence; only whether this is 1 matters.
+        queries: queries of a sequence.
+        heads: query heads. With queries, they are rows of the kernel's tiles of 64: only whether
+            queries is 1, and whether the number of tiles is even, matters.
         causal: as the operator's.
         page_size: tokens of a page, a multiple of 16.
         return_lse: as the operator's.
@@ -199,6 +203,7 @@ def plan_mla_decode(
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
+        rows=queries * heads,
         causal=causal and queries > 1,
         page_size=page_size,
         lse=return_lse,
@@ -276,6 +281,11 @@ class LatentDecode(Operator[_Called]):
         _check_scalars(a)
         check_q(a.q_nope)
         check_dtype("q_nope", a.q_nope, DTYPES)
+        if isinstance(a.kv_cache, Tensor) and a.kv_cache.dtype in FP8:
+            raise NotImplementedError(
+                f"kv_cache has dtype {a.kv_cache.dtype}, there is no kernel for a latent cache in "
+                f"fp8; its dtype must be q_nope's, {a.q_nope.dtype}"
+            )
         check_dtypes_are(given, ("q_rope", "kv_cache"), a.q_nope.dtype)
         check_int32(given, ("block_table", "cache_seqlens"))
         _check_shapes(a, given)
@@ -300,13 +310,14 @@ class LatentDecode(Operator[_Called]):
             head_dim=a.kv_cache.shape[-1],
             head_dim_v=a.head_dim_v,
             queries=shape[1],
+            heads=shape[2],
             causal=bool(a.causal),
             page_size=a.kv_cache.shape[1],
             return_lse=bool(a.return_lse),
         )
-        ctas = launch.num_clusters(device, 1)
-        segments = shape[0] * -(-shape[1] * shape[2] // TILE_M)
-        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits)
+        ctas = launch.num_clusters(device, spec.cluster)
+        segments = shape[0] * -(-shape[1] * shape[2] // (TILE_M * spec.cluster))
+        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits) * spec.cluster
         columns = a.head_dim_v + PART_COLUMNS
         layout = (slots, TILE_M, columns), (TILE_M * columns, columns, 1)
         counters = max(FEWEST_COUNTERS, 1 << (1 + 2 * slots).bit_length())

@@ -43,7 +43,11 @@ def same(x: Any, y: Any) -> bool:
 
 CASES = {
     "16 heads": Case((130, 0, 5)),
-    "2 queries, 40 heads, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
+    # The first queries of the first sequence see no token.
+    "pairs of CTAs, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
+    "pairs of CTAs, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
+    "pairs of CTAs, 128 heads": Case((200, 0, 5), heads=128),
+    "pairs of CTAs, 4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
     "320 columns, float16": Case(
         (70, 129), queries=3, heads=7, head_dim=320, head_dim_v=256, dtype=torch.float16,
         page_size=32,
@@ -53,7 +57,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if n else ()) for n, x in enumerate(CASES.values())],
+    [
+        pytest.param(x, marks=pytest.mark.slow if n > 1 else ())
+        for n, x in enumerate(CASES.values())
+    ],
     ids=CASES,
 )
 def test_agrees_with_the_reference(emulator: Emulator, case: Case):
@@ -73,6 +80,36 @@ def test_splits_and_groups_of_pieces(emulator: Emulator):
     assert same([x[:1] for x in found], run(alone, num_splits=14))
 
 
+def test_equal_shares_of_ragged_sequences(emulator: Emulator):
+    """9 sequences on 4 CTAs: each CTA has about as many tiles of the cache, so some sequences are
+    cut, and some have no tokens."""
+    lengths = (130, 0, 64, 5, 330, 0, 65, 190, 0)
+    args = Case(lengths, heads=3).arguments()
+    found = run(args)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 4, "schedule": "random", "seed": 7}, args))
+
+
+@pytest.mark.slow
+def test_sums_of_many_rows(emulator: Emulator):
+    """More rows than are added up at a time, with one CTA and with several."""
+    args = Case((300, 0, 9), queries=3, heads=14).arguments()
+    found = run(args, num_splits=3)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 1}, args, num_splits=3))
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.slow
+def test_pieces_and_groups_of_pairs(emulator: Emulator):
+    args = Case((900, 100), heads=100).arguments()
+    found = run(args, num_splits=14)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 2, "schedule": "random", "seed": 3}, args, num_splits=14))
+    assert_agrees(args, *on({"num_sms": 6, "schedule": "random", "seed": 4}, args))
+
+
+@pytest.mark.slow
 def test_pieces_balance_the_ctas(emulator: Emulator):
     """With num_splits of 0, a long sequence among short sequences is cut."""
     args = Case((700, 3, 0, 130), heads=5).arguments()
@@ -113,6 +150,7 @@ def test_no_sequence_has_tokens(emulator: Emulator):
     assert (o == 0).all() and (lse == -torch.inf).all()
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_queries(emulator: Emulator):
     """The first queries see no token."""
     args = Case((1, 2), queries=3, heads=2, page_size=16).arguments()
@@ -207,6 +245,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "kv_cache has 448 columns and head_dim_v is 512, there are kernels for: 576",
     ),
     "page size": (changed(kv_cache=(4, 24, 576)), ValueError, "is 24, must be a positive multiple"),
+    "fp8": (
+        {"kv_cache": torch.zeros(4, 64, 576).to(torch.float8_e4m3fn)}, NotImplementedError,
+        "kv_cache has dtype torch.float8_e4m3fn, there is no kernel for a latent cache in fp8",
+    ),
     "dtype": ({"kv_cache": torch.zeros(4, 64, 576)}, TypeError, "kv_cache has dtype torch.float32"),
     "lengths": (
         {"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, TypeError,
@@ -245,8 +287,14 @@ def test_other_architectures_are_refused():
         cute_attn.mla_decode(**Case((64,)).arguments())
 
 
-def test_plans_do_not_depend_on_heads_and_lengths():
+def test_plans_depend_on_tiles_of_rows():
+    """With an even number of tiles of 64 rows, pairs of CTAs have two tiles each."""
     (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4)
     assert not one[1].causal and several[1].causal
-    assert plan_mla_decode(ARCH, queries=16) == [several]
+    assert one[1].cluster == several[1].cluster == 1
+    assert plan_mla_decode(ARCH, heads=1) == plan_mla_decode(ARCH, heads=64) == [one]
+    assert plan_mla_decode(ARCH, queries=3, heads=44) == [several]
     assert plan_mla_decode(ARCH, page_size=128) == [one]
+    (pairs,) = plan_mla_decode(ARCH, heads=128)
+    assert pairs[1].cluster == 2
+    assert plan_mla_decode(ARCH, heads=65) == [pairs]

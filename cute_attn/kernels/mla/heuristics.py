@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from .spec import TILE_N, LatentDecodeSpec
+from .spec import TILE_M, TILE_N, LatentDecodeSpec
 
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
@@ -16,17 +16,35 @@ CHUNKS = 4
 
 
 def latent_decode_spec(
-    *, dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_size: int, lse: bool
+    *,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    causal: bool,
+    page_size: int,
+    lse: bool,
 ) -> LatentDecodeSpec:
-    """The specialisation of the decode kernel."""
+    """The specialisation of the decode kernel, for `rows` pairs of a query and a head."""
+    cluster = cluster_of(rows)
     return LatentDecodeSpec(
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=causal,
-        page_rows=math.gcd(page_size, TILE_N),
+        page_rows=math.gcd(page_size, TILE_N // cluster),
         lse=lse,
         stages=STAGES.get(head_dim, 2),
         chunks=CHUNKS,
         least_key_tiles=LEAST_KEY_TILES,
+        cluster=cluster,
+        # Chunks of columns are those of the outputs' warpgroups.
+        early=head_dim_v == 512,
+        halves=True,
     )
+
+
+def cluster_of(rows: int) -> int:
+    """CTAs of a cluster. A pair of CTAs has two tiles of rows, and loads the cache once."""
+    tiles = -(-rows // TILE_M)
+    return 1 if tiles % 2 else 2

@@ -36,6 +36,9 @@ class LatentDecodeSpec(Spec):
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
+        cluster: CTAs that share the loads of the cache, each with 64 rows.
+        early: a chunk is released once its columns have been multiplied, not with the whole tile.
+        halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -48,6 +51,7 @@ class LatentDecodeSpec(Spec):
         "page_rows": PAGE_ROWS,
         "stages": (2, 3, 4, 5),
         "chunks": (1, 2, 4),
+        "cluster": (1, 2),
     }
 
     dtype: str
@@ -59,6 +63,9 @@ class LatentDecodeSpec(Spec):
     stages: int
     chunks: int
     least_key_tiles: int
+    cluster: int = 1
+    early: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -87,6 +87,25 @@ class FragmentSoftmax(Carried):
         return moved
 
     @cute.jit
+    def start_used(self, s: cute.Tensor, used: Int32) -> Boolean:
+        """Run `start_update` where only the first `used` of the warp's 16 rows exist, as
+        `update_used` does. `finish_used` follows, for all columns."""
+        moved = Boolean(False)
+        if used > LANE_ROW_STEP:
+            moved = self.start_update(s, False, LANE_ROWS)
+        elif used > 0:
+            moved = self.start_update(s, False, 1)
+        return moved
+
+    @cute.jit
+    def finish_used(self, s: cute.Tensor, used: Int32, columns: cutlass.Constexpr[range]) -> None:
+        """Run `finish_update` for some of the lane's columns; see `start_used`."""
+        if used > LANE_ROW_STEP:
+            self.finish_update(s, LANE_ROWS, columns)
+        elif used > 0:
+            self.finish_update(s, 1, columns)
+
+    @cute.jit
     def update(
         self,
         s: cute.Tensor,
@@ -95,6 +114,15 @@ class FragmentSoftmax(Carried):
     ) -> Boolean:
         """Replace S by P in the first `lane_rows`. Return whether rows of O are to be multiplied by
         `factor`. `first` says that no tile comes before this tile."""
+        moved = self.start_update(s, first, lane_rows)
+        self.finish_update(s, lane_rows, range(cute.size(s) // LANE_ROWS))
+        return moved
+
+    @cute.jit
+    def start_update(
+        self, s: cute.Tensor, first: cutlass.Constexpr[bool], lane_rows: cutlass.Constexpr[int]
+    ) -> Boolean:
+        """Replace S by exponents; see `update`."""
         rows = [s[None, r, None] for r in range(lane_rows)]
         moved = Boolean(True)
         if cutlass.const_expr(first):
@@ -115,10 +143,20 @@ class FragmentSoftmax(Carried):
                 if moved:
                     keep_branch()
                     self.move_exponents(rows)
-        for r in cutlass.range_constexpr(len(rows)):
-            row = rows[r]
+        return moved
+
+    @cute.jit
+    def finish_update(
+        self,
+        s: cute.Tensor,
+        lane_rows: cutlass.Constexpr[int],
+        columns: cutlass.Constexpr[range],
+    ) -> None:
+        """Replace exponents by P, in some of the lane's columns."""
+        for r in cutlass.range_constexpr(lane_rows):
+            row = s[None, r, None]
             sums = [self.total[r], *(Float32(0.0) for _ in range(3))]
-            for j in cutlass.range_constexpr(cute.size(row)):
+            for j in cutlass.range_constexpr(columns.start, columns.stop):
                 if cutlass.const_expr(j in self.on_fma):
                     row[j] = exp2_on_fma(row[j])
                 else:
@@ -126,7 +164,6 @@ class FragmentSoftmax(Carried):
                 if cutlass.const_expr(self.sums):
                     sums[j % 4] = sums[j % 4] + row[j]
             self.total[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
-        return moved
 
     @cute.jit
     def move(self, rows: cutlass.Constexpr[Any]) -> None:

@@ -197,14 +197,16 @@ def stage_rows(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int3
         )
 
 
-def stage_matrices(words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32) -> None:
+def stage_matrices(
+    words: list[Any], base: Int32, warp: Int32, rows: int, lane: Int32, first: int = 0
+) -> None:
     """Store rounded rows as `stage_rows` does, with one instruction for each 16 columns. Lanes 0 to
     15 have the rows' addresses in the first 8 columns, lanes 16 to 31 the rows' addresses in the
-    next 8 columns."""
+    next 8 columns. The words are of the columns from `first` on."""
     row, half = lane % 16, lane // 16
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2)
     unit_of_lane = half ^ (row % 8)
     for i in range(0, len(words), 2 * LANE_ROWS):
-        unit = i // LANE_ROWS
+        unit = first // 8 + i // LANE_ROWS
         box = unit // 8 * (rows * BOX_COLUMNS * 2)
         store_matrices(at + box + ((unit_of_lane ^ (unit % 8)) << 4), words[i : i + 2 * LANE_ROWS])

@@ -13,10 +13,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 
 from ...common.carried import Carried
-from ...common.pipeline import Barriers
+from ...common.pipeline import BOTH_CTAS, CTAS, Barriers
+from ...common.ptx.cluster import cta_rank
 from ...common.ptx.memory import LINE_WORDS, prefetch_global
 from ...common.spec import WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes, partition
@@ -119,13 +120,20 @@ class Pages(Carried):
         n: Int32,
         column: Int32 | None = None,
         stage: Int32 | None = None,
+        multicast: cutlass.Constexpr[bool] = False,
     ) -> None:
         """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
         is the first column to load; `smem` has as many columns as are loaded. `stage` is the stage
-        of `smem`, by default the stage of use n."""
+        of `smem`, by default the stage of use n. With `multicast` each CTA of a pair loads half of
+        the boxes of rows into both CTAs."""
         if cutlass.const_expr(stage is None):
             stage = barriers.stage(edge, n)
-        for i in cutlass.range(self.boxes, unroll=1):  # not unrolled, because registers are few
+        first, count, more = 0, self.boxes, {}
+        if cutlass.const_expr(multicast):
+            count = self.boxes // CTAS
+            first, more = cta_rank() * count, {"mcast_mask": Int16(BOTH_CTAS)}
+        for each in cutlass.range(count, unroll=1):  # not unrolled, because registers are few
+            i = first + each if cutlass.const_expr(multicast) else each
             if cutlass.const_expr(self.boxes > 1):
                 page, *place = (cute.arch.shuffle_sync(value, i) for value in found)
             else:
@@ -138,5 +146,5 @@ class Pages(Carried):
             for box in cutlass.range_constexpr(cute.size(to, mode=[2])):
                 cute.copy(
                     tma, source[None, box], to[None, i, box, stage],
-                    tma_bar_ptr=barriers.pointer(edge, n),
+                    tma_bar_ptr=barriers.pointer(edge, n), **more,
                 )  # fmt: skip

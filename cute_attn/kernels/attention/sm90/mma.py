@@ -110,11 +110,20 @@ def start_output(
 
 
 def start_output_of_stored(
-    dtype: type[Numeric], o: list[Any], p: Any, v: Any, *, tile_n: int, columns: int
+    dtype: type[Numeric],
+    o: list[Any],
+    p: Any,
+    v: Any,
+    *,
+    tile_n: int,
+    columns: int,
+    steps: range | None = None,
 ) -> list[Any]:
     """Start O + P V, 64 by `columns`, in parts of at most 128 columns. P is at shared address `p`,
-    in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V."""
-    box, steps, parts = tile_n * LINE_BYTES, range(tile_n // STEP), []
+    in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V.
+    `steps` are as in `start_output`."""
+    box, parts = tile_n * LINE_BYTES, []
+    steps = range(tile_n // STEP) if steps is None else steps
     for column in range(0, columns, 128):
         first = wgmma.columns_descriptor(v + column // BOX * box, box)
         descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]

@@ -44,6 +44,7 @@ from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
 from ...attention.sm90.mma import (
     ROWS,
+    STEP,
     WARPGROUP,
     WARPGROUP_WARPS,
     held_rows,
@@ -57,7 +58,8 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pair_scheduler import PairNumbers
+from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.memory import (
@@ -76,6 +78,7 @@ from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes
+from ..even_pieces import EvenPieces
 from ..spec import PART_COLUMNS, TILE_M, TILE_N, LatentDecodeSpec
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
@@ -86,6 +89,7 @@ UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
 
 SOFTMAX = Role("softmax", range(0, 4))
 OUTPUTS = Role("outputs", range(4, 12))
+HALF = Role("outputs of its columns", range(4, 8))  # or the next four warps
 QUERIES = Role("queries", range(12, 15))
 LOAD = Role("load", range(15, 16))
 WORKERS = Role("softmax, outputs and queries", range(0, 15))
@@ -238,6 +242,9 @@ class Sm90LatentDecode:
         self.tile_bytes = TILE_N * spec.head_dim * 2
         self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
+        self.pair = spec.cluster == CTAS
+        self.parts_of_p = 2 if spec.halves else 1  # parts of P's columns, published in turn
+        self.tile_rows = TILE_M * spec.cluster  # rows of all CTAs of a cluster
         # Two stages of P where they fit.
         self.p_stages = next(
             stages
@@ -249,13 +256,17 @@ class Sm90LatentDecode:
 
     def edges(self, p_stages: int) -> tuple[Edge, ...]:
         stages, full = self.spec.stages, self.spec.stages * self.spec.chunks
+        reach = Reach.EACH if self.pair else Reach.CTA
+        p_full = p_stages * self.parts_of_p
+        released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
+            *(PairNumbers.edges(LOAD) if self.pair else ()),
             Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
             Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", OUTPUTS, LOAD, stages, Kind.WARPS, payload="its stage"),
-            Edge("p_full", SOFTMAX, OUTPUTS, p_stages, Kind.WARPS, payload="P, and O's factors"),
+            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, reach, "its stage"),
+            Edge("p_full", SOFTMAX, OUTPUTS, p_full, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
 
@@ -270,6 +281,7 @@ class Sm90LatentDecode:
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
             Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
+            *((PairNumbers.buffer(),) if self.pair else ()),
             TileQueue.buffer(PieceWork),
             Buffer("barriers", Int64, count),
             limit=limit,
@@ -314,11 +326,11 @@ class Sm90LatentDecode:
         pages = Pages.of(a.block_table, a.cache, spec, TILE_N)
         keys = Sequences(pages.most_keys, None, a.cache_seqlens)
         tiles = TileMap(
-            TILE_M, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
+            self.tile_rows, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
         )  # fmt: skip
         scaling = Scaling.of(a.softmax_scale, None, HEADROOM[spec.dtype])
         visible = HeadsVisibility(
-            TILE_M, TILE_N, 1, None, Int32(0) if spec.causal else None,
+            self.tile_rows, TILE_N, 1, None, Int32(0) if spec.causal else None,
             cute.fast_divmod_create_divisor_v2(heads),
         )  # fmt: skip
         num_ctas = a.num_ctas
@@ -331,14 +343,16 @@ class Sm90LatentDecode:
         cache = cute.make_tensor(
             a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
         )
-        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
+        copies = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+        tma, cache = self.rows.atom(copies[self.pair](), cache)
         x = Operands(
             tma, cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads, a.num_splits,
             a.num_ctas,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[num_ctas, 1, 1],
+            grid=[spec.cluster * num_ctas if self.pair else num_ctas, 1, 1],
             block=[WARPS * WARP_SIZE, 1, 1],
+            cluster=[CTAS, 1, 1] if self.pair else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -356,7 +370,11 @@ class Sm90LatentDecode:
             prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             x.pages.prefetch_first()
             prepare((x.cache_tma,), barriers)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         shared = Shared(
             *(
@@ -395,6 +413,19 @@ class Sm90LatentDecode:
                 visible=visible,
             )
             self.softmax_warps(x, storage, scores)
+        if cutlass.const_expr(self.pair):
+            # Neither CTA may end while the other CTA signals it or loads to its shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def first_row(self, work: PieceWork) -> Any:
+        """The CTA's first row of a tile of the cluster."""
+        row = work.block * self.tile_rows
+        return row + cute.arch.block_idx_in_cluster() * TILE_M if self.pair else row
+
+    def slot(self, number: Int32) -> Any:
+        """The place of a piece's result; each CTA of a pair has its own place."""
+        return number * CTAS + cute.arch.block_idx_in_cluster() if self.pair else number
 
     def key_tiles(self, visible: HeadsVisibility, work: PieceWork) -> tuple[Any, Any]:
         """[first, end) of the key tiles of a piece."""
@@ -413,7 +444,52 @@ class Sm90LatentDecode:
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
-        number = cute.arch.block_idx()[0]
+        # Single CTAs that have several tiles of rows of a sequence read the cache at the same time,
+        # so that memory sends the cache once. Equal shares would end this. Pairs need less memory.
+        alone = self.pair or tiles.blocks(tiles.queries.tokens) == 1
+        even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone)
+        taken = Int32(0)
+        if even.used:
+            taken = self.load_shares(x, smem, queue, visible, even)
+        else:
+            taken = self.load_pieces(x, storage, smem, queue, visible, pieces)
+        queue.publish_end(taken)
+        if cute.arch.lane_idx() == 0:
+            # The last CTA to come here leaves the counters as it found them.
+            at = x.counter.iterator.toint()
+            ctas = cute.arch.grid_dim()[0]
+            if count_arrival(at + 4, ctas) == ctas - 1:
+                store_global(Int32, at, [Int32(0)])
+
+    @cute.jit
+    def load_shares(
+        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        even: EvenPieces,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments of the CTA's equal share. Return their
+        number."""
+        cta = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
+        unit, taken, n = Int32(cta * even.share), Int32(0), Int32(0)
+        end = cutlass.min(unit + even.share, even.total)
+        window = even.start()
+        while unit < end:
+            window = even.window_of(unit, window)
+            work, unit, has_work = even.work(cta, unit, window)
+            if has_work:
+                queue.publish_work(taken, work)
+                n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
+                taken += 1
+        return taken
+
+    @cute.jit
+    def load_pieces(
+        self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
+        visible: HeadsVisibility, pieces: PieceMap,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
+        these are."""
+        barriers = queue.barriers
+        number = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
@@ -423,17 +499,15 @@ class Sm90LatentDecode:
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
             number = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                number = increment_global(x.counter.iterator.toint(), NEVER)
-            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            if cutlass.const_expr(self.pair):
+                numbers = PairNumbers.of(barriers, storage, x.counter)
+                number = numbers.take(Int32(NEVER), taken - 1) + cute.arch.cluster_dim()[0]
+            else:
+                if cute.arch.lane_idx() == 0:
+                    number = increment_global(x.counter.iterator.toint(), NEVER)
+                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
-        queue.publish_end(taken)
-        if cute.arch.lane_idx() == 0:
-            # The last CTA to come here leaves the counters as it found them.
-            at = x.counter.iterator.toint()
-            ctas = cute.arch.grid_dim()[0]
-            if count_arrival(at + 4, ctas) == ctas - 1:
-                store_global(Int32, at, [Int32(0)])
+        return taken
 
     def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
         """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
@@ -453,15 +527,18 @@ class Sm90LatentDecode:
         first, end = self.key_tiles(visible, work)
         for i in cutlass.range(end - first, unroll=1):
             found = x.pages.of_tile(end - 1 - i, work.sequence, work.seqlen_k, self.rows)
-            barriers.wait_previous("cache_empty", n)
-            stage = barriers.stage("cache_empty", n)
+            if cutlass.const_expr(not self.spec.early):
+                barriers.wait_previous("cache_empty", n)
+            stage = self.stage(barriers, n)
             for c in cutlass.range_constexpr(self.spec.chunks):
                 columns, use = self.spec.chunk_columns[c], n * self.spec.chunks + c
+                if cutlass.const_expr(self.spec.early):
+                    barriers.wait_previous("cache_empty", use)
                 with cute.arch.elect_one():
                     barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
                 x.pages.load(
                     x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
-                    "cache_full", use, columns.start, stage,
+                    "cache_full", use, columns.start, stage, self.pair,
                 )  # fmt: skip
             n += 1
         return n
@@ -494,7 +571,7 @@ class Sm90LatentDecode:
         spec, lane = self.spec, cute.arch.lane_idx()
         units, of_rope = 2 * spec.head_dim_v // VECTOR_BYTES, 2 * spec.rope // VECTOR_BYTES
         for row in cutlass.range(warp, TILE_M, len(QUERIES), unroll=2):
-            token, head = divmod(work.block * TILE_M + row, visible.by_heads)
+            token, head = divmod(self.first_row(work) + row, visible.by_heads)
             present = token < work.seqlen_q
             token = cutlass.select_(present, token, 0)
             to = shared.q + row * LINE_BYTES
@@ -539,28 +616,54 @@ class Sm90LatentDecode:
         self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
+        fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
+        self.store_probabilities(x, own, work, key_tile, used)
+
+    def start_tile(self, own: Scores, n: Int32) -> list[Any]:
+        """Start S of a tile of keys, use n of the cache, chunk by chunk."""
         spec = self.spec
-        stage = own.barriers.stage("cache_empty", n) * self.tile_bytes
+        stage = self.stage(own.barriers, n) * self.tile_bytes
         scores: Any = None
-        for c in cutlass.range_constexpr(spec.chunks):
+        for c in range(spec.chunks):
             own.barriers.wait("cache_full", n * spec.chunks + c)
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
                 held=fragments.values(own.held) if c == 0 else None,
             )  # fmt: skip
-        fragments.assign(own.s, wgmma.wait(scores))
-        row = work.block * TILE_M
+        return scores
+
+    def stage(self, barriers: Barriers, n: Int32) -> Any:
+        """The stage of use n of the cache."""
+        if self.spec.early:
+            return barriers.stage("cache_empty", n * self.spec.chunks) // self.spec.chunks
+        return barriers.stage("cache_empty", n)
+
+    @cute.jit
+    def store_probabilities(
+        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, used: Int32
+    ) -> None:
+        """Replace S of a tile of keys by P, and store P as use `used`."""
+        row = self.first_row(work)
         _, whole_end = own.visible.whole_key_tiles(row, ROWS, work.seqlen_q, work.seqlen_k)
         if key_tile >= whole_end:
             self.mask(own, work, key_tile)
         rows = work.seqlen_q * x.heads - row
-        moved = own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS)
+        rows = rows - own.warp * WARP_ROWS
+        moved = Boolean(False)
+        if cutlass.const_expr(self.spec.halves):
+            moved = own.softmax.start_used(own.s, rows)
+            own.softmax.finish_used(own.s, rows, range(TILE_N // 8))
+        else:
+            moved = own.softmax.update_used(own.s, rows)
         own.barriers.wait_previous("p_empty", used)
         lane = cute.arch.lane_idx()
-        stage = own.barriers.stage("p_full", used)
-        words = fragments.operand(own.s, self.dtype)
+        stage = own.barriers.stage("p_empty", used)
         to = own.shared.p + stage * BOX_BYTES
+        half = TILE_N * ROWS // (2 * WARPGROUP * 2)  # words of a half
+        words = fragments.operand(own.s, self.dtype)
+        if cutlass.const_expr(self.spec.halves):
+            words = words[:half]
         fragments.stage_matrices(words, to, own.warp, ROWS, lane)
         if moved:
             factors = [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
@@ -569,7 +672,13 @@ class Sm90LatentDecode:
             at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
             store_shared(Int32, at, [Int32(moved)])
         cute.arch.fence_view_async_shared()
-        own.barriers.warp_arrives("p_full", used)
+        own.barriers.warp_arrives("p_full", used * self.parts_of_p)
+        if cutlass.const_expr(self.spec.halves):
+            own.softmax.finish_used(own.s, rows, range(TILE_N // 8, TILE_N // 4))
+            words = fragments.operand(own.s, self.dtype)[half:]
+            fragments.stage_matrices(words, to, own.warp, ROWS, lane, TILE_N // 2)
+            cute.arch.fence_view_async_shared()
+            own.barriers.warp_arrives("p_full", used * 2 + 1)
 
     @cute.jit
     def store_rows(self, own: Scores, at: Int32, values: list[Any]) -> None:
@@ -588,17 +697,18 @@ class Sm90LatentDecode:
             for r in range(fragments.LANE_ROWS)
         ]
         own.barriers.wait_previous("p_empty", used)
-        stage = own.barriers.stage("p_full", used) * (TILE_M * 4)
+        stage = own.barriers.stage("p_empty", used) * (TILE_M * 4)
         inverses, log_sums = [x for x, _ in found], [x for _, x in found]
         self.store_rows(own, own.shared.factors + stage, inverses)
         self.store_rows(own, own.shared.log_sums + stage, log_sums)
-        own.barriers.warp_arrives("p_full", used)
+        for part in cutlass.range_constexpr(self.parts_of_p):
+            own.barriers.warp_arrives("p_full", used * self.parts_of_p + part)
 
     def mask(self, own: Scores, work: PieceWork, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         highs = []
         for lane_row in range(fragments.LANE_ROWS):
-            row = work.block * TILE_M + fragments.first_row(own.warp)
+            row = self.first_row(work) + fragments.first_row(own.warp)
             token = own.visible.token(row + lane_row * fragments.LANE_ROW_STEP)
             _, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
             highs.append(high - key_tile * TILE_N)
@@ -618,7 +728,8 @@ class Sm90LatentDecode:
                 self.add_tile(own, n, used)
                 n += 1
                 used += 1
-            own.barriers.wait("p_full", used)
+            for part in cutlass.range_constexpr(self.parts_of_p):
+                own.barriers.wait("p_full", used * self.parts_of_p + part)
             log_sums = self.finish_rows(own, used)
             own.barriers.warp_arrives("p_empty", used)
             self.finish_piece(x, own, work, log_sums)
@@ -629,27 +740,55 @@ class Sm90LatentDecode:
     @cute.jit
     def add_tile(self, own: Outputs, n: Int32, used: Int32) -> None:
         """Add P C_v, with use n of the cache and use `used` of P."""
-        for c in cutlass.range_constexpr(self.spec.chunks):
-            own.barriers.wait("cache_full", n * self.spec.chunks + c)
-        own.barriers.wait("p_full", used)
-        stage = own.barriers.stage("p_full", used)
+        if cutlass.const_expr(self.spec.early):
+            # Chunks of the other warpgroup may be loaded again before this warpgroup looks.
+            for c in cutlass.range_constexpr(self.spec.chunks // OUTPUT_GROUPS):
+                own.barriers.wait("cache_full", self.release(own, n, c))
+        else:
+            for c in cutlass.range_constexpr(self.spec.chunks):
+                own.barriers.wait("cache_full", n * self.spec.chunks + c)
+        own.barriers.wait("p_full", used * self.parts_of_p)
+        stage = own.barriers.stage("p_empty", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4
         if load_shared(Int32, at)[0] != 0:
             fragments.scale_rows(own.acc, self.of_rows(own, own.shared.factors, used))
-        v = own.shared.cache + own.barriers.stage("cache_empty", n) * self.tile_bytes
+        v = own.shared.cache + self.stage(own.barriers, n) * self.tile_bytes
         v += own.group * (self.columns // BOX * BOX_BYTES)
-        out = start_output_of_stored(
-            self.dtype, fragments.values(own.acc), own.shared.p + stage * BOX_BYTES, v,
-            tile_n=TILE_N, columns=self.columns,
-        )  # fmt: skip
-        fragments.assign(own.acc, wgmma.wait(out))
+        p = own.shared.p + stage * BOX_BYTES
+        # A chunk of columns is released by itself, or all columns together.
+        chunks = self.spec.chunks // OUTPUT_GROUPS if self.spec.early else 1
+        columns = self.columns // chunks
+        size, keys = columns // 2, TILE_N // STEP // self.parts_of_p
+        values = fragments.values(own.acc)
+        outs = [values[c * size : (c + 1) * size] for c in range(chunks)]
+        for part in cutlass.range_constexpr(self.parts_of_p):
+            if cutlass.const_expr(part > 0):
+                own.barriers.wait("p_full", used * self.parts_of_p + part)
+            for c in cutlass.range_constexpr(chunks):
+                outs[c] = start_output_of_stored(
+                    self.dtype, outs[c], p, v + c * columns // BOX * BOX_BYTES, tile_n=TILE_N,
+                    columns=columns, steps=range(part * keys, (part + 1) * keys),
+                )  # fmt: skip
+        found: list[Any] = []
+        for c in cutlass.range_constexpr(chunks):
+            found += wgmma.wait(outs[c], pending=chunks - 1 - c)
+            if cutlass.const_expr(c < chunks - 1):
+                own.barriers.warp_arrives("cache_empty", self.release(own, n, c))
+        fragments.assign(own.acc, found)
         own.barriers.warp_arrives("p_empty", used)
-        own.barriers.warp_arrives("cache_empty", n)
+        own.barriers.warp_arrives("cache_empty", self.release(own, n, chunks - 1))
+
+    def release(self, own: Outputs, n: Int32, chunk: int) -> Any:
+        """The use of the edge `cache_empty` that the warpgroup releases after a chunk of its
+        columns of use n of the cache."""
+        if not self.spec.early:
+            return n
+        return n * self.spec.chunks + own.group * (self.spec.chunks // OUTPUT_GROUPS) + chunk
 
     def of_rows(self, own: Outputs, ring: Any, used: Int32) -> list[Any]:
         """The numbers of the lane's rows in the stage of use `used` of P; `ring` is the shared
         address of all stages."""
-        at = ring + own.barriers.stage("p_full", used) * (TILE_M * 4)
+        at = ring + own.barriers.stage("p_empty", used) * (TILE_M * 4)
         row = fragments.first_row(own.warp)
         rows = [row + r * fragments.LANE_ROW_STEP for r in range(fragments.LANE_ROWS)]
         return [load_shared(Float32, at + row * 4)[0] for row in rows]
@@ -683,12 +822,12 @@ class Sm90LatentDecode:
             group = group // GROUP
             first = work.first_slot + group * (GROUP * work.apart)
             count = cutlass.min(work.pieces - group * GROUP, GROUP)
-            if self.is_last(x, own, first, count):
+            if self.is_last(x, own, self.slot(first), count):
                 if grouped:
                     parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
                     self.add_pieces(x, own, work, parts, True)
                     groups = (work.pieces + (GROUP - 1)) // GROUP
-                    of_groups = x.parts.shape[0] + work.first_slot
+                    of_groups = x.parts.shape[0] + self.slot(work.first_slot)
                     if self.is_last(x, own, of_groups, groups):
                         step = GROUP * work.apart
                         parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
@@ -719,14 +858,14 @@ class Sm90LatentDecode:
         first = own.group * self.columns
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             in_tile = fragments.first_row(own.warp) + lane_row * fragments.LANE_ROW_STEP
-            token, head = divmod(work.block * TILE_M + in_tile, own.visible.by_heads)
+            token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
             values = own.acc[None, lane_row, None]
             pairs = [[values[j], values[j + 1]] for j in range(0, self.columns // 4, 2)]
             parts = row_parts(pairs, stored)
             if token < work.seqlen_q:
                 keeps_sum = (own.group == 0) & (cute.arch.lane_idx() % fragments.LANES == 0)
                 if cutlass.const_expr(piece):
-                    to = x.parts[work.slot, in_tile, None]
+                    to = x.parts[self.slot(work.slot), in_tile, None]
                     if keeps_sum:
                         to[self.spec.head_dim_v] = log_sums[lane_row]
                 else:
@@ -748,14 +887,14 @@ class Sm90LatentDecode:
         abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows that the threads have side by side
         thread = cute.arch.thread_idx()[0] - OUTPUTS.warps[0] * WARP_SIZE
         in_row, vector = thread // across, thread % across
-        rows = cutlass.min(work.seqlen_q * x.heads - work.block * TILE_M, TILE_M)
-        step = Int64(pieces.step) * (x.parts.stride[0] * 4)
+        rows = cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
+        step = Int64(pieces.step) * (x.parts.stride[0] * (4 * self.spec.cluster))
         for first in cutlass.range(in_row, rows, abreast * AT_ONCE, unroll=1):
             of_thread = [first + i * abreast for i in range(AT_ONCE)]
             # A row that does not exist stands for the thread's own first row, because another
             # thread may be storing a group's result to its row.
             found = [cutlass.select_(row < rows, row, first) for row in of_thread]
-            starts = [x.parts[pieces.first, row, None].iterator.toint() for row in found]
+            starts = [x.parts[self.slot(pieces.first), row, None].iterator.toint() for row in found]
             parts = [
                 Parts.of_row(at, vector, pieces.lse_column, step, pieces.count) for at in starts
             ]
@@ -779,7 +918,7 @@ class Sm90LatentDecode:
         whole: cute.Tensor, log_sum: Float32,
     ) -> None:  # fmt: skip
         """Store four columns of a row of o, and the row's log-sum-exp."""
-        token, head = divmod(work.block * TILE_M + in_tile, own.visible.by_heads)
+        token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
                 x.lse[work.sequence, head, token] = log_sum
