@@ -1,0 +1,103 @@
+"""The parts of the CuTe DSL that ask for a device, keep compiled code, or time a kernel."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from . import images
+from .launches import Launches
+
+
+def install(launches: Launches) -> None:
+    """Change the compiler's Python classes for the emulated device."""
+    from cutlass.base_dsl import jit_executor
+    from cutlass.cutlass_dsl import cuda_jit_executor, tvm_ffi_provider
+
+    # The compiler's own cache holds no PTX, so that it has to be off.
+    warnings.filterwarnings("ignore", "Cache is disabled as user wants to generate PTX/ASM")
+    _keep_ptx(jit_executor.JitFunctionArtifacts)
+    for owner in (
+        cuda_jit_executor.CudaDialectJitCompiledFunction,
+        jit_executor.JitExecutor,
+        tvm_ffi_provider.TVMFFIJitCompiledFunction,
+        tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
+    ):
+        owner.__call__ = _raising(owner.__call__, launches)
+    for owner in (jit_executor.JitExecutor, jit_executor.JitCompiledFunction):
+        owner.run_compiled_program = _raising(owner.run_compiled_program, launches)
+    _hardware(launches)
+    _benchmarks()
+
+
+def _keep_ptx(artifacts: Any) -> None:
+    read = artifacts.__post_init__
+
+    def read_and_keep(self: Any) -> None:
+        read(self)
+        images.register(self.PTX, self.CUBIN)
+
+    artifacts.__post_init__ = read_and_keep
+
+
+def _raising(call: Callable[..., Any], launches: Launches) -> Callable[..., Any]:
+    """A call of compiled host code that raises a launch's own error in place of a CUDA error."""
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = call(*args, **kwargs)
+        except Exception:
+            launches.raise_errors()
+            raise
+        launches.raise_errors()
+        return result
+
+    return called
+
+
+def _hardware(launches: Launches) -> None:
+    from cutlass.base_dsl.runtime import cuda
+    from cutlass.utils import HardwareInfo
+
+    device = launches.options.device
+
+    def capability(device_id: int = 0) -> tuple[int, int]:
+        return device.capability
+
+    def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
+        return device.num_sms // cluster_size
+
+    cuda.get_compute_capability_major_minor = capability
+    HardwareInfo.get_max_active_clusters = clusters  # the real one launches on a driver
+
+
+def _benchmarks() -> None:
+    import cutlass.cute.testing
+    import cutlass.testing
+
+    def benchmark(
+        callable: Callable[..., Any],  # noqa: A002 - the DSL's name
+        *,
+        workspace_generator: Callable[[], Any] | None = None,
+        kernel_arguments: Any = None,
+        **_: Any,
+    ) -> float:
+        """Call once, because the time says nothing about a GPU; return microseconds."""
+        arguments = kernel_arguments if workspace_generator is None else workspace_generator()
+        started = time.perf_counter()
+        if arguments is None:
+            callable()
+        else:
+            callable(*arguments.args, **arguments.kwargs)
+        return (time.perf_counter() - started) * 1e6
+
+    def count(*_: Any, **__: Any) -> int:
+        return 1
+
+    for module in (cutlass.testing, cutlass.cute.testing):
+        module.benchmark = benchmark
+        module.get_workspace_count = count

@@ -1,0 +1,275 @@
+"""Run CUTLASS's CuTe DSL examples, unmodified, in the emulator; write docs/emulator_examples.md.
+
+    python -m tests.emulator.cutlass_examples CHECKOUT [--only TEXT] [--timeout SECONDS]
+    python -m tests.emulator.cutlass_examples --page
+
+The checkout is read, never written: examples run in a scratch directory. Outcomes are kept in
+cutlass_examples.json, so that a run of some examples replaces only their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs" / "emulator_examples.md"
+EXAMPLES = "examples/python/CuTeDSL"
+FOUND = 3  # the emulator's exit status if a kernel has errors
+
+AMPERE, HOPPER, BLACKWELL, GEFORCE = "sm_80", "sm_90a", "sm_100a", "sm_120a"
+
+CASES = f"""
+{AMPERE} cute/ampere/kernel/attention/flash_attention_v2.py --batch_size 1 --seqlen_q 256 --seqlen_k 256 --num_head 2 --iterations 1 --warmup_iterations 0
+{AMPERE} cute/ampere/kernel/attention/hstu_attention.py --batch_size 1 --seqlen_q 256 --seqlen_kv 256 --num_head 2
+{AMPERE} cute/ampere/kernel/dense_gemm/sgemm.py --mnk 128,128,64
+{AMPERE} cute/ampere/kernel/dense_gemm/tensorop_gemm.py --mnkl 256,128,64,1
+{AMPERE} cute/ampere/kernel/elementwise/elementwise_add.py --M 64 --N 256
+{AMPERE} cute/ampere/kernel/elementwise/elementwise_apply.py --M 64 --N 256
+{AMPERE} cute/ampere/tutorial/elementwise_add_autotune.py --M 128 --N 128 --iterations 1 --warmup_iterations 1
+{BLACKWELL} cute/blackwell/efc/activation_custom_epilogue_dense_gemm.py
+{BLACKWELL} cute/blackwell/efc/custom_epilogue_dense_gemm.py
+{BLACKWELL} cute/blackwell/efc/synthetic_custom_epilogue_dense_gemm.py
+{BLACKWELL} cute/blackwell/kernel/attention/fmha/fmha.py --q_shape 1,256,2,128 --k_shape 1,256,2,128
+{BLACKWELL} cute/blackwell/kernel/attention/fmha/fmha_bwd.py --s_q 256 --s_k 256 --h_q 1 --h_k 1
+{BLACKWELL} cute/blackwell/kernel/attention/mamba2_ssd/mamba2_ssd.py --gbehcdln 2,2,2,2,2,64,128,128
+{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_decode.py --b 1 --seqlen_k 256 --h_q 8 --h_k 1
+{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d256.py --q_shape 1,256,1,256 --k_shape 1,256,1,256
+{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d512.py --q_shape 1,256,1,512 --k_shape 1,256,1,512
+{BLACKWELL} cute/blackwell/kernel/attention/mla/mla_decode_fp16.py
+{BLACKWELL} cute/blackwell/kernel/attention/mla/mla_decode_fp8.py
+{BLACKWELL} cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py --mnkl 256,256,256,1
+{BLACKWELL} cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_amax.py --mnkl 256,256,256,1
+{BLACKWELL} cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_prefetch.py --mnkl 256,256,256,1
+sm_103a cute/blackwell/kernel/blockscaled_gemm/sm103_dense_blockscaled_gemm_persistent.py --mnkl 256,256,768,1
+{BLACKWELL} cute/blackwell/kernel/blockscaled_grouped_gemm/grouped_blockscaled_gemm.py
+sm_103a cute/blackwell/kernel/blockscaled_grouped_gemm/sm103_grouped_blockscaled_gemm.py
+{BLACKWELL} cute/blackwell/kernel/blockwise_gemm/blockwise_gemm.py
+{BLACKWELL} cute/blackwell/kernel/blockwise_gemm/contiguous_grouped_gemm.py
+{BLACKWELL} cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm_alpha_beta_persistent.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm_persistent_dynamic.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm_persistent_prefetch.py
+{BLACKWELL} cute/blackwell/kernel/dense_gemm/dense_gemm_software_pipeline.py
+{BLACKWELL} cute/blackwell/kernel/grouped_gemm/grouped_gemm.py
+{BLACKWELL} cute/blackwell/kernel/mixed_input_gemm/grouped_mixed_input_gemm.py
+{BLACKWELL} cute/blackwell/kernel/mixed_input_gemm/grouped_mixed_input_gemm_acc_scale.py
+{BLACKWELL} cute/blackwell/kernel/mixed_input_gemm/mixed_input_gemm.py
+{BLACKWELL} cute/blackwell/kernel/moe/torch_grouped_mm.py --tokens 64 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256
+{BLACKWELL} cute/blackwell/kernel/moe/torch_scaled_grouped_mm.py --tokens 64 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256
+{BLACKWELL} cute/blackwell/kernel/rmsnorm/rmsnorm.py --M 16 --N 1024
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_0.py --mnk 256,256,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_1.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_2.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_3.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_3_1.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_4.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_5.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_6.py --mnk 512,512,128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_0.py
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_1.py
+{BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v0.py --M 128 --N 128
+{BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v1.py
+{BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v2.py
+{GEFORCE} cute/blackwell_geforce/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_cooperative.py --mnkl 256,128,256,1
+{GEFORCE} cute/blackwell_geforce/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_pingpong.py --mnkl 256,128,256,1
+{GEFORCE} cute/blackwell_geforce/kernel/dense_gemm/dense_gemm.py --mnkl 256,256,128,1
+{HOPPER} cute/hopper/kernel/attention/fmha.py --q_shape 1,256,2,128 --k_shape 1,256,2,128
+{HOPPER} cute/hopper/kernel/cta_norm/cta_norm.py --M 16 --N 1024
+{HOPPER} cute/hopper/kernel/dense_gemm/dense_gemm.py --mnkl 256,256,128,1
+{HOPPER} cute/hopper/kernel/dense_gemm/dense_gemm_fp8_2xacc.py --mnkl 256,256,256,1
+{HOPPER} cute/hopper/kernel/dense_gemm/dense_gemm_fp8_gelu_persistent.py --mnkl 256,256,256,1
+{HOPPER} cute/hopper/kernel/dense_gemm/dense_gemm_persistent.py --mnkl 256,256,128,1
+{HOPPER} cute/hopper/kernel/grouped_gemm/grouped_gemm.py --num_groups 2 --problem_sizes_mnkl "(128,128,128,1),(256,128,64,1)"
+{BLACKWELL} cute/tvm_ffi/fp4_x2_tensor.py
+{AMPERE} cute_ext/ampere/memcpy_simt_universal_copy.py
+{BLACKWELL} cute_ext/blackwell/dense_block_scaled_gemm.py
+{BLACKWELL} cute_ext/blackwell/dense_gemm.py
+{BLACKWELL} cute_ext/blackwell/dense_gemm_2sm.py
+{BLACKWELL} cute_ext/blackwell/dense_gemm_cute_pipeline.py
+{BLACKWELL} cute_ext/blackwell/dense_gemm_ptr_array.py
+{AMPERE} dsl_tutorials/call_bypass_dlpack.py
+{AMPERE} dsl_tutorials/call_from_jit.py
+{HOPPER} dsl_tutorials/cooperative_launch.py
+{HOPPER} dsl_tutorials/dataclass_immutable.py
+{HOPPER} dsl_tutorials/dynamic_smem_size.py
+{HOPPER} dsl_tutorials/export/export_to_c.py
+{HOPPER} dsl_tutorials/export/load_in_python.py
+{HOPPER} dsl_tutorials/ffi/jit_argument.py
+{BLACKWELL} dsl_tutorials/fp16_gemm_4_iket.py --mnk 512,512,128
+{HOPPER} dsl_tutorials/inline_ptx.py
+{HOPPER} dsl_tutorials/launch_completion_and_programmatic_events.py --n-blocks 4
+{HOPPER} dsl_tutorials/print_latex.py
+{HOPPER} dsl_tutorials/programmatic_dependent_launch.py --M 64 --N 64
+{HOPPER} dsl_tutorials/smem_allocator.py
+{HOPPER} dsl_tutorials/torch_fake_tensor.py
+{HOPPER} dsl_tutorials/tvm_ffi/ampere_gemm_with_fake_tensor.py
+{HOPPER} dsl_tutorials/tvm_ffi/aot_export.py
+{HOPPER} dsl_tutorials/tvm_ffi/aot_use_in_torch.py
+{HOPPER} dsl_tutorials/tvm_ffi/compile_with_fake_tensor.py
+{HOPPER} dsl_tutorials/tvm_ffi/error_reporting.py
+{HOPPER} dsl_tutorials/tvm_ffi/jit_and_use_in_torch.py
+"""  # noqa: E501 - commands are as long as they are
+
+
+@dataclass(frozen=True)
+class Case:
+    """An example with its arguments."""
+
+    arch: str
+    script: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an example."""
+
+    arch: str
+    script: str
+    arguments: tuple[str, ...]
+    status: int | None  # None: it ran out of time
+    seconds: float
+    launches: int
+    errors: dict[str, int]  # findings by check
+    notes: int
+    last: str  # line of output
+
+    @property
+    def result(self) -> str:
+        """The outcome in words."""
+        if self.status is None:
+            return f"not finished after {self.seconds:.0f} s"
+        if self.status not in (0, FOUND):
+            return f"fails: `{self.last}`"
+        if self.errors:
+            return "runs; " + ", ".join(f"{n} {check}" for check, n in sorted(self.errors.items()))
+        return "runs"
+
+
+def cases() -> Iterator[Case]:
+    """All examples for one GPU, without JAX."""
+    for line in CASES.strip().splitlines():
+        arch, script, *arguments = shlex.split(line)
+        yield Case(arch, script, tuple(arguments))
+
+
+def run(case: Case, checkout: Path, directory: Path, timeout: float) -> Outcome:
+    """Run one example in a scratch directory."""
+    report = directory / "report.json"
+    report.unlink(missing_ok=True)
+    script = checkout / EXAMPLES / case.script
+    options = ["--arch", case.arch, "--report", str(report)]
+    command = [sys.executable, "-m", "cute_attn.emulator", *options, str(script), *case.arguments]
+    started = time.monotonic()
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    log = directory / f"{case.script.replace('/', '.')}.log"
+    status: int | None
+    with log.open("w") as output:
+        try:
+            status = subprocess.run(
+                command, cwd=directory, env=environment, timeout=timeout, check=False,
+                stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            status = None
+    seconds = time.monotonic() - started
+    lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
+    said = [x for x in lines if not x.startswith("emulator:")]
+    last = re.sub(r"\S*/(?=\S)", "", said[-1])[:120] if said else ""
+    launches, errors, notes = 0, dict[str, int](), 0
+    if report.exists():
+        content = json.loads(report.read_text())
+        launches = len(content["schedules"][-1]["launches"])
+        for found in content["findings"]:
+            if found["severity"] == "error":
+                errors[found["check"]] = errors.get(found["check"], 0) + 1
+            else:
+                notes += 1
+    return Outcome(
+        case.arch, case.script, case.arguments, status, round(seconds, 1), launches, errors, notes,
+        last,
+    )  # fmt: skip
+
+
+def kept() -> dict[str, Outcome]:
+    """The outcomes of earlier runs, by script."""
+    if not RESULTS.exists():
+        return {}
+    rows = json.loads(RESULTS.read_text())
+    return {row["script"]: Outcome(**row | {"arguments": tuple(row["arguments"])}) for row in rows}
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The page of documentation."""
+    finished = [x for x in outcomes if x.status in (0, FOUND)]
+    clean = [x for x in finished if not x.errors]
+    lines = [
+        "# CUTLASS's examples in the emulator",
+        "",
+        "<!-- written by python -m tests.emulator.cutlass_examples -->",
+        "",
+        "These are all CuTe DSL examples of CUTLASS in `cute/`, `cute_ext/` and `dsl_tutorials/` "
+        "that need one GPU and no JAX. [The emulator](emulator.md) runs each script unmodified, at "
+        "a small size. Each script checks its own results where the script has a reference.",
+        "",
+        f"{len(finished)} of {len(outcomes)} scripts run to their end. {len(clean)} of these have "
+        "no finding of severity error. A number before a check's name counts such findings.",
+        "",
+        "```bash",
+        "python -m tests.emulator.cutlass_examples /path/to/cutlass",
+        "```",
+        "",
+        "| script and arguments | architecture | launches | seconds | result |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    for x in outcomes:
+        command = shlex.join([x.script, *x.arguments])
+        lines.append(f"| `{command}` | {x.arch} | {x.launches} | {x.seconds:.0f} | {x.result} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of NVIDIA/cutlass")
+    parser.add_argument("--only", default="", help="examples whose path has this text")
+    parser.add_argument("--again", action="store_true", help="only examples that did not run")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an example")
+    parser.add_argument("--logs", type=Path, help="directory for the examples' output")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    given = parser.parse_args()
+    outcomes = kept()
+    if not given.page:
+        if given.checkout is None or not (given.checkout / EXAMPLES).is_dir():
+            parser.error(f"{given.checkout} has no {EXAMPLES}")
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = (given.logs or Path(scratch)).resolve()
+            directory.mkdir(parents=True, exist_ok=True)
+            for case in cases():
+                before = outcomes.get(case.script)
+                ran = before is not None and before.status in (0, FOUND)
+                if given.only not in case.script or (given.again and ran):
+                    continue
+                outcome = run(case, given.checkout.resolve(), directory, given.timeout)
+                outcomes[case.script] = outcome
+                print(f"{outcome.seconds:6.1f} s {case.script}: {outcome.result}", flush=True)
+                rows = [asdict(outcomes[c.script]) for c in cases() if c.script in outcomes]
+                RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    PAGE.write_text(page([outcomes[c.script] for c in cases() if c.script in outcomes]))
+
+
+if __name__ == "__main__":
+    main()
