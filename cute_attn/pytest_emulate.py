@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from .emulator.scripts.launches import Launches
     from .emulator.scripts.options import Options
 
-_launches = pytest.StashKey["Launches"]()
+_launches = pytest.StashKey[Any]()
 _mode = pytest.StashKey[Any]()
 
 
@@ -95,7 +96,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """A test whose kernels have errors fails."""
-    launches = item.config.stash.get(_launches, None)
+    launches: Launches | None = item.config.stash.get(_launches, None)
     before = launches.marks() if launches is not None else []
     result = yield
     if launches is None or launches.options.on_findings != "collect":
@@ -110,14 +111,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """A line that counts launches and findings."""
-    launches = config.stash.get(_launches, None)
+    launches: Launches | None = config.stash.get(_launches, None)
     if launches is not None and launches.count:
         terminalreporter.write_line(launches.counts())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Write the report; a worker of pytest-xdist writes its own."""
-    launches = config.stash.get(_launches, None)
+    launches: Launches | None = config.stash.get(_launches, None)
     if launches is None:
         return
     path = launches.options.report

@@ -20,6 +20,7 @@ from typing import Any
 from . import build
 
 STAND_IN = Path(__file__).parent / "runtime" / "cuda.c"
+LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 HOOK = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p,
@@ -101,7 +102,7 @@ class HostFunction:
             self._on_launch(Launch.requested(kernel, dims, arguments))
         except BaseException as error:  # exceptions cannot pass through the host code
             self._errors.append(error)
-            return 1
+            return LAUNCH_FAILURE
         return 0
 
     def __call__(self, *arguments: Any) -> None:

@@ -1,6 +1,6 @@
 """Run CUTLASS's CuTe DSL examples, unmodified, in the emulator; write docs/emulator_examples.md.
 
-    python -m tests.emulator.cutlass_examples CHECKOUT [--only TEXT] [--timeout SECONDS]
+    python -m tests.emulator.cutlass_examples CHECKOUT [--only TEXT] [--jobs N]
     python -m tests.emulator.cutlass_examples --page
 
 The checkout is read, never written: examples run in a scratch directory. Outcomes are kept in
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,8 +46,8 @@ CASES = f"""
 {BLACKWELL} cute/blackwell/kernel/attention/fmha/fmha_bwd.py --s_q 256 --s_k 256 --h_q 1 --h_k 1
 {BLACKWELL} cute/blackwell/kernel/attention/mamba2_ssd/mamba2_ssd.py --gbehcdln 2,2,2,2,2,64,128,128
 {BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_decode.py --b 1 --seqlen_k 256 --h_q 8 --h_k 1
-{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d256.py --q_shape 1,256,1,256 --k_shape 1,256,1,256
-{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d512.py --q_shape 1,256,1,512 --k_shape 1,256,1,512
+{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d256.py --q_shape 1,1,256,256 --k_shape 1,1,256,256
+{BLACKWELL} cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_prefill_d512.py --q_shape 1,1,256,512 --k_shape 1,1,256,512
 {BLACKWELL} cute/blackwell/kernel/attention/mla/mla_decode_fp16.py
 {BLACKWELL} cute/blackwell/kernel/attention/mla/mla_decode_fp8.py
 {BLACKWELL} cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py --mnkl 256,256,256,1
@@ -116,7 +117,7 @@ sm_103a cute/blackwell/kernel/blockscaled_grouped_gemm/sm103_grouped_blockscaled
 {HOPPER} dsl_tutorials/programmatic_dependent_launch.py --M 64 --N 64
 {HOPPER} dsl_tutorials/smem_allocator.py
 {HOPPER} dsl_tutorials/torch_fake_tensor.py
-{HOPPER} dsl_tutorials/tvm_ffi/ampere_gemm_with_fake_tensor.py
+{AMPERE} dsl_tutorials/tvm_ffi/ampere_gemm_with_fake_tensor.py
 {HOPPER} dsl_tutorials/tvm_ffi/aot_export.py
 {HOPPER} dsl_tutorials/tvm_ffi/aot_use_in_torch.py
 {HOPPER} dsl_tutorials/tvm_ffi/compile_with_fake_tensor.py
@@ -167,16 +168,18 @@ def cases() -> Iterator[Case]:
         yield Case(arch, script, tuple(arguments))
 
 
-def run(case: Case, checkout: Path, directory: Path, timeout: float) -> Outcome:
-    """Run one example in a scratch directory."""
-    report = directory / "report.json"
+def run(case: Case, checkout: Path, logs: Path, timeout: float) -> Outcome:
+    """Run one example in a directory that it shares with the examples of its folder."""
+    name = case.script.replace("/", ".").removesuffix(".py")
+    directory = logs / os.path.dirname(case.script).replace("/", ".")  # noqa: PTH120
+    directory.mkdir(exist_ok=True)
+    report, log = logs / f"{name}.json", logs / f"{name}.log"
     report.unlink(missing_ok=True)
     script = checkout / EXAMPLES / case.script
     options = ["--arch", case.arch, "--report", str(report)]
     command = [sys.executable, "-m", "cute_attn.emulator", *options, str(script), *case.arguments]
     started = time.monotonic()
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    log = directory / f"{case.script.replace('/', '.')}.log"
     status: int | None
     with log.open("w") as output:
         try:
@@ -203,6 +206,16 @@ def run(case: Case, checkout: Path, directory: Path, timeout: float) -> Outcome:
         case.arch, case.script, case.arguments, status, round(seconds, 1), launches, errors, notes,
         last,
     )  # fmt: skip
+
+
+def chains(chosen: list[Case]) -> list[list[Case]]:
+    """Lists of examples that follow each other: an export, and the use of what it wrote."""
+    together: dict[str, list[Case]] = {}
+    for case in chosen:
+        folder, name = os.path.split(case.script)
+        written = folder.endswith("/export") or name.startswith("aot_")
+        together.setdefault(folder if written else case.script, []).append(case)
+    return list(together.values())
 
 
 def kept() -> dict[str, Outcome]:
@@ -247,6 +260,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of NVIDIA/cutlass")
     parser.add_argument("--only", default="", help="examples whose path has this text")
     parser.add_argument("--again", action="store_true", help="only examples that did not run")
+    parser.add_argument("--jobs", type=int, default=1, help="examples to run at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an example")
     parser.add_argument("--logs", type=Path, help="directory for the examples' output")
     parser.add_argument("--page", action="store_true", help="only write the page")
@@ -255,19 +269,26 @@ def main() -> None:
     if not given.page:
         if given.checkout is None or not (given.checkout / EXAMPLES).is_dir():
             parser.error(f"{given.checkout} has no {EXAMPLES}")
+        ran = {name for name, x in outcomes.items() if x.status in (0, FOUND)}
+        chosen = [
+            case
+            for case in cases()
+            if given.only in case.script and not (given.again and case.script in ran)
+        ]
         with tempfile.TemporaryDirectory() as scratch:
-            directory = (given.logs or Path(scratch)).resolve()
-            directory.mkdir(parents=True, exist_ok=True)
-            for case in cases():
-                before = outcomes.get(case.script)
-                ran = before is not None and before.status in (0, FOUND)
-                if given.only not in case.script or (given.again and ran):
-                    continue
-                outcome = run(case, given.checkout.resolve(), directory, given.timeout)
-                outcomes[case.script] = outcome
-                print(f"{outcome.seconds:6.1f} s {case.script}: {outcome.result}", flush=True)
-                rows = [asdict(outcomes[c.script]) for c in cases() if c.script in outcomes]
-                RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+            logs = (given.logs or Path(scratch)).resolve()
+            logs.mkdir(parents=True, exist_ok=True)
+
+            def follow(chain: list[Case]) -> None:
+                for case in chain:
+                    outcome = run(case, given.checkout.resolve(), logs, given.timeout)
+                    outcomes[case.script] = outcome
+                    print(f"{outcome.seconds:6.1f} s {case.script}: {outcome.result}", flush=True)
+                    rows = [asdict(outcomes[c.script]) for c in cases() if c.script in outcomes]
+                    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+            with ThreadPoolExecutor(given.jobs) as pool:
+                list(pool.map(follow, chains(chosen)))
     PAGE.write_text(page([outcomes[c.script] for c in cases() if c.script in outcomes]))
 
 

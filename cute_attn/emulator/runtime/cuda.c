@@ -40,7 +40,7 @@ typedef struct {
 } Kernel;
 
 // the module's image, kernel, grid + block + cluster + dynamic shared memory + whether all CTAs
-// have to be resident together, pointers to the arguments; 0 if the launch ran
+// have to be resident together, pointers to the arguments; returns a CUDA error
 typedef int (*Hook)(const void *image, const char *kernel, const uint32_t *dims, void **arguments);
 static Hook hook;
 static int device_values[4];  // number of SMs, major, minor, shared memory
@@ -69,8 +69,7 @@ int _cudaLaunchKernelEx(const Configuration *c, const Kernel *kernel, void **arg
   }
   for (int i = 0; i < 6; i++)
     if (!dims[i]) return 1;  // invalid value, as on a device
-  int failed = !hook || hook(kernel->image, kernel->name, dims, arguments);
-  return failed ? LAUNCH_FAILURE : SUCCESS;
+  return hook ? hook(kernel->image, kernel->name, dims, arguments) : LAUNCH_FAILURE;
 }
 
 // A library's handle is its image.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from .device import Device
 from .launches import Launches, Recorded
-from .tensors import CUDA, is_cuda
+from .tensors import CUDA, is_cuda, replace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,10 +39,10 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
+    def record_event(self, event: Event | None = None) -> Event:
+        recorded = event or Event()
+        recorded.record()
+        return recorded
 
     def query(self) -> bool:
         return True
@@ -59,10 +60,11 @@ class Stream:
 class Event:
     """An event with the time on the host."""
 
-    cuda_event = 0
+    _numbers = itertools.count(1)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
+        self.cuda_event = next(self._numbers)  # a handle is not null
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
@@ -172,49 +174,26 @@ def _graphs(launches: Launches) -> tuple[type, type]:
 def install(launches: Launches) -> None:
     """Put the stand-ins into torch.cuda."""
     device = launches.options.device
-    properties = _properties(device)
     graph_class, graph_context = _graphs(launches)
-
-    def set_device(chosen: Any) -> None:
-        is_cuda(chosen)
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    def stream(*_: Any, **__: Any) -> Stream:
-        return Stream()
-
-    def number(value: Any) -> Any:
-        return lambda *_, **__: value
-
-    stand_ins: dict[str, Any] = {
-        "is_available": number(True),
-        "is_initialized": number(True),
-        "is_bf16_supported": number(True),
-        "device_count": number(1),
-        "current_device": number(0),
-        "get_device_capability": number(device.capability),
-        "get_device_properties": number(properties),
-        "get_device_name": number(device.name),
-        "get_arch_list": number([device.arch]),
-        "mem_get_info": number((device.memory, device.memory)),
-        "memory_allocated": number(0),
-        "max_memory_allocated": number(0),
-        "memory_reserved": number(0),
-        "max_memory_reserved": number(0),
-        "is_current_stream_capturing": lambda: launches.recording is not None,
-        "can_device_access_peer": number(False),
-        "current_stream": stream,
-        "default_stream": stream,
-        "stream": stream,
-        "Stream": Stream,
-        "ExternalStream": Stream,
-        "Event": Event,
-        "device": _Context,
-        "device_of": _Context,
-        "set_device": set_device,
-        "CUDAGraph": graph_class,
-        "graph": graph_context,
+    values = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": device.capability,
+        "get_device_properties": _properties(device),
+        "get_device_name": device.name,
+        "get_arch_list": [device.arch],
+        "mem_get_info": (device.memory, device.memory),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "can_device_access_peer": False,
+        "current_stream": Stream(),
+        "default_stream": Stream(),
+        "stream": Stream(),
         **dict.fromkeys(
             (
                 "_lazy_init",
@@ -226,14 +205,36 @@ def install(launches: Launches) -> None:
                 "reset_peak_memory_stats",
                 "set_stream",
                 "ipc_collect",
-            ),
-            nothing,
+            )
         ),
     }
-    for name, value in stand_ins.items():
-        setattr(torch.cuda, name, value)
-    torch.version.cuda = "13.0"
-    torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
-    torch.cuda.nvtx.mark = nothing
-    torch.profiler.profile = torch.autograd.profiler.profile = _Profile  # type: ignore[misc,assignment]
+    for name, value in values.items():
+        replace(torch.cuda, name, _gives(value))
+    classes = {
+        "Stream": Stream,
+        "ExternalStream": type("ExternalStream", (Stream,), {}),
+        "Event": Event,
+        "device": _Context,
+        "device_of": type("device_of", (_Context,), {}),
+        "CUDAGraph": graph_class,
+        "graph": graph_context,
+    }
+    for name, value in classes.items():
+        replace(torch.cuda, name, value)
+    replace(torch.cuda, "set_device", _set_device)
+    replace(torch.cuda, "is_current_stream_capturing", lambda: launches.recording is not None)
+    replace(torch.version, "cuda", "13.0")
+    for name in ("range_push", "range_pop", "mark"):
+        replace(torch.cuda.nvtx, name, _gives(None))
+    replace(torch.cuda.nvtx, "range", lambda *_, **__: contextlib.nullcontext())
+    for module in (torch.profiler, torch.autograd.profiler):
+        replace(module, "profile", _Profile)
+
+
+def _set_device(device: Any) -> None:
+    is_cuda(device)  # refuses a second GPU
+
+
+def _gives(value: Any) -> Any:
+    """A function of its own for each name: torch.compile has a table of torch's functions."""
+    return lambda *_, **__: value

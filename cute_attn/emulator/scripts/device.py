@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+
+from ..host import Launch
 
 GIB = 1 << 30
 
@@ -35,6 +38,13 @@ class Device:
         """Major and minor compute capability."""
         digits = re.sub(r"\D", "", self.arch)
         return int(digits[:-1]), int(digits[-1])
+
+    def resident(self, launch: Launch) -> int:
+        """The number of a launch's CTAs that the device holds at a time, by threads and shared
+        memory."""
+        warps = -(-math.prod(launch.block) // 32)
+        shared = launch.dynamic_shared + 1024  # what the system takes of each CTA's share
+        return self.num_sms * min(64 // warps, 32, self.shared_per_sm // shared)
 
 
 _HOPPER = 232448, 233472

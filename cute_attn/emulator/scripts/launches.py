@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..emulator import Emulator
-from ..host import HOOK, Launch
+from ..host import HOOK, LAUNCH_FAILURE, Launch
 from ..program import Program
 from ..report import Finding, FindingsError, by_cause
 from . import images, memory
@@ -20,6 +21,7 @@ from .options import Options
 
 QUIET_SECONDS = 5.0
 """A launch that takes longer shows its progress."""
+_TOO_LARGE = 720  # cudaErrorCooperativeLaunchTooLarge
 _REPEAT_SECONDS = 30.0  # between two lines of progress, where lines cannot be overwritten
 
 
@@ -66,6 +68,8 @@ class Launches:
     def _launched(self, image: int, kernel: bytes, dims: Any, arguments: Any) -> int:
         try:
             launch = Launch.requested(kernel, dims, arguments)
+            if launch.cooperative and math.prod(launch.grid) > self.options.device.resident(launch):
+                return _TOO_LARGE
             program = images.programs(image)[launch.kernel]
             if self.recording is not None:
                 self.recording.append(_recorded(program, launch))
@@ -73,7 +77,7 @@ class Launches:
                 self.run(program, launch)
         except BaseException as error:  # exceptions cannot pass through the host code
             self.errors.append(error)
-            return 1
+            return LAUNCH_FAILURE
         return 0
 
     def run(self, program: Program, launch: Launch) -> None:

@@ -202,10 +202,6 @@ def _dlpack_device(func: Any, tensor: torch.Tensor) -> Any:
     return (DLDeviceType.kDLCUDA, 0) if on_device(tensor) else tensor.__dlpack_device__()
 
 
-def _nothing(func: Any, *_: Any, **__: Any) -> None:
-    return None
-
-
 def _grad(func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
     result = func(tensor, *rest)
     if isinstance(result, torch.Tensor) and on_device(tensor):
@@ -226,7 +222,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__array__: _to_numpy,
     torch.Tensor.__dlpack__: _dlpack,
     torch.Tensor.__dlpack_device__: _dlpack_device,
-    torch.Tensor.record_stream: _nothing,
     torch.Tensor.grad: _grad,
 }
 
@@ -254,17 +249,14 @@ def _backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def _generator(original: type) -> type:
-    class Generator(original):
-        def __new__(cls, device: Any = "cpu") -> Any:
-            is_cuda(device)
-            return original.__new__(cls)
-
-    return Generator
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> Any:
+        is_cuda(device)
+        return super().__new__(cls)
 
 
 def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_dlpack(external: Any, **kwargs: Any) -> torch.Tensor:
+    def from_dlpack(external: Any, **_: Any) -> Any:
         if isinstance(external, torch.Tensor):
             return external
         if hasattr(external, "__dlpack__"):
@@ -298,19 +290,25 @@ def _register_for_cpu() -> None:
     def impl(name: Any, types: Any, *rest: Any, **kwargs: Any) -> Any:
         if isinstance(name, str):
             return implement(name, _keys(types), *rest, **kwargs)
-        return implement(name, types, *map(_keys_of_text, rest), **kwargs)
+        keys = (_keys(value) if isinstance(value, str) else value for value in rest)
+        return implement(name, types, *keys, **kwargs)
 
     def library_impl(self: Any, name: Any, fn: Any, key: Any = "", **kwargs: Any) -> Any:
-        return of_library(self, name, fn, _keys(key), **kwargs)
+        operator = name if "::" in str(name) else f"{self.ns}::{name}"
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not (isinstance(name, str) and key == "CUDA" and has(operator, "CPU")):
+            key = _keys(key)
+        return of_library(self, name, fn, key, **kwargs)
 
-    torch.library.custom_op = custom
-    CustomOpDef.register_kernel = register_kernel
-    torch.library.impl = impl
-    torch.library.Library.impl = library_impl
+    replace(torch.library, "custom_op", custom)
+    replace(CustomOpDef, "register_kernel", register_kernel)
+    replace(torch.library, "impl", impl)
+    replace(torch.library.Library, "impl", library_impl)
 
 
-def _keys_of_text(value: Any) -> Any:
-    return _keys(value) if isinstance(value, str) else value
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Put a stand-in in place."""
+    setattr(owner, name, value)
 
 
 def install() -> None:
@@ -318,18 +316,18 @@ def install() -> None:
 
     The caller enters `CudaTensors()` for its own thread.
     """
-    threading.Thread.run = _in_mode(threading.Thread.run)  # type: ignore[method-assign]
-    function = torch.autograd.function.BackwardCFunction
-    function.apply = _backward(function.apply)
+    replace(threading.Thread, "run", _in_mode(threading.Thread.run))
+    backward = torch.autograd.function.BackwardCFunction
+    replace(backward, "apply", _backward(backward.apply))
     # The parser of arguments refuses a stand-in for a stream before any mode is asked.
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    _ANSWERS[torch.Tensor.record_stream] = _nothing
-    torch.Generator = _generator(torch.Generator)  # type: ignore[misc]
-    torch.from_dlpack = _from_dlpack(torch.from_dlpack)
-    torch.utils.dlpack.from_dlpack = torch.from_dlpack
+    replace(torch.Tensor, "record_stream", lambda self, stream: None)
+    replace(torch, "Generator", _Generator)
+    from_dlpack = _from_dlpack(torch.utils.dlpack.from_dlpack)
+    replace(torch, "from_dlpack", from_dlpack)
+    replace(torch.utils.dlpack, "from_dlpack", from_dlpack)
     import tvm_ffi  # noqa: F401 - gives an older torch its C functions for DLPack
 
     given = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if given is not None:
-        torch.Tensor.__dlpack_c_exchange_api__ = memory.exchange(given)
+        replace(torch.Tensor, "__dlpack_c_exchange_api__", memory.exchange(given))
     _register_for_cpu()
