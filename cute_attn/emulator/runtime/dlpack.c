@@ -38,9 +38,15 @@ static const Exchange *torch;
 static Exchange exchange;
 
 // An empty tensor has no memory that tells where it is; kernels take tensors of the device.
+static int is_empty(const Tensor *tensor) {
+  for (int i = 0; i < tensor->ndim; i++)
+    if (!tensor->shape[i]) return 1;
+  return 0;
+}
+
 static void present(Tensor *tensor) {
-  uintptr_t data = (uintptr_t)tensor->data;
-  if (!data || emulated_holds(data)) tensor->device = CUDA, tensor->ordinal = 0;
+  if (is_empty(tensor) || emulated_holds((uintptr_t)tensor->data))
+    tensor->device = CUDA, tensor->ordinal = 0;
 }
 
 static int from_object(void *object, Managed **made) {

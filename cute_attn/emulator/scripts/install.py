@@ -26,7 +26,8 @@ def install(options: Options) -> Launches:
 
     bindings.install(options.device)
     cuda.install(launches)
-    tensors.install()
+    major, minor = options.device.capability
+    tensors.install(10 * major + minor)
     dsl.install(launches)
     return launches
 

@@ -8,6 +8,7 @@ tensor's device.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -100,7 +101,7 @@ class CudaTensors(TorchFunctionMode):
         asked, args = _asked(func, args, kwargs)
         before = list(_tensors((*args, *kwargs.values())))
         there = [on_device(tensor) for tensor in before]
-        result = products.call(func, args, kwargs, any(there))
+        result = products.call(func, args, kwargs) if any(there) else func(*args, **kwargs)
         if asked is None and not any(there):
             return result
         host = {_base(t) for t, device in zip(before, there, strict=True) if not device}
@@ -311,11 +312,15 @@ def replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def install() -> None:
+def install(arch: int) -> None:
     """Let threads, backward passes, DLPack and registrations of operators know the device.
 
     The caller enters `CudaTensors()` for its own thread.
+
+    Args:
+        arch: the device's architecture as a number, such as 90.
     """
+    products.arch = arch
     replace(threading.Thread, "run", _in_mode(threading.Thread.run))
     backward = torch.autograd.function.BackwardCFunction
     replace(backward, "apply", _backward(backward.apply))
@@ -330,4 +335,6 @@ def install() -> None:
     given = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if given is not None:
         replace(torch.Tensor, "__dlpack_c_exchange_api__", memory.exchange(given))
+    # torch itself registers some operators for the CPU and for CUDA.
+    warnings.filterwarnings("ignore", "Warning only once for all operators")
     _register_for_cpu()
