@@ -148,7 +148,7 @@ class Outcome:
     script: str
     arguments: tuple[str, ...]
     status: int | None  # None: it ran out of time
-    seconds: float
+    seconds: float  # of the processor
     launches: int
     errors: dict[str, int]  # findings by check
     notes: int
@@ -211,6 +211,7 @@ def run(case: Case, checkout: Path, logs: Path, timeout: float) -> Outcome:
     launches, errors, notes = 0, dict[str, int](), 0
     if report.exists():
         content = json.loads(report.read_text())
+        seconds = content["cpu_seconds"]
         launches = len(content["schedules"][-1]["launches"])
         for found in content["findings"]:
             if found["severity"] == "error":
@@ -262,7 +263,7 @@ def page(outcomes: list[Outcome]) -> str:
         "python -m tests.emulator.cutlass_examples /path/to/cutlass",
         "```",
         "",
-        "| script and arguments | architecture | launches | seconds | result |",
+        "| script and arguments | architecture | launches | CPU seconds | result |",
         "| --- | --- | ---: | ---: | --- |",
     ]
     for x in outcomes:

@@ -158,6 +158,7 @@ class Launches:
         options = asdict(self.options) | {"report": str(path)}
         report = {
             "options": options,
+            "cpu_seconds": round(time.process_time(), 1),
             "schedules": [
                 {
                     "schedule": schedule,
