@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from cute_attn.emulator.scripts import memory, options, process, run
+from cute_attn.emulator.host import Launch
+from cute_attn.emulator.scripts import launches, memory, options, process, products, run
 
 ROOT = Path(__file__).parents[2]
 HEADER = """
@@ -300,6 +302,37 @@ def test_device_memory_is_listed_until_it_is_freed() -> None:
     for address in alive:
         memory.release(address)
     assert memory.allocations() == before
+
+
+def test_products_are_those_of_tensor_cores() -> None:
+    """Tensor cores drop what is 2^25 times smaller than the sum; float32 keeps some of it."""
+    small = 2.0**-13
+    a = torch.full((2, 32), small, dtype=torch.bfloat16)
+    a[:, 0] = 1
+    cores = products.TensorCores(90)
+    assert cores._product(a, a.mT).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert (a.float() @ a.float().mT).tolist() != [[1.0, 1.0], [1.0, 1.0]]
+    x, y = torch.randn(2, 3, 5, 40, dtype=torch.float16)[:, :, :, :24].unbind()
+    with cores:
+        product = torch.einsum("bmk,bnk->bmn", x, y)
+    assert product.dtype == torch.float16
+    torch.testing.assert_close(product, (x.double() @ y.double().mT).half(), atol=0, rtol=2e-3)
+
+
+def test_a_long_launch_shows_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(launches.time, "monotonic", lambda: now)
+    progress = launches.Progress()
+    one = (1, 1, 1)
+    progress.begin(Launch("kernel_of_a_program", (8, 1, 1), one, one, 0, False, None))
+    for now, done in ((101.0, 1), (106.0, 2), (107.0, 3), (140.0, 6)):  # noqa: B007
+        progress(done, 8)
+    progress.end()
+    progress(8, 8)
+    said = "emulator: kernel_of_a_program: {} of 8 clusters in {} s, about {} s left\n"
+    assert capsys.readouterr().err == said.format(2, 6, 18) + said.format(6, 40, 13)
 
 
 def test_the_stand_ins_replace_the_compiler_s_runtime() -> None:
