@@ -135,6 +135,13 @@ class Double(torch.autograd.Function):
         return 2 * gradient
 
 Double.apply(x).sum().backward()
+
+@torch.library.custom_op("emulated_test::double", mutates_args=(), device_types="cuda")
+def double(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_cuda and torch.empty_like(x).is_cuda and torch.zeros(2, device=x.device).is_cuda
+    return 2 * x
+
+assert double(x.detach()).is_cuda
 """
 TESTS = f"""{HEADER}
 import pytest

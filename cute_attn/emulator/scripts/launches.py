@@ -87,12 +87,12 @@ class Launches:
             FindingsError: a check found an error, and errors are raised; or a deadlock.
         """
         regions = memory.allocations()
-        several = len(self._emulators) > 1
-        before = [ctypes.string_at(base, size) for base, size, _ in regions] if several else []
+        written = [*regions, *program.memory.regions()] if len(self._emulators) > 1 else []
+        before = [(base, ctypes.string_at(base, size)) for base, size, *_ in written]
         for i, emulator in enumerate(self._emulators):
             if i:
-                for (base, size, _), content in zip(regions, before, strict=True):
-                    ctypes.memmove(base, content, size)
+                for base, content in before:
+                    ctypes.memmove(base, content, len(content))
             printed = len(emulator.report.output)
             self._progress.begin(launch)
             try:

@@ -7,12 +7,15 @@ tensor's device.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_devices
 
@@ -230,8 +233,15 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 # -- where no function of torch is called
 
 
+def _is_active() -> bool:
+    return any(isinstance(x, CudaTensors) for x in overrides._get_current_function_mode_stack())
+
+
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Any:
+        if _is_active():
+            return function(*args, **kwargs)
         with CudaTensors():
             return function(*args, **kwargs)
 
@@ -275,7 +285,10 @@ def _keys(key: Any) -> Any:
 
 
 def _register_for_cpu() -> None:
-    """Operators that a program registers for CUDA are registered for the CPU."""
+    """Operators that a program registers for CUDA are registered for the CPU.
+
+    torch calls an operator's Python code from C++, where no mode is active.
+    """
     from torch._library.custom_ops import CustomOpDef
 
     custom_op, kernel = torch.library.custom_op, CustomOpDef.register_kernel
@@ -286,7 +299,10 @@ def _register_for_cpu() -> None:
         return custom_op(*given, device_types=_keys(device_types), **kwargs)
 
     def register_kernel(self: Any, devices: Any, fn: Any = None, /) -> Any:
-        return kernel(self, _keys(devices), fn)
+        def register(function: Any) -> Any:
+            return kernel(self, _keys(devices), _in_mode(function))
+
+        return register if fn is None else register(fn)
 
     def impl(name: Any, types: Any, *rest: Any, **kwargs: Any) -> Any:
         if isinstance(name, str):
@@ -297,8 +313,8 @@ def _register_for_cpu() -> None:
     def library_impl(self: Any, name: Any, fn: Any, key: Any = "", **kwargs: Any) -> Any:
         operator = name if "::" in str(name) else f"{self.ns}::{name}"
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if not (isinstance(name, str) and key == "CUDA" and has(operator, "CPU")):
-            key = _keys(key)
+        if key == "CUDA" and not (isinstance(name, str) and has(operator, "CPU")):
+            key, fn = "CPU", _in_mode(fn) if inspect.isfunction(fn) else fn
         return of_library(self, name, fn, key, **kwargs)
 
     replace(torch.library, "custom_op", custom)
