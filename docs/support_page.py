@@ -7,6 +7,7 @@ asks the plan functions of cute_attn.families, which know what there are kernels
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 DIMS = (32, 64, 96, 128, 192, 256, 320, 512, 576)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A family's record of public functions in one direction, with their plan function."""
 
@@ -59,13 +60,8 @@ class Row:
             return False
 
     def combinations(self, archs: Iterable[str] = ARCHS) -> set[tuple[int, ...]]:
-        """The values of all sizes for which there are kernels."""
-        names = list(self.support.sizes.values())
-        return {
-            values
-            for values in product(DIMS, repeat=len(names))
-            if any(self.has(arch, **dict(zip(names, values, strict=True))) for arch in archs)
-        }
+        """The values of all sizes for which there are kernels on one of the architectures."""
+        return set().union(*(planned(self, arch) for arch in archs))
 
     def sizes(self, archs: Iterable[str] = ARCHS) -> dict[str, tuple[object, ...]]:
         """For each size the values for which there are kernels, in any combination. Two unequal
@@ -91,6 +87,17 @@ class Row:
         } - {()}
         (dtypes,) = found
         return dtypes
+
+
+@functools.cache  # a plan takes a millisecond, and the tables ask for each one many times
+def planned(row: Row, arch: str) -> set[tuple[int, ...]]:
+    """The values of all sizes for which `row` has kernels on one architecture."""
+    names = list(row.support.sizes.values())
+    return {
+        values
+        for values in product(DIMS, repeat=len(names))
+        if row.has(arch, **dict(zip(names, values, strict=True)))
+    }
 
 
 ROWS = [
