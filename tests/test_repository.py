@@ -413,6 +413,7 @@ ALLOWED = {
         ("cute_attn/emulator/scripts/dsl.py", f"cutlass{name}")
         for name in (
             ".base_dsl",
+            ".base_dsl.compiler",
             ".base_dsl.jit_executor",
             ".base_dsl.runtime",
             ".base_dsl.runtime.cuda",

@@ -208,6 +208,7 @@ def test_an_unmodified_script_runs_and_its_errors_are_found(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.slow  # the script's process stands for it, except for pytest's hooks
 def test_a_test_suite_runs_and_fails_where_a_kernel_has_errors(tmp_path: Path) -> None:
     (tmp_path / "test_kernels.py").write_text(TESTS)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,10 @@ from .launches import Launches
 
 def install(launches: Launches) -> None:
     """Change the compiler's Python classes for the emulated device."""
-    from cutlass.base_dsl import jit_executor
+    from cutlass.base_dsl import compiler, jit_executor
     from cutlass.cutlass_dsl import cuda_jit_executor, tvm_ffi_provider
 
-    # The compiler's own cache holds no PTX, so that it has to be off.
-    warnings.filterwarnings("ignore", "Cache is disabled as user wants to generate PTX/ASM")
-    _keep_ptx(jit_executor.JitFunctionArtifacts)
+    _keep_code(compiler, jit_executor.JitFunctionArtifacts)
     for owner in (
         cuda_jit_executor.CudaDialectJitCompiledFunction,
         jit_executor.JitExecutor,
@@ -33,13 +30,25 @@ def install(launches: Launches) -> None:
     _benchmarks()
 
 
-def _keep_ptx(artifacts: Any) -> None:
+def _keep_code(compiler: Any, artifacts: Any) -> None:
+    """Let every function keep its PTX and machine code.
+
+    The environment variable for this would turn off the compiler's cache in memory, so that each
+    call of a `@cute.jit` function would be compiled anew.
+    """
+    apply = compiler.CompileOptions.apply_envar_settings
     read = artifacts.__post_init__
+
+    def apply_and_keep(self: Any, *args: Any) -> None:
+        for option in (compiler.KeepPTX, compiler.KeepCUBIN):
+            self.options[option].value = True
+        apply(self, *args)
 
     def read_and_keep(self: Any) -> None:
         read(self)
         images.register(self.PTX, self.CUBIN)
 
+    compiler.CompileOptions.apply_envar_settings = apply_and_keep
     artifacts.__post_init__ = read_and_keep
 
 

@@ -65,7 +65,6 @@ def set_compiler_environment(options: Options) -> None:
     values = {
         "LIBS": ":".join([str(library()), *_compiler_libraries()]),
         "ARCH": options.arch,
-        "KEEP": "ptx,cubin",
         "DUMP_DIR": scratch,
         "DISABLE_FILE_CACHING": "1",  # a file of the compiler's own cache has no PTX
         "LINEINFO": os.environ.get("CUTE_DSL_LINEINFO", "1"),
