@@ -10,6 +10,7 @@ cutlass_examples.json, so that a run of some examples replaces only their rows.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -183,6 +184,14 @@ def cases() -> Iterator[Case]:
         yield Case(arch, script, tuple(arguments))
 
 
+def of_this_environment(case: Case) -> list[str]:
+    """Arguments that say where the extension that an example builds finds nanobind."""
+    spec = importlib.util.find_spec("nanobind") if "jit_argument" in case.script else None
+    if spec is None or spec.origin is None:
+        return []
+    return [f"--cmake-args=-Dnanobind_DIR={Path(spec.origin).parent / 'cmake'}"]
+
+
 def run(case: Case, checkout: Path, logs: Path, timeout: float) -> Outcome:
     """Run one example in a directory that it shares with the examples of its folder."""
     name = case.script.replace("/", ".").removesuffix(".py")
@@ -192,7 +201,8 @@ def run(case: Case, checkout: Path, logs: Path, timeout: float) -> Outcome:
     report.unlink(missing_ok=True)
     script = checkout / EXAMPLES / case.script
     options = ["--arch", case.arch, "--report", str(report)]
-    command = [sys.executable, "-m", "cute_attn.emulator", *options, str(script), *case.arguments]
+    arguments = [*case.arguments, *of_this_environment(case)]
+    command = [sys.executable, "-m", "cute_attn.emulator", *options, str(script), *arguments]
     started = time.monotonic()
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     status: int | None
