@@ -65,7 +65,7 @@ def _options(given: argparse.Namespace) -> Options:
         given.emulate_schedules,
         given.emulate_seed,
         given.emulate_on_findings,
-        given.emulate_report,
+        given.emulate_report and given.emulate_report.absolute(),
         given.emulate_num_sms,
         given.emulate_resident,
     )

@@ -57,13 +57,8 @@ def _raising(call: Callable[..., Any], launches: Launches) -> Callable[..., Any]
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = call(*args, **kwargs)
-        except Exception:
-            launches.raise_errors()
-            raise
-        launches.raise_errors()
-        return result
+        with launches.raising():
+            return call(*args, **kwargs)
 
     return called
 

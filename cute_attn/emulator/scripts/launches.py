@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ class Launches:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.errors: list[BaseException] = []  # of launches that the host code has not yet seen
+        self._errors: list[BaseException] = []  # of launches of the present call of host code
+        self._callers = 0  # calls that wait for such errors
         self.recording: list[Recorded] | None = None  # the graph that is being captured
         self._progress = Progress()
         self._emulators = [
@@ -76,9 +79,28 @@ class Launches:
             else:
                 self.run(program, launch)
         except BaseException as error:  # exceptions cannot pass through the host code
-            self.errors.append(error)
+            if self._callers:
+                self._errors.append(error)
+            else:  # the caller gets the number of a CUDA error
+                print(f"emulator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return LAUNCH_FAILURE
         return 0
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Context of a call of host code, in which a launch's own error replaces a CUDA error."""
+        self._callers += 1
+        self._errors.clear()
+        try:
+            yield
+        except Exception:
+            if self._errors:
+                raise self._errors.pop() from None
+            raise
+        finally:
+            self._callers -= 1
+        if self._errors:
+            raise self._errors.pop()
 
     def run(self, program: Program, launch: Launch) -> None:
         """Run a launch under every schedule; the last one's results stay.
@@ -102,13 +124,6 @@ class Launches:
                 if emulator is self._emulators[-1]:
                     sys.stdout.write(emulator.report.output[printed:])
                     sys.stdout.flush()
-
-    def raise_errors(self) -> None:
-        """Raise the error of the last launch, if it has failed."""
-        if self.errors:
-            error = self.errors.pop()
-            self.errors.clear()
-            raise error
 
     # -- results
 

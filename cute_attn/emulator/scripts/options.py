@@ -35,7 +35,7 @@ class Options:
     schedules: int = 1
     seed: int = 0
     on_findings: str = "collect"
-    report: Path | None = None
+    report: Path | None = None  # absolute, since a program may change its directory
     num_sms: int | None = None
     resident: int = 4
 
@@ -140,7 +140,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         given.schedules,
         given.seed,
         given.on_findings,
-        given.report,
+        given.report and given.report.absolute(),
         given.num_sms,
         given.resident,
     )
