@@ -109,8 +109,7 @@ class Launches:
             FindingsError: a check found an error, and errors are raised; or a deadlock.
         """
         regions = memory.allocations()
-        written = [*regions, *program.memory.regions()] if len(self._emulators) > 1 else []
-        before = [(base, ctypes.string_at(base, size)) for base, size, *_ in written]
+        before = self._contents(program, regions) if len(self._emulators) > 1 else []
         for i, emulator in enumerate(self._emulators):
             if i:
                 for base, content in before:
@@ -124,6 +123,14 @@ class Launches:
                 if emulator is self._emulators[-1]:
                     sys.stdout.write(emulator.report.output[printed:])
                     sys.stdout.flush()
+
+    def _contents(
+        self, program: Program, regions: list[tuple[int, int, str]]
+    ) -> list[tuple[int, bytes]]:
+        """Addresses and contents of all memory that a launch may write."""
+        variables = ((base, size) for base, size, _, _ in program.memory.regions())
+        pieces = itertools.chain(((base, size) for base, size, _ in regions), variables)
+        return [(base, ctypes.string_at(base, size)) for base, size in pieces]
 
     # -- results
 
