@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -244,15 +245,29 @@ def chains(chosen: list[Case]) -> list[list[Case]]:
     return list(together.values())
 
 
-def kept() -> dict[str, Outcome]:
-    """The outcomes of earlier runs, by script."""
+def kept() -> tuple[dict[str, str], dict[str, Outcome]]:
+    """The versions and the outcomes of earlier runs; outcomes by script."""
     if not RESULTS.exists():
-        return {}
-    rows = json.loads(RESULTS.read_text())
-    return {row["script"]: Outcome(**row | {"arguments": tuple(row["arguments"])}) for row in rows}
+        return {}, {}
+    record = json.loads(RESULTS.read_text())
+    rows = (Outcome(**row | {"arguments": tuple(row["arguments"])}) for row in record["outcomes"])
+    return record["versions"], {row.script: row for row in rows}
 
 
-def page(outcomes: list[Outcome]) -> str:
+def keep(versions: dict[str, str], outcomes: dict[str, Outcome]) -> None:
+    """Write versions and outcomes for later runs."""
+    rows = [asdict(outcomes[c.script]) for c in cases() if c.script in outcomes]
+    RESULTS.write_text(json.dumps({"versions": versions, "outcomes": rows}, indent=1) + "\n")
+
+
+def commit_of(checkout: Path) -> str:
+    """The checkout's commit, or "unknown" for a copy without its repository."""
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def page(versions: dict[str, str], outcomes: list[Outcome]) -> str:
     """The page of documentation."""
     finished = [x for x in outcomes if x.ran]
     clean = [x for x in finished if not x.errors]
@@ -263,7 +278,8 @@ def page(outcomes: list[Outcome]) -> str:
         "",
         "These are all CuTe DSL examples of CUTLASS in `cute/`, `cute_ext/` and `dsl_tutorials/` "
         "that need one GPU and no JAX. [The emulator](emulator.md) runs each script unmodified, at "
-        "a small size. Each script checks its own results where the script has a reference.",
+        "a small size. Each script checks its own results where the script has a reference. "
+        f"CUTLASS is at commit {versions['cutlass'][:9]}, the DSL's version is {versions['dsl']}.",
         "",
         f"{len(finished)} of {len(outcomes)} scripts run to their end. {len(clean)} of these have "
         "no finding of severity error. A number before a check's name counts such findings.",
@@ -273,12 +289,12 @@ def page(outcomes: list[Outcome]) -> str:
         "python -m tests.emulator.cutlass_examples /path/to/cutlass",
         "```",
         "",
-        "| script and arguments | architecture | launches | CPU seconds | result |",
-        "| --- | --- | ---: | ---: | --- |",
+        "| script and arguments | architecture | launches | result |",
+        "| --- | --- | ---: | --- |",
     ]
     for x in outcomes:
         command = shlex.join([x.script, *x.arguments])
-        lines.append(f"| `{command}` | {x.arch} | {x.launches} | {x.seconds:.0f} | {x.result} |")
+        lines.append(f"| `{command}` | {x.arch} | {x.launches} | {x.result} |")
     return "\n".join(lines) + "\n"
 
 
@@ -290,12 +306,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="examples to run at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an example")
     parser.add_argument("--logs", type=Path, help="directory for the examples' output")
+    parser.add_argument("--commit", help="the checkout's commit, if it is a copy")
     parser.add_argument("--page", action="store_true", help="only write the page")
     given = parser.parse_args()
-    outcomes = kept()
+    versions, outcomes = kept()
     if not given.page:
         if given.checkout is None or not (given.checkout / EXAMPLES).is_dir():
             parser.error(f"{given.checkout} has no {EXAMPLES}")
+        versions["cutlass"] = given.commit or commit_of(given.checkout)
+        versions["dsl"] = metadata.version("nvidia-cutlass-dsl")
         ran = {name for name, x in outcomes.items() if x.ran}
         chosen = [
             case
@@ -311,12 +330,11 @@ def main() -> None:
                     outcome = run(case, given.checkout.resolve(), logs, given.timeout)
                     outcomes[case.script] = outcome
                     print(f"{outcome.seconds:6.1f} s {case.script}: {outcome.result}", flush=True)
-                    rows = [asdict(outcomes[c.script]) for c in cases() if c.script in outcomes]
-                    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+                    keep(versions, outcomes)
 
             with ThreadPoolExecutor(given.jobs) as pool:
                 list(pool.map(follow, chains(chosen)))
-    PAGE.write_text(page([outcomes[c.script] for c in cases() if c.script in outcomes]))
+    PAGE.write_text(page(versions, [outcomes[c.script] for c in cases() if c.script in outcomes]))
 
 
 if __name__ == "__main__":
