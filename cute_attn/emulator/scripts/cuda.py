@@ -94,6 +94,11 @@ class _Context:
         pass
 
 
+class _Averages(list[Any]):
+    def table(self, *_: Any, **__: Any) -> str:
+        return "no times: the device is emulated"
+
+
 class _Profile(_Context):
     """A profiler without events."""
 
@@ -106,8 +111,8 @@ class _Profile(_Context):
     def stop(self) -> None:
         pass
 
-    def key_averages(self, *_: Any, **__: Any) -> list[Any]:
-        return []
+    def key_averages(self, *_: Any, **__: Any) -> _Averages:
+        return _Averages()
 
     def events(self) -> list[Any]:
         return []
@@ -223,6 +228,8 @@ def install(launches: Launches) -> None:
         replace(torch.cuda, name, value)
     replace(torch.cuda, "set_device", _set_device)
     replace(torch.cuda, "is_current_stream_capturing", lambda: launches.recording is not None)
+    replace(torch._C, "_cuda_isCurrentStreamCapturing", lambda: launches.recording is not None)
+    replace(torch._C, "_cuda_getCurrentRawStream", _gives(0))
     replace(torch.version, "cuda", "13.0")
     for name in ("range_push", "range_pop", "mark"):
         replace(torch.cuda.nvtx, name, _gives(None))
