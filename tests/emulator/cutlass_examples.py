@@ -82,8 +82,8 @@ sm_103a cute/blackwell/kernel/blockscaled_grouped_gemm/sm103_grouped_blockscaled
 {BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_4.py --mnk 512,512,128
 {BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_5.py --mnk 512,512,128
 {BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_6.py --mnk 512,512,128
-{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_0.py
-{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_1.py
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_0.py --mnkl 256,256,256,1
+{BLACKWELL} cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_1.py --mnkl 512,256,256,1
 {BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v0.py --M 128 --N 128
 {BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v1.py
 {BLACKWELL} cute/blackwell/tutorial/tutorial_tma/tma_v2.py

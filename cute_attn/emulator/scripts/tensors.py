@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -277,50 +276,33 @@ def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_dlpack
 
 
-def _keys(key: Any) -> Any:
-    """Names of dispatch keys and devices, the CPU's in place of CUDA's."""
-    if isinstance(key, str):
-        return {"cuda": "cpu", "CUDA": "CPU"}.get(key, key)
-    return None if key is None else tuple(map(_keys, key))
+_COMPUTES = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
 def _register_for_cpu() -> None:
     """Operators that a program registers for CUDA are registered for the CPU.
 
-    torch calls an operator's Python code from C++, where no mode is active.
+    torch calls an operator's Python code from C++, where no mode is active. All ways to register an
+    operator lead to `Library.impl`. torch's own operators have code for the CPU.
     """
-    from torch._library.custom_ops import CustomOpDef
+    register = torch.library.Library.impl
+    redirected: set[str] = set()
 
-    custom_op, kernel = torch.library.custom_op, CustomOpDef.register_kernel
-    implement, of_library = torch.library.impl, torch.library.Library.impl
+    def impl(self: Any, name: Any, fn: Any, key: Any = "", **kwargs: Any) -> Any:
+        operator = str(name) if "::" in str(name) else f"{self.ns}::{name}"
+        module = getattr(fn, "__module__", None) or ""
+        of_torch = module.startswith("torch.") and not module.startswith("torch._library.")
+        if key == "CPU" and operator in redirected:
+            return None
+        if key in _COMPUTES and inspect.isfunction(fn) and not of_torch:
+            fn = _in_mode(fn)
+            has_cpu = torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")
+            if key == "CUDA" and not has_cpu:
+                key = "CPU"
+                redirected.add(operator)
+        return register(self, name, fn, key, **kwargs)
 
-    def custom(name: str, fn: Any = None, /, *, device_types: Any = None, **kwargs: Any) -> Any:
-        given = (name,) if fn is None else (name, fn)
-        return custom_op(*given, device_types=_keys(device_types), **kwargs)
-
-    def register_kernel(self: Any, devices: Any, fn: Any = None, /) -> Any:
-        def register(function: Any) -> Any:
-            return kernel(self, _keys(devices), _in_mode(function))
-
-        return register if fn is None else register(fn)
-
-    def impl(name: Any, types: Any, *rest: Any, **kwargs: Any) -> Any:
-        if isinstance(name, str):
-            return implement(name, _keys(types), *rest, **kwargs)
-        keys = (_keys(value) if isinstance(value, str) else value for value in rest)
-        return implement(name, types, *keys, **kwargs)
-
-    def library_impl(self: Any, name: Any, fn: Any, key: Any = "", **kwargs: Any) -> Any:
-        operator = name if "::" in str(name) else f"{self.ns}::{name}"
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if key == "CUDA" and not (isinstance(name, str) and has(operator, "CPU")):
-            key, fn = "CPU", _in_mode(fn) if inspect.isfunction(fn) else fn
-        return of_library(self, name, fn, key, **kwargs)
-
-    replace(torch.library, "custom_op", custom)
-    replace(CustomOpDef, "register_kernel", register_kernel)
-    replace(torch.library, "impl", impl)
-    replace(torch.library.Library, "impl", library_impl)
+    replace(torch.library.Library, "impl", impl)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
@@ -351,6 +333,4 @@ def install(arch: int) -> None:
     given = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if given is not None:
         replace(torch.Tensor, "__dlpack_c_exchange_api__", memory.exchange(given))
-    # torch itself registers some operators for the CPU and for CUDA.
-    warnings.filterwarnings("ignore", "Warning only once for all operators")
     _register_for_cpu()
