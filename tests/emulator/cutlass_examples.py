@@ -267,6 +267,13 @@ def commit_of(checkout: Path) -> str:
     return done.stdout.strip() or "unknown"
 
 
+def dsl_version() -> str:
+    """The compiler's version, and the CUDA version of its libraries, which decides about PTX."""
+    installed = {x.name for x in metadata.distributions()}
+    libraries = [x for x in ("cu12", "cu13") if f"nvidia-cutlass-dsl-libs-{x}" in installed]
+    return f"{metadata.version('nvidia-cutlass-dsl')} ({', '.join(libraries)})"
+
+
 def page(versions: dict[str, str], outcomes: list[Outcome]) -> str:
     """The page of documentation."""
     finished = [x for x in outcomes if x.ran]
@@ -314,7 +321,7 @@ def main() -> None:
         if given.checkout is None or not (given.checkout / EXAMPLES).is_dir():
             parser.error(f"{given.checkout} has no {EXAMPLES}")
         versions["cutlass"] = given.commit or commit_of(given.checkout)
-        versions["dsl"] = metadata.version("nvidia-cutlass-dsl")
+        versions["dsl"] = dsl_version()
         ran = {name for name, x in outcomes.items() if x.ran}
         chosen = [
             case
