@@ -132,6 +132,22 @@ INTENDED = {
     "dsl_tutorials/tvm_ffi/error_reporting.py": "ValueError: Mismatched a.shape[0]",
 }
 
+# Why a script fails, or what its findings mean, where this was looked into.
+REASONS = {
+    "cute/blackwell/kernel/blockscaled_gemm/sm103_dense_blockscaled_gemm_persistent.py": (
+        "products with K = 96 are not emulated"
+    ),
+    "cute/blackwell/kernel/blockscaled_grouped_gemm/sm103_grouped_blockscaled_gemm.py": (
+        "products with K = 96 are not emulated"
+    ),
+    "cute/blackwell/kernel/moe/torch_scaled_grouped_mm.py": (
+        "torch has no `scaled_grouped_mm` for the CPU, with which the script compares"
+    ),
+    "cute/hopper/kernel/grouped_gemm/grouped_gemm.py": (
+        "the timed call has addresses of tensors that the script has freed"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -167,14 +183,16 @@ class Outcome:
     @property
     def result(self) -> str:
         """The outcome in words."""
+        reason = REASONS.get(self.script)
         if self.status is None:
             return f"not finished after {self.seconds:.0f} s"
         if not self.ran:
-            return f"fails: `{self.last}`"
+            return f"fails: {reason}" if reason else f"fails: `{self.last}`"
         if self.script in INTENDED:
             return "raises its error, as intended"
         if self.errors:
-            return "runs; " + ", ".join(f"{n} {check}" for check, n in sorted(self.errors.items()))
+            counts = ", ".join(f"{n} {check}" for check, n in sorted(self.errors.items()))
+            return f"runs; {counts}" + (f": {reason}" if reason else "")
         return "runs"
 
 
