@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn",
         description="Say what a bug report needs, or where files of this package lie.",
-        epilog="See also: python -m cute_attn.cache --help.",
+        epilog="See also: python -m cute_attn.cache --help, python -m cute_attn.emulator --help.",
     )
     parser.add_argument("--version", action="version", version=f"cute_attn {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")

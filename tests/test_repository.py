@@ -408,6 +408,24 @@ FORBIDDEN = {
 ALLOWED = {
     # A torch dtype in a worker's request, which only a caller that has torch can have put there.
     ("cute_attn/cache/wire.py", "torch"),
+    # The compiler's classes that ask for a device or keep code, changed for a whole program.
+    *(
+        ("cute_attn/emulator/scripts/dsl.py", f"cutlass{name}")
+        for name in (
+            ".base_dsl",
+            ".base_dsl.compiler",
+            ".base_dsl.jit_executor",
+            ".base_dsl.runtime",
+            ".base_dsl.runtime.cuda",
+            ".cute.testing",
+            ".cutlass_dsl",
+            ".cutlass_dsl.cuda_jit_executor",
+            ".cutlass_dsl.tvm_ffi_provider",
+            ".testing",
+            ".utils",
+            ".utils.HardwareInfo",
+        )
+    ),
     # KernelDef, with which a table names kernels.
     *(
         (f"{table.replace('.', '/')}.py", module)

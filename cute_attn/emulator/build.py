@@ -236,6 +236,31 @@ def object_file(source: Path) -> Path:
     return made
 
 
+def shared_library(name: str, sources: Sequence[Path]) -> Path:
+    """A shared library of C sources, called `name`; built if not in the cache.
+
+    Raises:
+        EmulatorUnavailable: no compiler is installed, or the compiler fails.
+    """
+    objects = [object_file(source) for source in sources]
+    library = _root() / _digest(*map(str, objects)) / name
+    made = link(library, objects, ["-ldl", "-lpthread"])
+    _used([made])
+    return made
+
+
+def kept(name: str) -> Path:
+    """A directory beside the builds, for files that later processes need.
+
+    Raises:
+        EmulatorUnavailable: others than this user can write to the directory.
+    """
+    path = _root() / name
+    path.mkdir(mode=0o700, exist_ok=True)
+    _check_ownership(path)
+    return path
+
+
 def _compile(source: Path, target: Path) -> Path:
     there = target.exists()
     made = _make(target, [*compiler().flags, "-c", str(source)])

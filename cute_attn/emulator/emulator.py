@@ -164,6 +164,27 @@ class Emulator:
             raise ValueError("nothing was traced: make the Emulator with traced=True")
         trace.write(path, self._trace, self._roles)
 
+    # -- for scripts/launches.py
+
+    def launch_within(
+        self, regions: Iterable[tuple[int, int, str]], program: Program, launch: Launch
+    ) -> None:
+        """Run one launch of a program whose memory is known by address alone.
+
+        Args:
+            regions: address, bytes and name of each piece of device memory.
+            program: the kernel.
+            launch: the launch.
+
+        Raises:
+            FindingsError: as a call of an `EmulatedFunction`.
+        """
+        with self._machine.calls:
+            self._machine.clear_regions()
+            for base, size, name in regions:
+                self._machine.add_region(base, size, name)
+            self._launch(program, launch)
+
     # -- for EmulatedFunction
 
     def _begin(self, tensors: Sequence[tuple[str, Any]], names: Names | None) -> None:

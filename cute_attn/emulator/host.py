@@ -19,9 +19,11 @@ from typing import Any
 
 from . import build
 
-_STAND_IN = Path(__file__).parent / "runtime" / "cuda.c"
-_HOOK = ctypes.CFUNCTYPE(
+STAND_IN = Path(__file__).parent / "runtime" / "cuda.c"
+LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
+HOOK = ctypes.CFUNCTYPE(
     ctypes.c_int,
+    ctypes.c_void_p,
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint32),
     ctypes.POINTER(ctypes.c_void_p),
@@ -48,6 +50,20 @@ class Launch:
     cooperative: bool
     arguments: Any
 
+    @classmethod
+    def requested(cls, kernel: bytes, dims: Any, arguments: Any) -> Launch:
+        """The launch that the stand-in for the CUDA runtime hands to its hook."""
+        sizes = dims[:11]
+        return cls(
+            kernel.decode(),
+            tuple(sizes[0:3]),
+            tuple(sizes[3:6]),
+            tuple(sizes[6:9]),
+            sizes[9],
+            bool(sizes[10]),
+            arguments,
+        )
+
 
 class HostFunction:
     """A compiled function whose launches go to `on_launch`.
@@ -72,7 +88,7 @@ class HostFunction:
 
         self._on_launch = on_launch
         self._errors: list[BaseException] = []  # raised by the current call's launches
-        self._hook = _HOOK(self._launched)
+        self._hook = HOOK(self._launched)
         self._library = _link(image)
         self._library.emulator_set_hook(self._hook, num_sms, *capability)
         address = ctypes.cast(getattr(self._library, f"__tvm_ffi_{name}"), ctypes.c_void_p).value
@@ -81,23 +97,12 @@ class HostFunction:
             address, keep_alive_object=self._library
         )
 
-    def _launched(self, kernel: bytes, dims: Any, arguments: Any) -> int:
+    def _launched(self, _image: int, kernel: bytes, dims: Any, arguments: Any) -> int:
         try:
-            sizes = dims[:11]
-            self._on_launch(
-                Launch(
-                    kernel.decode(),
-                    tuple(sizes[0:3]),
-                    tuple(sizes[3:6]),
-                    tuple(sizes[6:9]),
-                    sizes[9],
-                    bool(sizes[10]),
-                    arguments,
-                )
-            )
+            self._on_launch(Launch.requested(kernel, dims, arguments))
         except BaseException as error:  # exceptions cannot pass through the host code
             self._errors.append(error)
-            return 1
+            return LAUNCH_FAILURE
         return 0
 
     def __call__(self, *arguments: Any) -> None:
@@ -122,7 +127,7 @@ def _link(image: bytes) -> ctypes.CDLL:
         object_file.write_bytes(image)
         # The dynamic loader identifies a library by its file, so each library gets a new name.
         library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
-        build.link(library, [object_file, build.object_file(_STAND_IN)])
+        build.link(library, [object_file, build.object_file(STAND_IN)])
         return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
 
 

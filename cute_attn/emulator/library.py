@@ -115,6 +115,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "emu_output": (STRING, (_POINTER,)),
     "emu_output_clear": (None, (_POINTER,)),
     "emu_wait_name": (STRING, (_INT,)),
+    "emu_product": (None, (_INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER)),
 }
 
 

@@ -358,7 +358,7 @@ def encode(tmp_path_factory: pytest.TempPathFactory) -> Any:
     import tvm_ffi  # noqa: F401 - brings a symbol that the stand-in needs
 
     library = tmp_path_factory.mktemp("runtime") / "runtime.so"
-    build.link(library, [build.object_file(host._STAND_IN)])
+    build.link(library, [build.object_file(host.STAND_IN)])
     return ctypes.CDLL(str(library))._cuTensorMapEncodeTiled
 
 

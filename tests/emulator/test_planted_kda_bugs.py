@@ -551,8 +551,6 @@ def test_the_kernel_is_clean(kernel: str) -> None:
 
 QUICK = {
     ("adjoint_pass", "wait for a chunk dropped"),
-    ("adjoint_pass", "no decay"),
-    ("gradients, K = 64", "bar.sync 1 dropped"),
 }
 
 

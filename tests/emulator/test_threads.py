@@ -128,6 +128,7 @@ def told(step: Callable[[Emulator], list[torch.Tensor]]) -> tuple[Any, ...]:
     return findings, outputs, launches, counts
 
 
+@pytest.mark.slow  # the small kernels of the test above stand for it
 def test_two_emulators_run_different_kernels_at_once() -> None:
     steps = (lightning_step, kda_step_with_a_race)
     alone = [told(step) for step in steps]

@@ -1,13 +1,13 @@
 // A stand-in for the CUDA runtime: the functions that a compiled function's host code calls.
 // This file is linked with the function's object file. Launches go to the hook that host.py sets;
 // all other calls succeed as on a real device.
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-extern int TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
 
 typedef struct {
   uint32_t id, padding;
@@ -33,9 +33,15 @@ enum {  // of the device
 };
 #define SHARED_BYTES 232448  // most bytes of one CTA on sm_90 and sm_100
 
-// kernel, grid + block + cluster + dynamic shared memory + whether all CTAs have to be resident
-// together, pointers to the arguments; 0 if the launch ran
-typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
+// A kernel's handle. The name is a copy, because the caller's name lies on the stack.
+typedef struct {
+  const void *image;
+  char name[];
+} Kernel;
+
+// the module's image, kernel, grid + block + cluster + dynamic shared memory + whether all CTAs
+// have to be resident together, pointers to the arguments; returns a CUDA error
+typedef int (*Hook)(const void *image, const char *kernel, const uint32_t *dims, void **arguments);
 static Hook hook;
 static int device_values[4];  // number of SMs, major, minor, shared memory
 
@@ -46,7 +52,7 @@ void emulator_set_hook(Hook h, int num_sms, int major, int minor) {
   device_values[2] = minor;
 }
 
-int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **arguments) {
+int _cudaLaunchKernelEx(const Configuration *c, const Kernel *kernel, void **arguments) {
   uint32_t dims[11];
   for (int i = 0; i < 3; i++) {
     dims[i] = c->grid[i];
@@ -63,20 +69,22 @@ int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **argum
   }
   for (int i = 0; i < 6; i++)
     if (!dims[i]) return 1;  // invalid value, as on a device
-  return hook && hook(kernel, dims, arguments) == 0 ? SUCCESS : LAUNCH_FAILURE;
+  return hook ? hook(kernel->image, kernel->name, dims, arguments) : LAUNCH_FAILURE;
 }
 
-// A library's handle is its image, and a kernel's handle is a copy of its name, because the
-// caller's name lies on the stack.
+// A library's handle is its image.
 int _cudaLibraryLoadData(void **library, const void *image) {
   *library = (void *)image;
   return SUCCESS;
 }
 
-int _cudaLibraryGetKernel(const char **kernel, void *library, const char *name) {
-  (void)library;
-  *kernel = strdup(name);
-  return *kernel ? SUCCESS : OUT_OF_MEMORY;
+int _cudaLibraryGetKernel(Kernel **kernel, void *library, const char *name) {
+  size_t bytes = strlen(name) + 1;
+  *kernel = malloc(sizeof(Kernel) + bytes);
+  if (!*kernel) return OUT_OF_MEMORY;
+  (*kernel)->image = library;
+  memcpy((*kernel)->name, name, bytes);
+  return SUCCESS;
 }
 
 int _cudaGetDevice(int *device) {
@@ -183,9 +191,16 @@ int cuda_dialect_unload_library_once(void **handle) {
   return SUCCESS;
 }
 
+// The function of libtvm_ffi.so, which the process may load after this file.
+static void set_raised_error(const char *kind, const char *message) {
+  void (*set)(const char *, const char *) =
+      (void (*)(const char *, const char *))dlsym(RTLD_DEFAULT, "TVMFFIErrorSetRaisedFromCStr");
+  if (set) set(kind, message);
+}
+
 void CuteDSLRT_TVMFFISetRaisedCudaError(void *set_raised, int error) {
   (void)set_raised;
   char message[64];  // kind and format as in the DSL's own runtime
   snprintf(message, sizeof message, "CUDA Error Code: %d", error);
-  TVMFFIErrorSetRaisedFromCStr("CUDADialectError", message);
+  set_raised_error("CUDADialectError", message);
 }
