@@ -38,6 +38,9 @@ _OF_NO_FAMILY = {
     "launch-overhead": Listed(
         "launch_overhead", "host time of a launch, by layer, beside torch.mul"
     ),
+    "rates": Listed(
+        "rates.study", "rates and latencies of the GPU's units, which the timing model reads"
+    ),
     "sass": Listed(
         "sass", "static analysis of a kernel's machine code beside FlashAttention-4's; needs no GPU"
     ),
