@@ -209,7 +209,6 @@ def launches(gpu: Machine, short: bool) -> Rows:
     import torch
 
     from ... import launch
-
     from ..harness.timing import time_cuda
     from .machine import spec_of
 
