@@ -253,11 +253,23 @@ def shared_latency() -> list[TimedLoop]:
 # ------------------------------------------------------------------------------------ wgmma
 
 WGMMA_GROUPS = (1, 9)  # instructions of a group that is awaited
+WGMMA_BESIDE = 256  # dependent fma between a group and the wait for it
 
 
 def wgmma(n: int, a_in_registers: bool) -> list[TimedLoop]:
-    """m64 by n by k16 of bf16, in groups of `WGMMA_GROUPS` that are awaited at once."""
-    loops = []
+    """m64 by n by k16 of bf16, in groups of `WGMMA_GROUPS` that are awaited at once, and the larger
+    group with other instructions before the wait."""
+    few, many = WGMMA_GROUPS
+    return [
+        TimedLoop(f"group of {few}", _wgmma_loop(n, a_in_registers, few, 0), 1),
+        TimedLoop(f"group of {many}", _wgmma_loop(n, a_in_registers, many, 0), 1),
+        TimedLoop(
+            f"group of {many} beside fma", _wgmma_loop(n, a_in_registers, many, WGMMA_BESIDE), 1
+        ),
+    ]
+
+
+def _wgmma_loop(n: int, a_in_registers: bool, size: int, beside: int) -> str:
     d = [f"d{i}" for i in range(n // 2)]
     a = [f"a{i}" for i in range(4)]
     left = f"{{{', '.join(a)}}}" if a_in_registers else "left"
@@ -266,32 +278,36 @@ def wgmma(n: int, a_in_registers: bool) -> list[TimedLoop]:
         f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{', '.join(d)}}}, {left}, "
         f"right, more, 1, 1, {majors};"
     )
-    for size in WGMMA_GROUPS:
-        body = ["setp.ge.s32 more, n, 0;", "wgmma.fence.sync.aligned;", *[one] * size]
-        body += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
-        text = timed(
-            body,
-            declare=[
-                f".reg .b32 {', '.join(d)};",
-                f".reg .b32 {', '.join(a)}, s;",
-                ".reg .b64 left, right, s64;",
-            ],
-            before=[
-                *(f"mov.b32 {x}, 0;" for x in d),
-                *(f"and.b32 {x}, tid, {i};" for i, x in enumerate(a)),
-                f"add.u32 s, {SHARED}, {BUFFER};",
-                "shr.u32 s, s, 4;",
-                "and.b32 s, s, 0x3FFF;",
-                "cvt.u64.u32 s64, s;",
-                # 128-byte swizzle, 1024 bytes from 8 rows to the next.
-                f"or.b64 right, s64, {1 << 62 | 64 << 32 | 1 << 16};",
-                "add.s64 left, right, 2048;",  # 32 KiB on
-            ],
-            after=[f"xor.b32 d0, d0, {x};" for x in d[1:]],
-            result="d0",
-        )
-        loops.append(TimedLoop(f"group of {size}", text, 1))
-    return loops
+    body = ["setp.ge.s32 more, n, 0;", "wgmma.fence.sync.aligned;", *[one] * size]
+    body += ["wgmma.commit_group.sync.aligned;"]
+    # The store keeps the fma between the group and the wait.
+    body += ["fma.rn.f32 x, x, y, y;"] * beside
+    body += ["st.volatile.shared.b32 [t], x;"] * (beside > 0)
+    body += ["wgmma.wait_group.sync.aligned 0;"]
+    return timed(
+        body,
+        declare=[
+            f".reg .b32 {', '.join(d)};",
+            f".reg .b32 {', '.join(a)}, s, t, x, y;",
+            ".reg .b64 left, right, s64;",
+        ],
+        before=[
+            *(f"mov.b32 {x}, 0;" for x in d),
+            *(f"and.b32 {x}, tid, {i};" for i, x in enumerate(a)),
+            "cvt.rn.f32.u32 x, tid;",
+            "mov.b32 y, x;",
+            f"mad.lo.u32 t, tid, 4, {SHARED};",
+            f"add.u32 s, {SHARED}, {BUFFER};",
+            "shr.u32 s, s, 4;",
+            "and.b32 s, s, 0x3FFF;",
+            "cvt.u64.u32 s64, s;",
+            # 128-byte swizzle, 1024 bytes from 8 rows to the next.
+            f"or.b64 right, s64, {1 << 62 | 64 << 32 | 1 << 16};",
+            "add.s64 left, right, 2048;",  # 32 KiB on
+        ],
+        after=[*(f"xor.b32 d0, d0, {x};" for x in d[1:]), "xor.b32 d0, d0, x;"],
+        result="d0",
+    )
 
 
 # --------------------------------------------------------------------------------- barriers

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
-from .loops import LOOPS, WGMMA_GROUPS
+from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ def mma(gpu: Machine, short: bool) -> Rows:
                     yield row("mma", name, "until the result", one, CLOCKS)
                 interval = (group - one) / (many - few) / warpgroups
                 yield row("mma", name, f"interval, {warpgroups} warpgroups", interval, CLOCKS)
-                yield row("mma", name, f"group of {many}, {warpgroups} warpgroups", group, CLOCKS)
+                how = f"group of {many}, {warpgroups} warpgroups"
+                yield row("mma", name, how, group, CLOCKS)
+                beside = t[f"group of {many} beside fma"].clocks
+                yield row("mma", name, f"{how}, beside {WGMMA_BESIDE} fma", beside, CLOCKS)
 
 
 def shared(gpu: Machine, short: bool) -> Rows:
