@@ -41,6 +41,7 @@ STORE_BYTES = (512, 2048, 8192, 16384)
 ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
+PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
 Rows = Iterator[Row]
 
@@ -213,6 +214,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
 
     from ... import launch
     from ..harness.timing import time_cuda
+    from ..launch_times.measure import launches as profile
     from .machine import spec_of
 
     for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
@@ -224,6 +226,8 @@ def launches(gpu: Machine, short: bool) -> Rows:
         call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
         many = functools.partial(_repeat, call)
 
+        [(_, profiled)] = profile(call, lambda: None)
+        yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
         for mode in ("do_bench", "graph"):
             t = time_cuda(call, mode=mode)  # type: ignore[arg-type]
             yield row("launch", f"empty kernel, {mode}", how, t.median_us, MICROSECONDS)
@@ -231,12 +235,17 @@ def launches(gpu: Machine, short: bool) -> Rows:
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
     products = spec_of("wgmma", 256, 8, shared_kib=64)
-    for name, seconds in (("after a rest", 0.0), ("under load", LOAD_S)):
+    for name, count, seconds in (
+        ("after a rest, short", SHORT_PRODUCTS, 0.0),
+        ("after a rest", PRODUCTS, 0.0),
+        ("under load", PRODUCTS, LOAD_S),
+    ):
+        gpu.run(products, 1, ctas=gpu.sms)
         torch.cuda.synchronize()
         time.sleep(0.3)
         until = time.monotonic() + seconds
         while True:
-            out = gpu.run(products, 4000, ctas=gpu.sms)
+            out = gpu.run(products, count, ctas=gpu.sms)
             torch.cuda.synchronize()
             if time.monotonic() >= until:
                 break

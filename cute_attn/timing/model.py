@@ -1,0 +1,149 @@
+"""The numbers of the simulator, from a GPU's measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .rates import Rates
+from .simulate import Machine
+from .steps import Latencies
+
+QUARTER = "on a quarter, 4 warps"
+RESULT = "until the result"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the simulator needs to know of a GPU."""
+
+    rates: Rates
+
+    @cached_property
+    def clock_mhz(self) -> float:
+        return self.rates.value("launch", "clock during products", "after a rest", "MHz")
+
+    @cached_property
+    def launch_us(self) -> float:
+        """Microseconds that the profiler gives an empty kernel."""
+        values = self.rates.all_of("launch", "empty kernel, profiled")
+        return min(values.values())
+
+    @cached_property
+    def unit_clocks(self) -> dict[str, float]:
+        """Clocks of a warp's instruction on a unit of its quarter."""
+
+        def clocks(what: str) -> float:
+            return self.rates.value("arithmetic", what, QUARTER)
+
+        return {
+            "fma": clocks("fma"),
+            "alu": clocks("logic"),
+            "xu": clocks("ex2"),
+            "mma": self.rates.value("mma", "m16n8k16 bf16", "on a quarter, 2 warps"),
+            "IMAD": clocks("int_mad"),
+            "FMNMX": clocks("max"),
+            "F2FP": clocks("pack_bf16x2"),
+            "I2FP": clocks("from_int"),
+            "SEL": clocks("select"),
+            "PRMT": clocks("permute"),
+            "HFMA2": clocks("fma_bf16x2"),
+        }
+
+    @cached_property
+    def latencies(self) -> Latencies:
+        def clocks(part: str, what: str) -> float:
+            return self.rates.value(part, what, RESULT)
+
+        return Latencies(
+            arithmetic=clocks("arithmetic", "fma"),
+            special=clocks("arithmetic", "ex2"),
+            shuffle=clocks("arithmetic", "shuffle"),
+            mma=clocks("mma", "m16n8k16 bf16"),
+            shared=clocks("shared", "load 4 B"),
+            matrix=clocks("shared", "ldmatrix x1"),
+            from_l2=clocks("memory", "load from L2"),
+            from_memory=clocks("memory", "load from memory"),
+        )
+
+    def multiply(self, n: int, from_registers: bool) -> float:
+        """Clocks of a wgmma while others follow: measured, between measured N in proportion."""
+        operands = "RS" if from_registers else "SS"
+        known = {
+            int(what[len("m64n") : what.index("k16")]): clocks
+            for (part, what, how, unit), clocks in self.rates.values.items()
+            if part == "mma" and what.endswith(operands) and how == "interval, 1 warpgroups"
+        }
+        below = max((k for k in known if k <= n), default=min(known))
+        above = min((k for k in known if k >= n), default=max(known))
+        if below == above:
+            return known[below] * n / below
+        share = (n - below) / (above - below)
+        return known[below] * (1 - share) + known[above] * share
+
+    @cached_property
+    def multiply_latency(self) -> float:
+        n = 128
+        alone = self.rates.value("mma", f"m64n{n}k16 SS", RESULT)
+        return max(0.0, alone - self.multiply(n, False))
+
+    def machine(self, sms: int) -> Machine:
+        """An SM of `sms` that are in use, which share the rates of L2 and memory."""
+        rates = self.rates
+
+        def stream(level: str) -> tuple[float, float]:
+            """Bytes a clock of one SM alone, and of one of all SMs."""
+            name, unit = f"bulk load from {level}", "bytes a clock and SM"
+            values = rates.all_of("copies", name)
+
+            def best(ctas: int) -> float:
+                return max(
+                    v
+                    for (how, u), v in values.items()
+                    if u == unit and how.endswith(f", {ctas} SMs")
+                )
+
+            return best(1), best(rates.sms)
+
+        def latency(level: str) -> float:
+            values = rates.all_of("copies", f"bulk load from {level}")
+            return values["16 bytes alone", "clocks"]
+
+        def out(what: str) -> float:
+            values = rates.all_of("copies", f"bulk {what} to L2")
+            unit = "bytes a clock and SM"
+            one = max(v for (how, u), v in values.items() if u == unit and how.endswith(", 1 SMs"))
+            every = max(
+                v
+                for (how, u), v in values.items()
+                if u == unit and how.endswith(f", {rates.sms} SMs")
+            )
+            return min(one, every * rates.sms / sms)
+
+        shared = {}
+        for level in ("L2", "memory"):
+            one, every = stream(level)
+            shared[level] = min(one, every * rates.sms / sms)
+        known: dict[tuple[int, bool], float] = {}
+
+        def multiply(n: int, from_registers: bool) -> float:
+            key = n, from_registers
+            if key not in known:
+                known[key] = self.multiply(n, from_registers)
+            return known[key]
+
+        barrier = "mbarrier, two hand-overs between two warps"
+        return Machine(
+            multiply=multiply,
+            multiply_latency=self.multiply_latency,
+            hand_over=rates.value("barriers", barrier, "2 warps") / 2,
+            meet=rates.value("barriers", "bar.sync of all warps", "8 warps"),
+            l2_latency=latency("L2"),
+            memory_latency=latency("memory"),
+            l2_rate=shared["L2"],
+            memory_rate=shared["memory"],
+            store_rate=out("store"),
+            add_rate=out("add"),
+            store_latency=latency("L2"),
+            wavefront=rates.value("shared", "load 4 B", "16 warps"),
+        )
