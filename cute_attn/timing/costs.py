@@ -25,8 +25,9 @@ _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
 # Machine instructions by unit. The simulator counts other units' instructions by their steps.
 _FMA = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2", "IMAD")
 _ALU = (
-    "IADD3", "VIADD", "VIADDMNMX", "VIMNMX", "LOP3", "SHF", "SEL", "FSEL", "FMNMX", "ISETP", "FSETP",
-    "PRMT", "LEA", "F2FP", "PLOP3", "IABS", "IMNMX", "I2FP", "BMSK", "SGXT", "P2R", "R2P", "MOV",
+    "IADD3", "VIADD", "VIADDMNMX", "VIMNMX", "LOP3", "SHF", "SEL", "FSEL", "FMNMX", "ISETP",
+    "FSETP", "PRMT",
+    "LEA", "F2FP", "PLOP3", "IABS", "IMNMX", "I2FP", "BMSK", "SGXT", "P2R", "R2P", "MOV",
     "HMNMX2", "HSETP2", "VABSDIFF", "LOP", "POPC", "FCHK",
 )  # fmt: skip
 _XU = ("MUFU", "F2F", "F2I", "I2F", "FRND", "F2IP", "BREV", "FLO")
@@ -38,7 +39,8 @@ _FREE = ("NOP",)
 # counted.
 _ONCE = {
     "ex2.": "MUFU", "ld.shared": "LDS", "st.shared": "STS", "ldmatrix": "LDSM", "stmatrix": "STSM",
-    "mma.sync": "HMMA", "shfl.": "SHFL", "ld.global": "LDG", "st.global": "STG", "fma.rn.f32": "FFMA",
+    "mma.sync": "HMMA", "shfl.": "SHFL", "ld.global": "LDG", "st.global": "STG",
+    "fma.rn.f32": "FFMA",
     "max.f32": "FMNMX", "cvt.rn.bf16x2": "F2FP", "cvt.rn.f16x2": "F2FP", "mul.f32": "FMUL",
 }  # fmt: skip
 

@@ -87,8 +87,9 @@ class Model:
         alone = self.rates.value("mma", f"m64n{n}k16 SS", RESULT)
         return max(0.0, alone - self.multiply(n, False))
 
-    def machine(self, sms: int) -> Machine:
-        """An SM of `sms` that are in use, which share the rates of L2 and memory."""
+    def machine(self, sms: int, memory_share: float) -> Machine:
+        """An SM of `sms` that are in use, which share the rates of L2 and memory. Memory is read
+        for `memory_share` of the bytes that an SM waits for."""
         rates = self.rates
 
         def stream(level: str) -> tuple[float, float]:
@@ -123,7 +124,9 @@ class Model:
         shared = {}
         for level in ("L2", "memory"):
             one, every = stream(level)
-            shared[level] = min(one, every * rates.sms / sms)
+            share = memory_share if level == "memory" else 1.0
+            shared[level] = min(one, every * rates.sms / sms / share)
+        shared["memory"] = min(shared["memory"], shared["L2"])
         known: dict[tuple[int, bool], float] = {}
 
         def multiply(n: int, from_registers: bool) -> float:

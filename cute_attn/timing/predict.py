@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,9 +137,10 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     resident = resident_ctas(recording)
     sms = min(model.rates.sms, grid)
     together = min(resident, -(-grid // model.rates.sms)) if cluster == 1 else 1
-    result = _simulate(launch, model, sms, together, timeline)
-    clocks = _whole_launch(result, grid, sms * together)
-    warps = max(1, len(launch.warps))
+    alike = launch.alike() if cluster == 1 and together == 1 else {}
+    result = _simulate(launch, model, sms, together, alike, timeline)
+    clocks = _whole_launch(result, alike, grid, sms * together)
+    warps = sum(w.cta in result.ends for w in launch.warps)
     to_us = 1.0 / model.clock_mhz
     share = 1.0 / result.sms
     return Prediction(
@@ -158,26 +160,30 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     )
 
 
-def _simulate(launch: LaunchItems, model: Model, sms: int, together: int, timeline: bool) -> Result:
-    """Simulate the recorded CTAs, `together` of them on each SM."""
-    ctas = sorted({w.cta for w in launch.warps})
+def _simulate(
+    launch: LaunchItems,
+    model: Model,
+    sms: int,
+    together: int,
+    alike: Mapping[int, int],
+    timeline: bool,
+) -> Result:
+    """Simulate the recorded CTAs, `together` of them on each SM; of CTAs that do the same, one."""
+    ctas = sorted(set(alike.values()) or {w.cta for w in launch.warps})
     places = {cta: i // together for i, cta in enumerate(ctas)}
-    return simulate(launch, model.machine(sms), places, timeline=timeline)
+    return simulate(launch, model.machine(sms, launch.memory_share), places, timeline=timeline)
 
 
-def _whole_launch(result: Result, grid: int, at_once: int) -> float:
+def _whole_launch(result: Result, alike: Mapping[int, int], grid: int, at_once: int) -> float:
     """Clocks of the whole grid: the recorded CTAs stand for all, and take turns on the SMs."""
-    ends = sorted(result.ends.values())
     if grid <= at_once:
-        return ends[-1]
+        return max(result.ends.values())
     # The CTAs in the order of their numbers, each on the SM that is free first.
-    import heapq
-
-    order = [end for _, end in sorted(result.ends.items())]
+    recorded = sorted(alike or result.ends)
     free = [0.0] * at_once
     for cta in range(grid):
-        length = order[cta * len(order) // grid]
-        heapq.heapreplace(free, free[0] + length)
+        like = recorded[cta * len(recorded) // grid]
+        heapq.heapreplace(free, free[0] + result.ends[alike.get(like, like)])
     return max(free)
 
 

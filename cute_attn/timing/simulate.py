@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,12 +152,6 @@ class Simulator:
         numbers = sorted(set(places.values()))
         self._sms = {number: _Sm() for number in numbers}
         self._next = [0] * len(self._warps)
-        first: dict[tuple[int, int], int] = {}
-        self._slot = []
-        for index, w in enumerate(self._warps):
-            del index
-            sm = places[w.cta]
-            self._slot.append((first.setdefault((sm, w.cta), 0) + w.warp) % QUARTERS)
         self._issued: dict[tuple[int, int, int], int] = defaultdict(int)
         self._done: dict[tuple[int, int, int], float] = {}
         self._await_multiply: dict[tuple[int, int, int], list[tuple[int, float, int]]] = (
@@ -166,6 +160,7 @@ class Simulator:
         self._own: dict[tuple[int, str], list[tuple[int, float, float]]] = defaultdict(list)
         self._ends: dict[int, float] = {}
         self._floor = [0.0] * len(self._warps)
+        self._starts = [0.0] * len(self._warps)
         self._busy: dict[str, float] = defaultdict(float)
         self._waits: dict[tuple[str, int], float] = defaultdict(float)
         self._intervals: list[Interval] = []
@@ -213,16 +208,14 @@ class Simulator:
                 return
             if isinstance(item, Arrive):
                 self._contribute((item.object, item.phase), now)
-            elif isinstance(item, Wait):
-                if self._wait(index, item, now):
-                    return
+            elif isinstance(item, Wait) and self._wait(index, item, now):
+                return
             elif isinstance(item, Multiply):
                 self._multiply(index, item, now)
             elif isinstance(item, Copy):
                 self._copy(index, item, now)
-            elif isinstance(item, Await):
-                if self._await(index, item, now):
-                    return
+            elif isinstance(item, Await) and self._await(index, item, now):
+                return
         cta = self._warps[index].cta
         self._ends[cta] = max(self._ends.get(cta, 0.0), now)
         self._live -= 1
@@ -251,14 +244,11 @@ class Simulator:
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
         shortest = max(work.latency, *work.units, 1e-3)
-        quarter = sm.quarters[self._slot[index]]
+        quarter = sm.quarters[self._warps[index].warp % QUARTERS]
         quarter.advance(now)
         quarter.active[index] = [1.0, shortest, work.units]
         self._settle(quarter, now)
-        self._note_start = now
         self._starts[index] = now
-
-    _starts: dict[int, float]
 
     def _settle(self, quarter: _Quarter, now: float) -> None:
         nearest = quarter.settle()
@@ -415,11 +405,4 @@ def simulate(
     timeline: bool = False,
 ) -> Result:
     """Simulate the CTAs of `places` on the SMs that it gives. See `Simulator`."""
-    simulator = Simulator(launch, machine, places, timeline=timeline)
-    simulator._starts = {}
-    return simulator.run()
-
-
-def ctas_of(launch: LaunchItems) -> Sequence[int]:
-    """The recorded CTAs."""
-    return sorted({w.cta for w in launch.warps})
+    return Simulator(launch, machine, places, timeline=timeline).run()

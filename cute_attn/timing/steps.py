@@ -16,8 +16,7 @@ from .costs import UNITS, Cost
 (RUN, ARRIVE, WAIT, POLL, ISSUE, COPY, ORDER, AWAIT, SHARED, GLOBAL, ATOMIC, SIGNAL) = range(12)
 assert KINDS[SIGNAL] == "signal"
 
-PAGE = 4096  # global memory that an earlier launch has touched is in the L2, by pages
-SECTOR = 32
+LINE, SECTOR = 128, 32  # bytes of the L2's lines, and of what an access moves
 
 
 class Work(NamedTuple):
@@ -72,7 +71,7 @@ class Multiply(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A wait for the warp's own operations of a `kind`: "wgmma", "bulk", "bulk read", "cp.async"."""
+    """A wait for the warp's own operations: "wgmma", "bulk", "bulk read" or "cp.async"."""
 
     kind: str
     order: int
@@ -96,11 +95,30 @@ class LaunchItems:
     Attributes:
         signals: what an asynchronous operation signals, by its number.
         contributions: arrivals and signals of each (object, phase).
+        memory_share: bytes that memory is read for, of each byte that a CTA misses.
     """
 
     warps: list[WarpItems]
     signals: Mapping[int, list[tuple[int, int]]]
     contributions: Counter[tuple[int, int]]
+    memory_share: float
+
+    def alike(self) -> dict[int, int]:
+        """For each CTA, the first CTA whose warps do the same."""
+        keys: dict[int, list[Any]] = defaultdict(list)
+        for w in self.warps:
+            keys[w.cta].append((w.warp, tuple(map(_anonymous, w.items))))
+        first: dict[Any, int] = {}
+        return {cta: first.setdefault(tuple(key), cta) for cta, key in sorted(keys.items())}
+
+
+def _anonymous(item: Any) -> Any:
+    """An item without the numbers of its CTA and its operations."""
+    if isinstance(item, Arrive | Wait):
+        return type(item).__name__, item.object & ~(0xFFFFFF << 32), item.phase
+    if isinstance(item, Copy):
+        return item._replace(number=0)
+    return item
 
 
 class Latencies(NamedTuple):
@@ -117,18 +135,45 @@ class Latencies(NamedTuple):
 
 
 class Memory:
-    """The pages of global memory that the L2 holds, since the call or an earlier launch of it has
-    touched them."""
+    """The lines of global memory that the L2 holds, since earlier launches have touched them.
+
+    CTAs that run at the same time all wait for a line's first load, but memory is read only once:
+    `shared` is the share of missed bytes that memory is read for.
+    """
 
     def __init__(self) -> None:
-        self._lines: set[int] = set()
+        self._held: set[int] = set()
+        self._touched: dict[int, set[int]] = defaultdict(set)  # by CTA, in this launch
+        self._missed = 0
+        self._sizes: dict[int, int] = {}
 
-    def missed(self, address: int, nbytes: int) -> bool:
-        """Whether an access is the first. Later accesses are no misses."""
-        first, last = address // 128, (address + max(nbytes, 1) - 1) // 128
-        fresh = first not in self._lines or last not in self._lines
-        self._lines.update(range(first, last + 1) if last - first < 64 else (first, last))
+    def missed(self, address: int, nbytes: int, cta: int) -> bool:
+        """Whether an access waits for memory: the CTA's first to a line that the L2 does not
+        hold."""
+        first, last = address // LINE, (address + max(nbytes, 1) - 1) // LINE
+        mine = self._touched[cta]
+        fresh = (first not in self._held and first not in mine) or (
+            last not in self._held and last not in mine
+        )
+        # A box of several rows counts as its first line; its other rows belong to the same box.
+        mine.update((first, last))
+        if fresh:
+            self._missed += nbytes
+            self._sizes[first] = nbytes
         return fresh
+
+    @property
+    def shared(self) -> float:
+        """Bytes of distinct missed lines, over all missed bytes."""
+        return min(1.0, sum(self._sizes.values()) / self._missed) if self._missed else 1.0
+
+    def end_launch(self) -> None:
+        """The L2 holds what the launch has touched."""
+        for lines in self._touched.values():
+            self._held |= lines
+        self._touched.clear()
+        self._sizes.clear()
+        self._missed = 0
 
 
 def launch_items(
@@ -160,7 +205,9 @@ def launch_items(
     for stream in streams.values():
         stream.finish()
     warps = [stream.out for _, stream in sorted(streams.items())]
-    return LaunchItems(warps, signals, contributions)
+    launch = LaunchItems(warps, signals, contributions, memory.shared)
+    memory.end_launch()
+    return launch
 
 
 class _Stream:
@@ -188,7 +235,7 @@ class _Stream:
             self._global(insn, a * SECTOR, b)
         elif kind == ATOMIC:
             self._added += a
-            self._memory.missed(b, a)
+            self._memory.missed(b, a, self.out.cta)
         elif kind == POLL:
             self._repeat(insn)
             self._polled.setdefault(insn, (len(self.out.items), len(self._runs)))
@@ -212,7 +259,7 @@ class _Stream:
                 what = "add"
             elif not opcode.startswith("cp.async.bulk"):
                 what = "cp.async"
-            missed = b != 0 and self._memory.missed(b, a)
+            missed = b != 0 and self._memory.missed(b, a, self.out.cta)
             self.out.items[-1] = Copy(what, number, a, missed, c)
         elif kind == ORDER:
             last = self.out.items[-1]
@@ -233,10 +280,10 @@ class _Stream:
     def _global(self, insn: int, nbytes: int, address: int) -> None:
         if self._readers.opcode(insn).startswith("st"):
             self._stored += nbytes
-            self._memory.missed(address, nbytes)
+            self._memory.missed(address, nbytes, self.out.cta)
             return
         self._loaded += nbytes
-        if self._memory.missed(address, nbytes):
+        if self._memory.missed(address, nbytes, self.out.cta):
             self._missed += nbytes
             self._cold.append(insn)
 

@@ -226,7 +226,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
         call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
         many = functools.partial(_repeat, call)
 
-        [(_, profiled)] = profile(call, lambda: None)
+        [[(_, profiled)]] = profile(call, [lambda: None])
         yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
         for mode in ("do_bench", "graph"):
             t = time_cuda(call, mode=mode)  # type: ignore[arg-type]
