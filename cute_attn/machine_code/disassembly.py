@@ -44,8 +44,8 @@ def find_nvdisasm() -> Path:
 
 
 def disassemble(cubin: bytes, nvdisasm: Path, *, ptx_lines: bool = False) -> str:
-    """The listing of a cubin, with encodings; with `ptx_lines`, each instruction follows the line of
-    PTX that it comes from, if the cubin has line information.
+    """The listing of a cubin, with encodings. With `ptx_lines`, each instruction follows the line
+    of PTX that it comes from, if the cubin has line information.
 
     Raises:
         DisassemblyError: this nvdisasm does not support the architecture.

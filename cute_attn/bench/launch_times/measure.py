@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,12 @@ import torch
 
 OURS = ("kernel_cute_attn", "kernel_cutlass")  # how the names of the DSL's kernels begin
 REPEATS = 9
+
+
+def kernel_name(symbol: str) -> str:
+    """The part of a kernel's symbol that names its module and class."""
+    match = re.search(r"cute_attn(?:kernels|bench)(\w+?)_object_at", symbol)
+    return match[1] if match else symbol[:60]
 
 
 def launches(

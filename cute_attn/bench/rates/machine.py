@@ -73,13 +73,17 @@ class Machine:
         depth: int = 1,
         step: int = 0,
         mask: int = 0,
+        cold: bool = False,
     ) -> dict[str, Times]:
         """Times of an iteration of each loop, from runs of `few` and of `few` + `count`
-        iterations. The difference has no start and no end of the loop."""
+        iterations. The difference has no start and no end of the loop. `cold` reads all of
+        `memory` before each run, so that the L2 holds its end."""
         found: dict[str, list[Times]] = {}
         for _ in range(REPEATS):
             both = []
             for n in (few, few + count):
+                if cold:
+                    self.memory.sum(dtype=torch.int32)
                 times = self.run(spec, n, ctas=ctas, size=size, depth=depth, step=step, mask=mask)
                 slowest = times[..., :2].amax(dim=1).double().cpu()  # over warps
                 both.append(slowest.median(dim=0).values)

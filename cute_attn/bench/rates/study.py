@@ -128,7 +128,10 @@ def copies(gpu: Machine, short: bool) -> Rows:
         for nbytes in LATENCY_BYTES:
             step = nbytes if level == "L2" else 65 * 4096  # far from the copy before
             mask = (1 if level == "L2" else size // 2**20) * 2**20 - 1
-            t = gpu.times(spec, 256, size=nbytes, depth=1, step=step, mask=mask)["load"]
+            cold = level == "memory"
+            t = gpu.times(
+                spec, 200, size=nbytes, depth=1, step=step, mask=mask, cold=cold
+            )["load"]  # fmt: skip
             yield row(
                 "copies", f"bulk load from {level}", f"{nbytes} bytes alone", t.clocks, CLOCKS
             )
@@ -140,7 +143,7 @@ def copies(gpu: Machine, short: bool) -> Rows:
                 count = (2**29 if ctas > 1 else 2**23) // nbytes // ctas
                 t = gpu.times(
                     spec, count, few=depth, ctas=ctas, size=nbytes, depth=depth,
-                    step=nbytes * ctas, mask=size - 1,
+                    step=nbytes * ctas, mask=size - 1, cold=level == "memory",
                 )["load"]  # fmt: skip
                 how = f"{kib} KiB in flight, {ctas} SMs"
                 name = f"bulk load from {level}"
@@ -175,10 +178,9 @@ def memory(gpu: Machine, short: bool) -> Rows:
         order = torch.randperm(nodes - 1, device=gpu.device) + 1
         way = torch.cat([torch.zeros(1, dtype=torch.int64, device=gpu.device), order])
         gpu.memory[: nodes * 1024 : 1024][way] = (way.roll(-1) * 4096).int()
-        if level == "memory":
-            gpu.memory.sum(dtype=torch.int32)  # the L2 holds the end of the buffer now
         count = 64 if level == "L2" else 256
-        t = gpu.times(spec_of("global latency"), count, few=64)["load"]
+        cold = level == "memory"
+        t = gpu.times(spec_of("global latency"), count, few=64, cold=cold)["load"]
         yield row("memory", f"load from {level}", "until the result", t.clocks / 8, CLOCKS)
         gpu.memory.zero_()
     spec = spec_of("global memory", 0, ADD_WARPS)
