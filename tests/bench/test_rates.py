@@ -14,6 +14,7 @@ from cute_attn.emulator import Emulator
 
 CASES = {
     "arithmetic": (1, 1, {}),
+    "code": (1, 1, {}),
     "mma.sync": (4, 4, {}),
     "shared memory": (0, 4, {}),
     "shared memory latency": (0, 1, {}),

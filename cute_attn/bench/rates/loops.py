@@ -133,6 +133,26 @@ def arithmetic(chains: int) -> list[TimedLoop]:
     return loops
 
 
+def straight_code(kib: int) -> list[TimedLoop]:
+    """`kib` KiB of machine code without a branch, 16 bytes an instruction."""
+    count = kib * 64
+    registers = [f"x{i}" for i in range(CHAINS + 2)]
+    body = [
+        ARITHMETIC["fma"].format(
+            x=registers[i % CHAINS], y=registers[(i + 1) % CHAINS], z=registers[-1]
+        )
+        for i in range(count)
+    ]
+    text = timed(
+        body,
+        declare=[f".reg .b32 {', '.join(registers)};"],
+        before=[f"mad.lo.u32 {x}, tid, {2 * i + 3}, 7;" for i, x in enumerate(registers)],
+        after=[f"xor.b32 x0, x0, {x};" for x in registers[1:]],
+        result="x0",
+    )
+    return [TimedLoop("fma", text, count)]
+
+
 # ------------------------------------------------------------------------------- mma.sync
 
 MMA_SYNC = {
@@ -536,6 +556,7 @@ def global_latency() -> list[TimedLoop]:
 # A table of loops by name; `width` is explained where it is used.
 LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "arithmetic": arithmetic,
+    "code": straight_code,
     "mma.sync": mma_sync,
     "wgmma": lambda n: wgmma(n, a_in_registers=False),
     "wgmma, A in registers": lambda n: wgmma(n, a_in_registers=True),

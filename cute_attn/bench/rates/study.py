@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ STORE_BYTES = (512, 2048, 8192, 16384)
 ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
+CODE_KIB = 64
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
 Rows = Iterator[Row]
@@ -217,7 +219,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
     from ... import launch
     from ..harness.timing import time_cuda
     from ..launch_times.measure import launches as profile
-    from .machine import spec_of
+    from .machine import REPEATS, spec_of
 
     for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
         spec = spec_of("nothing", 0, warps, shared_kib=kib)
@@ -236,6 +238,19 @@ def launches(gpu: Machine, short: bool) -> Rows:
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
+    for warps in (1, 8):
+        spec = spec_of("code", CODE_KIB, warps, shared_kib=1)
+        for level in ("L2", "memory"):
+            first = []
+            for _ in range(REPEATS):
+                times = []
+                for count in (1, 2):
+                    if level == "memory":
+                        gpu.memory.sum(dtype=torch.int32)
+                    times.append(gpu.run(spec, count)[0, :, 0, 0].max().item())
+                first.append(2 * times[0] - times[1])
+            yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
+                      statistics.median(first), CLOCKS)  # fmt: skip
     products = spec_of("wgmma", 256, 8, shared_kib=64)
     for name, count, seconds in (
         ("after a rest, short", SHORT_PRODUCTS, 0.0),
@@ -304,6 +319,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[object, LoopsSpec]]:
         "memory": [spec_of("global latency"), spec_of("global memory", 0, ADD_WARPS)],
         "launch": [
             *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
+            *(spec_of("code", CODE_KIB, warps, shared_kib=1) for warps in (1, 8)),
             spec_of("wgmma", 256, 8, shared_kib=64),
         ],
     }
