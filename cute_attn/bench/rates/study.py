@@ -42,7 +42,7 @@ STORE_BYTES = (512, 2048, 8192, 16384)
 ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
-CODE_KIB = 64
+CODE_KIB = 32
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
 Rows = Iterator[Row]
