@@ -261,7 +261,10 @@ class Simulator:
         if version != quarter.version:
             return
         quarter.advance(now)
-        ended = [i for i, (left, _, _) in quarter.active.items() if left <= 1e-9]
+        # What is left may be a rounding error, less than a clock at this warp's speed.
+        ended = [
+            i for i, (left, _, _) in quarter.active.items() if left <= 1e-3 * quarter.speeds[i]
+        ]
         for index in ended:
             del quarter.active[index]
         self._settle(quarter, now)

@@ -81,7 +81,6 @@ def timed(
 # x is the chain's register, y and z other registers.
 ARITHMETIC = {
     "ex2": "ex2.approx.ftz.f32 {x}, {x};",
-    "rcp": "rcp.approx.ftz.f32 {x}, {x};",
     "fma": "fma.rn.f32 {x}, {x}, {y}, {z};",
     "add": "add.rn.f32 {x}, {x}, {y};",
     "mul": "mul.rn.f32 {x}, {x}, {y};",
@@ -190,26 +189,32 @@ def mma_sync(chains: int) -> list[TimedLoop]:
 
 def _shared_loop(name: str, line: str, words: int, stride: int) -> TimedLoop:
     """`line` again and again, lane l at `stride` * l."""
-    # The assembler drops an ldmatrix whose registers the next one overwrites, or that it has seen.
-    matrices = line.startswith("ldmatrix")
-    count = CHAINS if matrices else UNROLL // 2
+    # The assembler drops a load whose registers nobody reads, volatile or not, and a second load
+    # from one address.
+    loads = line.startswith("ld")
+    count = CHAINS if loads else UNROLL // 2
     registers = [f"x{i}" for i in range(CHAINS * 4)]
     body = []
     for i in range(count):
         some = registers[i % CHAINS * 4 :][:words]
-        at = i * 512 if matrices else i % 2 * 512
-        body.append(line.format(x=", ".join(some), at=f"a+{at}"))
+        if loads:  # what the iteration before has loaded
+            body += [f"xor.b32 sum, sum, {x};" for x in some]
+        body.append(line.format(x=", ".join(some), at=f"a+{i * 512 if loads else i % 2 * 512}"))
     address = [f"mad.lo.u32 a, lane, {stride}, {SHARED};", f"add.u32 a, a, {BUFFER};"]
-    if matrices:
+    if loads:
         body.append("xor.b32 a, a, 4096;")
     else:
         address.append("mad.lo.u32 a, warp, 2048, a;")
     text = timed(
         body,
-        declare=[f".reg .b32 a, {', '.join(registers)};"],
-        before=[*(f"add.s32 {x}, tid, {i};" for i, x in enumerate(registers)), *address],
-        after=[f"xor.b32 x0, x0, {x};" for x in registers[1:]],
-        result="x0",
+        declare=[f".reg .b32 a, sum, {', '.join(registers)};"],
+        before=[
+            "mov.b32 sum, 0;",
+            *(f"add.s32 {x}, tid, {i};" for i, x in enumerate(registers)),
+            *address,
+        ],
+        after=[f"xor.b32 sum, sum, {x};" for x in registers],
+        result="sum",
     )
     return TimedLoop(name, text, count)
 
@@ -317,17 +322,88 @@ def _wgmma_loop(n: int, a_in_registers: bool, size: int, beside: int) -> str:
             "cvt.rn.f32.u32 x, tid;",
             "mov.b32 y, x;",
             f"mad.lo.u32 t, tid, 4, {SHARED};",
-            f"add.u32 s, {SHARED}, {BUFFER};",
-            "shr.u32 s, s, 4;",
-            "and.b32 s, s, 0x3FFF;",
-            "cvt.u64.u32 s64, s;",
-            # 128-byte swizzle, 1024 bytes from 8 rows to the next.
-            f"or.b64 right, s64, {1 << 62 | 64 << 32 | 1 << 16};",
-            "add.s64 left, right, 2048;",  # 32 KiB on
+            *_descriptors(),
         ],
         after=[*(f"xor.b32 d0, d0, {x};" for x in d[1:]), "xor.b32 d0, d0, x;"],
         result="d0",
     )
+
+
+BESIDE = {"fma": 1, "logic": 2, "ex2": 8, "load 16 B": 4}  # and clocks of one on a quarter alone
+BESIDE_N = 128
+
+
+def beside_products(clocks: int) -> list[TimedLoop]:
+    """Warps 0 to 3 multiply in groups of `WGMMA_GROUPS[1]`. Meanwhile the other warps execute other
+    operations, which take about `clocks` in an iteration."""
+    loops = []
+    for name, each in BESIDE.items():
+        count = clocks // each // CHAINS * CHAINS
+        registers = [f"x{i}" for i in range(4 * CHAINS)]
+        other = []
+        for i in range(count):
+            at = i % CHAINS
+            if name in ARITHMETIC:
+                line = ARITHMETIC[name].format(
+                    x=registers[at], y=registers[(at + 1) % CHAINS], z=registers[-1]
+                )
+                other.append(line)
+                continue
+            some = registers[at * 4 :][:4]
+            other += [f"xor.b32 sum, sum, {x};" for x in some]
+            other.append(f"ld.volatile.shared.v4.b32 {{{', '.join(some)}}}, [u+{at * 512}];")
+        other.append("xor.b32 u, u, 4096;")
+        d = [f"d{i}" for i in range(BESIDE_N // 2)]
+        one = (
+            f"wgmma.mma_async.sync.aligned.m64n{BESIDE_N}k16.f32.bf16.bf16 "
+            f"{{{', '.join(d)}}}, left, right, some, 1, 1, 0, 0;"
+        )
+        body = [
+            "@!mine bra other_${:uid};",
+            "wgmma.fence.sync.aligned;",
+            *[one] * WGMMA_GROUPS[1],
+            "wgmma.commit_group.sync.aligned;",
+            "wgmma.wait_group.sync.aligned 0;",
+            "bra join_${:uid};",
+            "other_${:uid}:",
+            *other,
+            "join_${:uid}:",
+        ]
+        text = timed(
+            body,
+            declare=[
+                f".reg .b32 {', '.join([*d, *registers])}, s, sum, u;",
+                ".reg .b64 left, right, s64;",
+                ".reg .pred mine, some;",
+            ],
+            before=[
+                "setp.lt.u32 mine, warp, 4;",
+                "setp.ge.s32 some, n, 0;",
+                "mov.b32 sum, 0;",
+                *(f"mov.b32 {x}, 0;" for x in d),
+                *(f"mad.lo.u32 {x}, tid, {2 * i + 3}, 7;" for i, x in enumerate(registers)),
+                *_descriptors(),
+                f"mad.lo.u32 u, lane, 16, {SHARED};",
+                f"add.u32 u, u, {BUFFER};",
+            ],
+            after=[*(f"xor.b32 sum, sum, {x};" for x in [*d, *registers])],
+            result="sum",
+        )
+        loops.append(TimedLoop(name, text, count))
+    return loops
+
+
+def _descriptors() -> list[str]:
+    """PTX of the matrix descriptors `left` and `right`."""
+    return [
+        f"add.u32 s, {SHARED}, {BUFFER};",
+        "shr.u32 s, s, 4;",
+        "and.b32 s, s, 0x3FFF;",
+        "cvt.u64.u32 s64, s;",
+        # 128-byte swizzle, 1024 bytes from 8 rows to the next.
+        f"or.b64 right, s64, {1 << 62 | 64 << 32 | 1 << 16};",
+        "add.s64 left, right, 2048;",  # 32 KiB on
+    ]
 
 
 # --------------------------------------------------------------------------------- barriers
@@ -511,8 +587,8 @@ def bulk_stores() -> list[TimedLoop]:
 # ------------------------------------------------------------------------- global memory
 
 
-def global_memory() -> list[TimedLoop]:
-    """Stores and additions to global memory, a warp's bytes contiguous; `size` bytes apart."""
+def global_memory(nbytes: int) -> list[TimedLoop]:
+    """Stores and additions of `nbytes` a thread to global memory, a warp's bytes contiguous."""
     declare = [".reg .b64 at, from, step, mask;", ".reg .b32 x, s;", ".reg .f32 f;"]
     before = [
         f"cvt.u64.u32 step, {STEP};",
@@ -520,7 +596,7 @@ def global_memory() -> list[TimedLoop]:
         "mov.u32 s, %ctaid.x;",
         "mov.u32 x, %ntid.x;",
         "mad.lo.u32 s, s, x, tid;",
-        f"mul.wide.u32 at, s, {SIZE};",
+        f"mul.wide.u32 at, s, {nbytes};",
         "and.b64 at, at, mask;",
         "cvt.rn.f32.u32 f, tid;",
         "mov.b32 x, f;",
@@ -531,6 +607,8 @@ def global_memory() -> list[TimedLoop]:
         ("add 4 B", "red.global.add.f32 [from], f;"),
         ("add 16 B", "red.global.add.v4.f32 [from], {f, f, f, f};"),
     ):
+        if not name.endswith(f" {nbytes} B"):
+            continue
         one = [
             f"add.u64 from, at, {DATA};",
             line,
@@ -565,7 +643,8 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "barriers": lambda _: barriers(),
     "bulk loads": lambda _: bulk_loads(),
     "bulk stores": lambda _: bulk_stores(),
-    "global memory": lambda _: global_memory(),
+    "global memory": global_memory,
+    "beside products": beside_products,
     "global latency": lambda _: global_latency(),
     "nothing": lambda _: [],
 }

@@ -2,6 +2,7 @@
 
 arithmetic  clocks of an instruction on one of an SM's four quarters, and until its result
 mma         mma.sync and wgmma: clocks between instructions, and until a group has finished
+beside      products of a warpgroup beside other operations of another
 shared      loads and stores of shared memory
 barriers    hand-overs between warps
 copies      bulk copies by bytes in flight, from L2 and from memory; stores and additions
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
-from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
+from .loops import BESIDE_N, LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ QUARTERS = 4  # of an SM, each with its own scheduler
 CHAINS = 8
 THROUGHPUT_WARPS = (4, 16)
 SHARED_WARPS = (1, 4, 16)
+BESIDE_CLOCKS = (256, 1536)  # of other operations, beside products of about 600
 WGMMA_N = (8, 16, 32, 64, 80, 96, 128, 160, 192, 256)
 SHORT_WGMMA_N = (64, 128, 256)
 BARRIER_WARPS = (2, 4, 8, 12)
@@ -98,6 +100,27 @@ def mma(gpu: Machine, short: bool) -> Rows:
                 yield row("mma", name, how, group, CLOCKS)
                 beside = t[f"group of {many} beside fma"].clocks
                 yield row("mma", name, f"{how}, beside {WGMMA_BESIDE} fma", beside, CLOCKS)
+
+
+def beside(gpu: Machine, short: bool) -> Rows:
+    """Products and other operations of two warpgroups at the same time."""
+    from .machine import spec_of
+
+    _, many = WGMMA_GROUPS
+    for clocks in BESIDE_CLOCKS:
+        spec = spec_of("beside products", clocks, 8, shared_kib=64)
+        each = []
+        for _ in range(3):
+            both = [gpu.run(spec, n)[0, :, :, 0].double().cpu() for n in (8, 40)]
+            each.append((both[1] - both[0]) / 32)
+        products, others = each[-1][:4].amax(dim=0), each[-1][4:].amax(dim=0)
+        for i, loop in enumerate(LOOPS["beside products"](clocks)):
+            if clocks == BESIDE_CLOCKS[0]:  # the products go on while the others are timed
+                how = "on a quarter, 1 warp, beside products"
+                yield row("mma", loop.name, how, others[i].item() / loop.operations, CLOCKS)
+            else:
+                how = f"group of {many}, 1 warpgroups, beside {loop.name}"
+                yield row("mma", f"m64n{BESIDE_N}k16 SS", how, products[i].item(), CLOCKS)
 
 
 def shared(gpu: Machine, short: bool) -> Rows:
@@ -185,19 +208,17 @@ def memory(gpu: Machine, short: bool) -> Rows:
         t = gpu.times(spec_of("global latency"), count, few=64, cold=cold)["load"]
         yield row("memory", f"load from {level}", "until the result", t.clocks / 8, CLOCKS)
         gpu.memory.zero_()
-    spec = spec_of("global memory", 0, ADD_WARPS)
     for ctas in (1, gpu.sms):
         for level, size in (("L2", L2_BYTES), ("memory", MEMORY_BYTES)):
             if level == "memory" and ctas == 1:
                 continue
             for nbytes in (4, 16):
                 threads = ADD_WARPS * 32 * ctas
+                spec = spec_of("global memory", nbytes, ADD_WARPS)
                 times = gpu.times(
                     spec, 64, ctas=ctas, size=nbytes, step=nbytes * threads, mask=size - 1
                 )
                 for name, t in times.items():
-                    if not name.endswith(f" {nbytes} B"):
-                        continue
                     moved = nbytes * ADD_WARPS * 32 * 8
                     rate = moved / t.clocks
                     yield row("memory", f"{name} to {level}", f"{ctas} SMs", rate,
@@ -283,6 +304,7 @@ def _operations(what: str, width: int, name: str) -> int:
 PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
     "arithmetic": arithmetic,
     "mma": mma,
+    "beside": beside,
     "shared": shared,
     "barriers": barriers,
     "copies": copies,
@@ -307,6 +329,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[object, LoopsSpec]]:
             for n in (SHORT_WGMMA_N if short else WGMMA_N)
             for warpgroups in ((1, 2) if n in SHORT_WGMMA_N else (1,))
         ],
+        "beside": [spec_of("beside products", c, 8, shared_kib=64) for c in BESIDE_CLOCKS],
         "shared": [
             spec_of("shared memory latency"),
             *(spec_of("shared memory", 0, warps) for warps in SHARED_WARPS),
@@ -316,7 +339,10 @@ def requests(short: bool, only: list[str]) -> list[tuple[object, LoopsSpec]]:
             spec_of("bulk loads", 0, 1, shared_kib=224),
             spec_of("bulk stores", 0, 1, shared_kib=20),
         ],
-        "memory": [spec_of("global latency"), spec_of("global memory", 0, ADD_WARPS)],
+        "memory": [
+            spec_of("global latency"),
+            *(spec_of("global memory", n, ADD_WARPS) for n in (4, 16)),
+        ],
         "launch": [
             *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
             *(spec_of("code", CODE_KIB, warps, shared_kib=1) for warps in (1, 8)),
