@@ -16,14 +16,15 @@ from ..emulator.program import Program
 from ..machine_code.disassembly import disassemble, find_nvdisasm
 from ..machine_code.listing import Function, Instruction, functions
 
-# Units of a quarter of an SM. "issue" is its scheduler.
-UNITS = ("issue", "fma", "alu", "xu", "mma")
+# Units of a quarter of an SM. "issue" is its scheduler; integer products take half of "fma".
+UNITS = ("issue", "fma", "imad", "alu", "xu", "mma")
 
 _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
 
 # Machine instructions by unit. The simulator counts other units' instructions by their steps.
-_FMA = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2", "IMAD")
+_FMA = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2")
+_IMAD = ("IMAD",)
 _ALU = (
     "IADD3", "VIADD", "VIADDMNMX", "VIMNMX", "LOP3", "SHF", "SEL", "FSEL", "FMNMX", "ISETP",
     "FSETP", "PRMT",
@@ -64,7 +65,9 @@ class Cost:
 
 def unit_of(base: str) -> str | None:
     """The unit of `UNITS` that executes a machine instruction, besides its issue."""
-    for unit, names in (("fma", _FMA), ("alu", _ALU), ("xu", _XU), ("mma", _MMA)):
+    for unit, names in (
+        ("fma", _FMA), ("imad", _IMAD), ("alu", _ALU), ("xu", _XU), ("mma", _MMA),
+    ):  # fmt: skip
         if base in names:
             return unit
     return None
@@ -96,6 +99,8 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
+            if unit == "imad":
+                units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]
         found.append(Cost(tuple(u / share for u in units), stall / share))
     return found

@@ -41,7 +41,7 @@ class Model:
             "alu": clocks("logic"),
             "xu": clocks("ex2"),
             "mma": self.rates.value("mma", "m16n8k16 bf16", "on a quarter, 2 warps"),
-            "IMAD": clocks("int_mad"),
+            "imad": clocks("int_mad"),
             "FMNMX": clocks("max"),
             "F2FP": clocks("pack_bf16x2"),
             "I2FP": clocks("from_int"),
@@ -81,11 +81,19 @@ class Model:
         share = (n - below) / (above - below)
         return known[below] * (1 - share) + known[above] * share
 
-    @cached_property
-    def multiply_latency(self) -> float:
+    def multiply_latency(self, from_registers: bool) -> float:
+        """Clocks from the end of a wgmma's interval until a warp sees the result."""
         n = 128
-        alone = self.rates.value("mma", f"m64n{n}k16 SS", RESULT)
-        return max(0.0, alone - self.multiply(n, False))
+        operands = "RS" if from_registers else "SS"
+        alone = self.rates.value("mma", f"m64n{n}k16 {operands}", RESULT)
+        return max(0.0, alone - self.multiply(n, from_registers))
+
+    def meet(self, warps: int) -> float:
+        """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
+        few, many = (
+            self.rates.value("barriers", "bar.sync of all warps", f"{n} warps") for n in (4, 12)
+        )
+        return max(0.0, few + (many - few) / 8 * (warps - 4))
 
     def machine(self, sms: int, memory_share: float) -> Machine:
         """An SM of `sms` that are in use, which share the rates of L2 and memory. Memory is read
@@ -136,13 +144,15 @@ class Model:
             return known[key]
 
         barrier = "mbarrier, two hand-overs between two warps"
+        hand_over = rates.value("barriers", barrier, "2 warps") / 2
         return Machine(
             multiply=multiply,
             multiply_latency=self.multiply_latency,
-            hand_over=rates.value("barriers", barrier, "2 warps") / 2,
-            meet=rates.value("barriers", "bar.sync of all warps", "8 warps"),
-            l2_latency=latency("L2"),
-            memory_latency=latency("memory"),
+            hand_over=hand_over,
+            meet=self.meet,
+            # Measured until a warp goes on, which the simulator adds.
+            l2_latency=latency("L2") - hand_over,
+            memory_latency=latency("memory") - hand_over,
             l2_rate=shared["L2"],
             memory_rate=shared["memory"],
             store_rate=out("store"),

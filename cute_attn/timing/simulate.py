@@ -30,9 +30,10 @@ class Machine:
 
     Attributes:
         multiply: clocks of a wgmma of (n, A in registers) while others follow.
-        multiply_latency: clocks from the end of that interval until a warp sees the result.
+        multiply_latency: clocks from the end of that interval until a warp sees the result, with A
+            in registers or not.
         hand_over: clocks from an arrival at an mbarrier until a waiting warp runs.
-        meet: clocks of a named barrier.
+        meet: clocks of a named barrier of so many warps.
         l2_latency, memory_latency: of a bulk copy, without the time that its bytes take.
         l2_rate, memory_rate: bytes a clock of this SM.
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
@@ -41,9 +42,9 @@ class Machine:
     """
 
     multiply: Callable[[int, bool], float]
-    multiply_latency: float
+    multiply_latency: Callable[[bool], float]
     hand_over: float
-    meet: float
+    meet: Callable[[int], float]
     l2_latency: float
     memory_latency: float
     l2_rate: float
@@ -121,7 +122,7 @@ class _Quarter:
 class _Sm:
     def __init__(self) -> None:
         self.quarters = [_Quarter() for _ in range(QUARTERS)]
-        self.queues: dict[Any, deque[tuple[int, float]]] = {}
+        self.queues: dict[Any, deque[tuple[int, float, bool]]] = {}
         self.turn: deque[Any] = deque()
         self.multiplying = False
         self.port = self.out = self.shared = 0.0
@@ -284,7 +285,8 @@ class Simulator:
         if self._missing[key]:
             return
         mbarrier = key[0] >> 56 == 0
-        end = self._latest[key] + (self._m.hand_over if mbarrier else self._m.meet)
+        warps = self._launch.contributions[key]
+        end = self._latest[key] + (self._m.hand_over if mbarrier else self._m.meet(warps))
         self._phase_end[key] = end
         for index, since, item in self._waiting.pop(key, ()):
             self._waited(index, "barrier", item.object, since, end)
@@ -322,7 +324,7 @@ class Simulator:
         if group not in sm.queues:
             sm.queues[group] = deque()
             sm.turn.append(group)
-        sm.queues[group].append((item.order, clocks))
+        sm.queues[group].append((item.order, clocks, item.from_registers))
         self._start_multiply(sm, now)
 
     def _start_multiply(self, sm: _Sm, now: float) -> None:
@@ -335,14 +337,15 @@ class Simulator:
                 break
         else:
             return
-        order, clocks = sm.queues[group].popleft()
+        order, clocks, from_registers = sm.queues[group].popleft()
         sm.multiplying = True
         self._busy["tensor cores"] += clocks
-        self._at(now + clocks, lambda then: self._multiplied(sm, (*group, order), then))
+        late = self._m.multiply_latency(from_registers)
+        self._at(now + clocks, lambda then: self._multiplied(sm, (*group, order), late, then))
 
-    def _multiplied(self, sm: _Sm, key: tuple[int, int, int], now: float) -> None:
+    def _multiplied(self, sm: _Sm, key: tuple[int, int, int], late: float, now: float) -> None:
         sm.multiplying = False
-        end = now + self._m.multiply_latency
+        end = now + late
         self._done[key] = end
         for index, since, insn in self._await_multiply.pop(key, ()):
             self._waited(index, "wgmma", insn, since, end)

@@ -20,9 +20,9 @@ from cute_attn.timing.steps import (
 
 MACHINE = Machine(
     multiply=lambda n, from_registers: n / 2,
-    multiply_latency=60.0,
+    multiply_latency=lambda from_registers: 50.0 if from_registers else 60.0,
     hand_over=50.0,
-    meet=20.0,
+    meet=lambda warps: 10.0 * warps,
     l2_latency=400.0,
     memory_latency=800.0,
     l2_rate=64.0,
@@ -36,7 +36,7 @@ MBARRIER, NAMED = 0x100, 1 << 56
 
 
 def work(*, alu: float = 0.0, latency: float = 0.0, wavefronts: int = 0, loaded: int = 0) -> Work:
-    return Work((alu / 2, 0.0, alu, 0.0, 0.0), latency, wavefronts, loaded, 0, 0, 0)
+    return Work((alu / 2, 0.0, 0.0, alu, 0.0, 0.0), latency, wavefronts, loaded, 0, 0, 0)
 
 
 def run(*warps: list[object], signals: dict[int, list[tuple[int, int]]] | None = None) -> Result:
