@@ -4,7 +4,8 @@ Comments above a block say what is done with it:
 
     <!-- not run: REASON -->
     <!-- needs a GPU: REASON -->
-    <!-- continues the block before -->    run in the names of that block
+    <!-- continues the block before -->    run in the names of that block, after its code
+    <!-- slow: REASON -->                  emulated by the full sweeps alone
     <!-- excerpt: FILE -->                 its lines are in FILE, in this order; `...` is a gap
 
 Any other Python block runs by itself, on a GPU and emulated: with device="cpu" in place of
@@ -48,7 +49,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-MARKS = ("not run", "needs a GPU", "continues the block before", "excerpt")
+MARKS = ("not run", "needs a GPU", "continues the block before", "excerpt", "slow")
 OPTIONAL = ("fla", "transformers")  # a block that imports one is skipped where it is not installed
 GPU_ARCH = "sm_90a"  # of the examples: Blackwell has softmax attention at head_dim 256 alone
 
@@ -89,6 +90,13 @@ class Block:
     @property
     def mark(self) -> str | None:
         return self.marks[0][0] if self.marks else None
+
+    @property
+    def slow(self) -> bool:
+        """Whether this block has that mark, or a block that it continues."""
+        if self.before and self.mark == "continues the block before":
+            return self.before.slow
+        return self.mark == "slow"
 
     @property
     def module(self) -> str | None:
@@ -257,7 +265,17 @@ def check_results(block: Block, names: dict[str, Any]) -> None:
             assert eval(expected, {**names, "error_of_parts": error_of_parts}), expected
 
 
-@pytest.mark.parametrize("block", [b for b in PYTHON if b.mark != "needs a GPU"], ids=str)
+def emulated() -> list[Any]:
+    """The blocks to emulate. A block that another block continues is run with that block."""
+    continued = [b.before for b in PYTHON if b.mark == "continues the block before"]
+    return [
+        pytest.param(b, marks=[pytest.mark.slow] if b.slow else [])
+        for b in PYTHON
+        if b.mark != "needs a GPU" and b not in continued
+    ]
+
+
+@pytest.mark.parametrize("block", emulated(), ids=str)
 def test_python_emulated(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_imports(block)
     emulate(monkeypatch, block)

@@ -278,6 +278,7 @@ def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dt
             assert torch.equal(whole[first : first + len(part)], part)
 
 
+@pytest.mark.slow  # the operator's tests have grouped heads, too
 def test_prepare_of_grouped_heads_is_that_of_repeated_ones() -> None:
     x = draw_given(2, 40, 2, 4)
     repeated = {**x, "q": kda.per_value_head(x["q"], 4), "k": kda.per_value_head(x["k"], 4)}
@@ -323,6 +324,7 @@ def test_the_inverse_has_no_error_of_beta(dtype: torch.dtype) -> None:
     assert torch.equal(diagonal.float(), p)
 
 
+@pytest.mark.slow  # the backward reads the norms in quick tests
 @pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
 def test_prepare_may_store_the_inverse_norms(dtype: torch.dtype) -> None:
     """Once for a group of value heads, and those of rows of any length. Everything else is as

@@ -439,6 +439,7 @@ def test_later_tokens_do_not_matter(device: str, data: st.DataObject):
         assert torch.equal(run(changed)[0][:, :cut], o[:, :cut])
 
 
+@pytest.mark.slow  # first and last states are compared with the reference, too
 @pytest.mark.everywhere
 @examples(2)
 @given(data=st.data())
@@ -515,6 +516,7 @@ def test_states_in_bfloat16_are_converted(device: str):
     assert_agrees(args, *run(args))
 
 
+@pytest.mark.slow  # test_no_schedule_changes_a_bit has an empty sequence, too
 @pytest.mark.everywhere
 def test_sequences_without_tokens_keep_their_state(device: str):
     args = Case(PACKED, (0, 5, 0), tail=3).arguments(device)
