@@ -9,7 +9,7 @@ import argparse
 
 from ..harness.environment import describe
 from ..harness.progress import track
-from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 
 SHORT = ("forward hd128 4x1024", "lightning decode B=4 H=32")
@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> Report:
     from .cases import CASES
     from .measure import kernel_name, launches
 
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise Unavailable("runs kernels for sm_90a, as the predictions do")
     device = torch.device("cuda", torch.cuda.current_device())
     flush = CudaDevice().flusher("read")
     rows: list[Row] = []

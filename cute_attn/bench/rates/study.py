@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..harness.environment import describe
-from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 from .loops import BESIDE_N, LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
@@ -382,8 +382,10 @@ def _run_part(
 
 
 def run(args: argparse.Namespace) -> Report:
-    import torch  # noqa: F401  (for the environment)
+    import torch
 
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise Unavailable("measures wgmma, which only sm_90 has")
     rows, problems = measure(args.only, args.short, lambda row: None)
     return Report(
         benchmark="rates",
