@@ -86,7 +86,7 @@ def _delta_rule(
     q, k = (random.normal(1, tokens, heads, 128) for _ in range(2))
     v = random.normal(1, tokens, heads_v, 128)
     gates = (1, tokens, heads_v) if per_head else (1, tokens, heads_v, 128)
-    given = {
+    given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "g": random.normal(*gates),
         "beta": random.normal(1, tokens, heads_v),
         "A_log": random.normal(heads_v, dtype=torch.float32).abs(),
@@ -94,8 +94,8 @@ def _delta_rule(
             heads_v * (1 if per_head else 128), dtype=torch.float32
         ),
     }  # fmt: skip
-    function = chunk_gated_delta_rule if per_head else chunk_kda
-    options = {
+    function: Callable[..., Any] = chunk_gated_delta_rule if per_head else chunk_kda
+    options: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,

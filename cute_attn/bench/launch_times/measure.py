@@ -28,6 +28,7 @@ def launches(
     Raises:
         RuntimeError: calls differ in their launches.
     """
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -42,7 +43,7 @@ def launches(
     events = [
         event
         for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.name.startswith(OURS)
+        if event.device_type == DeviceType.CUDA and event.name.startswith(OURS)
     ]
     events.sort(key=lambda event: event.time_range.start)
     calls = REPEATS * len(before)

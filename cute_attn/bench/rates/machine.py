@@ -37,8 +37,9 @@ class Machine:
 
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES) -> None:
         on_gpu = torch.cuda.is_available()
-        index = torch.cuda.current_device() if on_gpu else None
-        self.device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if on_gpu:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.sms = launch.num_sms(self.device)
         self.memory = torch.zeros(
             (memory_bytes + SLACK_BYTES) // 4, dtype=torch.int32, device=self.device

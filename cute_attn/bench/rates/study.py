@@ -20,9 +20,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ...cache import KernelDef
 from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
+from ..harness.timing import Mode
 from .loops import BESIDE_N, LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
@@ -45,6 +47,7 @@ ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
 CODE_KIB = 32
+LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
 Rows = Iterator[Row]
@@ -69,9 +72,9 @@ def arithmetic(gpu: Machine, short: bool) -> Rows:
         yield row("arithmetic", name, "until the result", t.clocks / ops, CLOCKS)
     for warps in THROUGHPUT_WARPS:
         for name, t in gpu.times(spec_of("arithmetic", CHAINS, warps), 32).items():
-            ops = _operations("arithmetic", CHAINS, name) * warps / QUARTERS
+            each = _operations("arithmetic", CHAINS, name) * warps / QUARTERS
             how = f"on a quarter, {warps // QUARTERS} warps"
-            yield row("arithmetic", name, how, t.clocks / ops, CLOCKS)
+            yield row("arithmetic", name, how, t.clocks / each, CLOCKS)
 
 
 def mma(gpu: Machine, short: bool) -> Rows:
@@ -83,14 +86,15 @@ def mma(gpu: Machine, short: bool) -> Rows:
         (4, 8, "on a quarter, 2 warps"),
     ):
         for name, t in gpu.times(spec_of("mma.sync", chains, warps), 32).items():
-            ops = _operations("mma.sync", chains, name) * max(1, warps / QUARTERS)
+            ops = _operations("mma.sync", chains, name) * max(1, warps // QUARTERS)
             yield row("mma", name, how, t.clocks / ops, CLOCKS)
     few, many = WGMMA_GROUPS
     for what, operands in (("wgmma", "SS"), ("wgmma, A in registers", "RS")):
         for n in SHORT_WGMMA_N if short else WGMMA_N:
             for warpgroups in (1, 2) if n in SHORT_WGMMA_N else (1,):
-                t = gpu.times(spec_of(what, n, 4 * warpgroups, shared_kib=64), 32)
-                one, group = t[f"group of {few}"].clocks, t[f"group of {many}"].clocks
+                times = gpu.times(spec_of(what, n, 4 * warpgroups, shared_kib=64), 32)
+                one = times[f"group of {few}"].clocks
+                group = times[f"group of {many}"].clocks
                 name = f"m64n{n}k16 {operands}"
                 if warpgroups == 1:
                     yield row("mma", name, "until the result", one, CLOCKS)
@@ -98,7 +102,7 @@ def mma(gpu: Machine, short: bool) -> Rows:
                 yield row("mma", name, f"interval, {warpgroups} warpgroups", interval, CLOCKS)
                 how = f"group of {many}, {warpgroups} warpgroups"
                 yield row("mma", name, how, group, CLOCKS)
-                beside = t[f"group of {many} beside fma"].clocks
+                beside = times[f"group of {many} beside fma"].clocks
                 yield row("mma", name, f"{how}, beside {WGMMA_BESIDE} fma", beside, CLOCKS)
 
 
@@ -253,8 +257,8 @@ def launches(gpu: Machine, short: bool) -> Rows:
 
         [[(_, profiled)]] = profile(call, [lambda: None])
         yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
-        for mode in ("do_bench", "graph"):
-            t = time_cuda(call, mode=mode)  # type: ignore[arg-type]
+        for mode in LAUNCH_MODES:
+            t = time_cuda(call, mode=mode)
             yield row("launch", f"empty kernel, {mode}", how, t.median_us, MICROSECONDS)
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
@@ -264,12 +268,12 @@ def launches(gpu: Machine, short: bool) -> Rows:
         for level in ("L2", "memory"):
             first = []
             for _ in range(REPEATS):
-                times = []
+                clocks: list[int] = []
                 for count in (1, 2):
                     if level == "memory":
                         gpu.memory.sum(dtype=torch.int32)
-                    times.append(gpu.run(spec, count)[0, :, 0, 0].max().item())
-                first.append(2 * times[0] - times[1])
+                    clocks.append(int(gpu.run(spec, count)[0, :, 0, 0].max()))
+                first.append(2 * clocks[0] - clocks[1])
             yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
                       statistics.median(first), CLOCKS)  # fmt: skip
     products = spec_of("wgmma", 256, 8, shared_kib=64)
@@ -287,8 +291,8 @@ def launches(gpu: Machine, short: bool) -> Rows:
             torch.cuda.synchronize()
             if time.monotonic() >= until:
                 break
-        clocks, nanoseconds = out[..., 1, 0].double().median(), out[..., 1, 1].double().median()
-        mhz = 1e3 * (clocks / nanoseconds).item()
+        each = out[..., 1, :2].double().flatten(0, 1).median(dim=0).values.tolist()
+        mhz = 1e3 * each[0] / each[1]
         yield row("launch", "clock during products", name, mhz, MHZ)
 
 
@@ -313,7 +317,7 @@ PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
 }
 
 
-def requests(short: bool, only: list[str]) -> list[tuple[object, LoopsSpec]]:
+def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
     """All kernels of the parts, to compile them in parallel."""
     from .machine import spec_of
 
@@ -359,9 +363,10 @@ def measure(
     from ... import launch
     from .machine import Machine
 
-    launch.warmup(requests(short, only), progress=False)  # type: ignore[arg-type]
+    launch.warmup(requests(short, only), progress=False)
     gpu = Machine()
-    rows, problems = [], []
+    rows: list[Row] = []
+    problems: list[str] = []
     for part in only:
         problems += _run_part(part, gpu, short, rows, shown)
     return rows, problems
