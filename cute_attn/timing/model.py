@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .rates import Rates
+from .rates import Rates, RatesError
 from .simulate import Machine
 from .steps import Latencies
 
 QUARTER = "on a quarter, 4 warps"
 RESULT = "until the result"
+INSTRUCTION_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Model:
 
     @cached_property
     def clock_mhz(self) -> float:
-        return self.rates.value("launch", "clock during products", "after a rest", "MHz")
+        return self.rates.value("launch", "clock during products", "after a rest, short", "MHz")
 
     @cached_property
     def launch_us(self) -> float:
@@ -87,6 +88,18 @@ class Model:
         operands = "RS" if from_registers else "SS"
         alone = self.rates.value("mma", f"m64n{n}k16 {operands}", RESULT)
         return max(0.0, alone - self.multiply(n, from_registers))
+
+    @cached_property
+    def fetch(self) -> float:
+        """Clocks of a machine instruction's first execution: its code comes from memory."""
+        values = self.rates.all_of("launch", "instructions from memory")
+        each = []
+        for (how, _), clocks in values.items():
+            kib = int(how.partition(" KiB")[0])
+            each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
+        if not each:
+            raise RatesError(f"{self.rates.gpu} has no rate of instructions from memory")
+        return min(each)
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
@@ -159,4 +172,5 @@ class Model:
             add_rate=out("add"),
             store_latency=latency("L2"),
             wavefront=rates.value("shared", "load 4 B", "16 warps"),
+            fetch=self.fetch,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Machine:
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
         store_latency: until a bulk store has read its source.
         wavefront: clocks of a wavefront of shared memory.
+        fetch: clocks until a machine instruction has come that the SM has not executed before.
     """
 
     multiply: Callable[[int, bool], float]
@@ -53,6 +54,7 @@ class Machine:
     add_rate: float
     store_latency: float
     wavefront: float
+    fetch: float
 
 
 @dataclass
@@ -126,6 +128,17 @@ class _Sm:
         self.turn: deque[Any] = deque()
         self.multiplying = False
         self.port = self.out = self.shared = 0.0
+        self.fetched: set[int] = set()  # PTX instructions
+        self.known: set[tuple[tuple[int, int], ...]] = set()  # runs of them
+
+    def new_code(self, runs: tuple[tuple[int, int], ...], code: Sequence[float]) -> float:
+        """Machine instructions of these runs that the SM executes for the first time."""
+        if runs in self.known or not code:
+            return 0.0
+        self.known.add(runs)
+        new = {i for first, count in runs for i in range(first, first + count)} - self.fetched
+        self.fetched |= new
+        return sum(code[i] for i in new)
 
 
 class Simulator:
@@ -241,10 +254,12 @@ class Simulator:
             clocks = work.stored / self._m.store_rate + work.added / self._m.add_rate
             sm.out = max(sm.out, now) + clocks
             self._busy["stores"] += clocks
+        fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
+        self._busy["instruction fetch"] += fetching
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
-        shortest = max(work.latency, *work.units, 1e-3)
+        shortest = max(work.latency, *work.units, 1e-3) + fetching
         quarter = sm.quarters[self._warps[index].warp % QUARTERS]
         quarter.advance(now)
         quarter.active[index] = [1.0, shortest, work.units]

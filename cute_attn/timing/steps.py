@@ -28,6 +28,7 @@ class Work(NamedTuple):
         wavefronts: of shared memory.
         loaded, missed: bytes of global memory that are loaded, and that the L2 does not hold.
         stored, added: bytes that are stored, and added atomically.
+        runs: the PTX instructions: first and number, of each run.
     """
 
     units: tuple[float, ...]
@@ -37,6 +38,7 @@ class Work(NamedTuple):
     missed: int
     stored: int
     added: int
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 class Arrive(NamedTuple):
@@ -96,12 +98,14 @@ class LaunchItems:
         signals: what an asynchronous operation signals, by its number.
         contributions: arrivals and signals of each (object, phase).
         memory_share: bytes that memory is read for, of each byte that a CTA misses.
+        code: machine instructions of each PTX instruction.
     """
 
     warps: list[WarpItems]
     signals: Mapping[int, list[tuple[int, int]]]
     contributions: Counter[tuple[int, int]]
     memory_share: float
+    code: Sequence[float] = ()
 
     def alike(self) -> dict[int, int]:
         """For each CTA, the first CTA whose warps do the same."""
@@ -205,7 +209,8 @@ def launch_items(
     for stream in streams.values():
         stream.finish()
     warps = [stream.out for _, stream in sorted(streams.items())]
-    launch = LaunchItems(warps, signals, contributions, memory.shared)
+    code = [cost.units[0] for cost in costs]
+    launch = LaunchItems(warps, signals, contributions, memory.shared, code)
     memory.end_launch()
     return launch
 
@@ -301,10 +306,11 @@ class _Stream:
     def _flush(self) -> None:
         if not self._runs and not self._wavefronts and not self._loaded and not self._stored:
             return
-        units, latency = self._readers.work(tuple(self._runs), tuple(self._cold))
+        runs = tuple(self._runs)
+        units, latency = self._readers.work(runs, tuple(self._cold))
         self.out.items.append(
             Work(units, latency, self._wavefronts, self._loaded, self._missed, self._stored,
-                 self._added)
+                 self._added, runs)
         )  # fmt: skip
         self._runs = []
         self._cold = []

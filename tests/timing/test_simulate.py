@@ -31,6 +31,7 @@ MACHINE = Machine(
     add_rate=8.0,
     store_latency=300.0,
     wavefront=1.0,
+    fetch=2.0,
 )
 MBARRIER, NAMED = 0x100, 1 << 56
 
@@ -126,6 +127,15 @@ def test_a_store_is_awaited_by_its_group() -> None:
 
 def test_loads_of_a_warp_take_the_port() -> None:
     assert run([work(latency=10, loaded=6400)]).ends[0] == pytest.approx(100 + 400)
+
+
+def test_code_is_fetched_once_for_an_sm() -> None:
+    first = work(latency=100)._replace(runs=((0, 3),))
+    warps = [WarpItems(0, number, [first, first]) for number in range(2)]
+    launch = LaunchItems(warps, {}, Counter(), 1.0, [1.0, 5.0, 4.0])
+    result = simulate(launch, MACHINE, {0: 0})
+    assert result.busy["instruction fetch"] == pytest.approx(20)
+    assert result.ends[0] == pytest.approx(220)
 
 
 def test_warps_that_wait_for_each_other_are_reported() -> None:
