@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .rates import Rates, RatesError
+from .rates import Rates
 from .simulate import Machine
 from .steps import Latencies
 
-QUARTER = "on a quarter, 4 warps"
+QUARTER = "on a quarter"
 RESULT = "until the result"
 INSTRUCTION_BYTES = 16
 
@@ -22,20 +22,35 @@ class Model:
 
     @cached_property
     def clock_mhz(self) -> float:
-        return self.rates.value("launch", "clock during products", "after a rest, short", "MHz")
+        """The clock of a short launch: during products, or else during copies."""
+        key = "launch", "clock during products", "after a rest, short", "MHz"
+        if key in self.rates.values:
+            return self.rates.values[key]
+        how = "64 KiB in flight, 1 SMs"
+        gbps, per_clock = (
+            self.rates.value("copies", "bulk load from L2", how, unit)
+            for unit in ("GB/s", "bytes a clock and SM")
+        )
+        return 1e3 * gbps / per_clock
 
     @cached_property
-    def launch_us(self) -> float:
-        """Microseconds that the profiler gives an empty kernel."""
-        values = self.rates.all_of("launch", "empty kernel, profiled")
-        return min(values.values())
+    def launch_us(self) -> float | None:
+        """Microseconds that the profiler gives an empty kernel; None if nobody has measured it."""
+        return min(self.rates.all_of("launch", "empty kernel, profiled").values(), default=None)
+
+    @cached_property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What a prediction leaves out, because the GPU's report does not have it."""
+        parts = {"the launch": self.launch_us, "fetching instructions": self.fetch}
+        return tuple(name for name, value in parts.items() if value is None)
 
     @cached_property
     def unit_clocks(self) -> dict[str, float]:
         """Clocks of a warp's instruction on a unit of its quarter."""
 
         def clocks(what: str) -> float:
-            return self.rates.value("arithmetic", what, QUARTER)
+            values = self.rates.all_of("arithmetic", what)
+            return min(v for (how, _), v in values.items() if how.startswith(QUARTER))
 
         return {
             "fma": clocks("fma"),
@@ -90,16 +105,15 @@ class Model:
         return max(0.0, alone - self.multiply(n, from_registers))
 
     @cached_property
-    def fetch(self) -> float:
-        """Clocks of a machine instruction's first execution: its code comes from memory."""
+    def fetch(self) -> float | None:
+        """Clocks of a machine instruction's first execution, since its code comes from memory; None
+        if nobody has measured it."""
         values = self.rates.all_of("launch", "instructions from memory")
         each = []
         for (how, _), clocks in values.items():
             kib = int(how.partition(" KiB")[0])
             each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
-        if not each:
-            raise RatesError(f"{self.rates.gpu} has no rate of instructions from memory")
-        return min(each)
+        return min(each, default=None)
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
@@ -171,6 +185,6 @@ class Model:
             store_rate=out("store"),
             add_rate=out("add"),
             store_latency=latency("L2"),
-            wavefront=rates.value("shared", "load 4 B", "16 warps"),
-            fetch=self.fetch,
+            wavefront=rates.value("shared", "store 4 B", "16 warps"),
+            fetch=self.fetch or 0.0,
         )

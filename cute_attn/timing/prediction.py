@@ -32,7 +32,8 @@ class Prediction:
     Attributes:
         kernel: the kernel's symbol.
         gpu: the GPU that the rates are of.
-        us: microseconds, with the launch itself.
+        us: microseconds, with the launch itself if it was measured.
+        without: what the microseconds leave out, because nobody has measured it on this GPU.
         parts: microseconds for which each unit is busy, on the average SM.
         waits: microseconds that warps wait, by what they wait for, for the average warp.
         ctas, resident, simulated: CTAs of the grid, at most on an SM at a time, and simulated.
@@ -42,6 +43,7 @@ class Prediction:
     kernel: str
     gpu: str
     us: float
+    without: tuple[str, ...]
     parts: Mapping[str, float]
     waits: Mapping[str, float]
     ctas: int
@@ -54,6 +56,7 @@ class Prediction:
         lines = [
             f"{self.kernel}: predicted {self.us:.1f} us on {self.gpu} "
             f"({self.ctas} CTAs, {self.simulated} simulated)"
+            + "".join(f", without {what}" for what in self.without)
         ]
         busy = ", ".join(f"{unit} {us:.1f}" for unit, us in self.parts.items() if us >= 0.05)
         lines.append(f"  busy, us of an SM: {busy}")
@@ -146,7 +149,8 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     return Prediction(
         kernel=recording.kernel,
         gpu=model.rates.gpu,
-        us=clocks * to_us + model.launch_us,
+        us=clocks * to_us + (model.launch_us or 0.0),
+        without=model.unmeasured,
         parts={unit: busy * share * to_us for unit, busy in sorted(result.busy.items())},
         waits={
             _waited(recording, kind, what): clocks * to_us / warps

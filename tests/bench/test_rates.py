@@ -23,7 +23,6 @@ CASES = {
     "barriers": (0, 4, {}),
     "bulk loads": (0, 1, {"size": 1024, "depth": 4, "step": 2048, "mask": 2**20 - 1}),
     "bulk stores": (0, 1, {"size": 1024, "step": 2048, "mask": 2**20 - 1}),
-    "beside products": (256, 8, {}),
     "global memory": (16, 8, {"size": 16, "step": 8192, "mask": 2**20 - 1}),
     "global latency": (0, 1, {}),
     "nothing": (0, 2, {}),
@@ -45,12 +44,12 @@ def test_every_loop_runs_in_the_emulator(what: str) -> None:
     from cute_attn.emulation import emulated
 
     width, warps, parameters = CASES[what]
-    shared = 64 if what.startswith("wgmma") or "products" in what else 36
+    shared = 64 if what.startswith("wgmma") else 36
     with emulated("sm_90a", Emulator(num_sms=2)):
         machine = Machine(memory_bytes=2**21)
         times = machine.run(spec_of(what, width, warps, shared), 6, ctas=2, **parameters)
     if LOOPS[what](width):
-        assert bool((times[..., 0] > 0).all())
+        assert bool((times[..., 1] > times[..., 0]).all())
 
 
 # The machine instruction of each loop that is worth a check, and its number in an iteration.

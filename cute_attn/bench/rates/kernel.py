@@ -29,7 +29,8 @@ class Arguments(NamedTuple):
     """The kernel's arguments.
 
     Attributes:
-        times: `[CTAs, warps, loops, 3]`, int64: clocks, nanoseconds, and a value of no meaning.
+        times: `[CTAs, warps, loops, 4]`, int64: clock at the start and at the end, nanoseconds, and
+            a value of no meaning.
         data: bytes that loops read and write.
         count: iterations of each loop.
         size, depth, step, mask: parameters of the loops.
@@ -57,7 +58,7 @@ class Loops:
         loops = max(1, len(self.loops))
         return placeholders(
             Arguments(
-                times=fake_contiguous(Int64, (cute.sym_int(), self.spec.warps, loops, 3)),
+                times=fake_contiguous(Int64, (cute.sym_int(), self.spec.warps, loops, 4)),
                 data=fake_contiguous(Int32, (cute.sym_int(),), VECTOR_BYTES),
                 count=Int32(1),
                 size=Int32(1),
@@ -87,9 +88,9 @@ class Loops:
         if cutlass.const_expr(len(self.loops) > 0):
             self.fill(shared, thread)
         for i in cutlass.range_constexpr(len(self.loops)):
-            clocks, nanoseconds, result = asm(
+            start, end, nanoseconds, result = asm(
                 self.loops[i].text,
-                [Int64, Int64, Int32],
+                [Int64, Int64, Int64, Int32],
                 [
                     x.count, thread, shared, x.data.iterator.toint(), x.size, x.depth, x.step,
                     x.mask,
@@ -98,9 +99,10 @@ class Loops:
             )  # fmt: skip
             if thread % WARP_SIZE == 0:
                 warp = thread // WARP_SIZE
-                x.times[cta, warp, i, 0] = clocks
-                x.times[cta, warp, i, 1] = nanoseconds
-                x.times[cta, warp, i, 2] = Int64(result)
+                x.times[cta, warp, i, 0] = start
+                x.times[cta, warp, i, 1] = end
+                x.times[cta, warp, i, 2] = nanoseconds
+                x.times[cta, warp, i, 3] = Int64(result)
 
     @cute.jit
     def fill(self, shared: Int32, thread: Int32) -> None:

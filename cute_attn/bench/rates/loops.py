@@ -1,7 +1,7 @@
 """The timed loops of `bench rates`, as PTX. Needs no compiler.
 
-A loop's operands are: $0 clocks and $1 nanoseconds of the loop, $2 a value that depends on the
-loop's results; then the inputs in the order of `INPUTS`.
+A loop's operands are: $0 and $1 the clock at its start and at its end, $2 its nanoseconds, $3 a
+value that depends on its results; then the inputs in the order of `INPUTS`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 INPUTS = ("count", "thread", "shared", "data", "size", "depth", "step", "mask")
-COUNT, THREAD, SHARED, DATA, SIZE, DEPTH, STEP, MASK = (f"${i}" for i in range(3, 11))
+COUNT, THREAD, SHARED, DATA, SIZE, DEPTH, STEP, MASK = (f"${i}" for i in range(4, 12))
 
 MBARRIERS = 128  # at the start of shared memory
 BUFFER = 2048  # bytes from the start of shared memory to the data
@@ -67,9 +67,10 @@ def timed(
             "mov.u64 c1, %clock64;",
             "mov.u64 g1, %globaltimer;",
             *after,
-            "sub.s64 $0, c1, c0;",
-            "sub.s64 $1, g1, g0;",
-            f"mov.b32 $2, {result};",
+            "mov.b64 $0, c0;",
+            "mov.b64 $1, c1;",
+            "sub.s64 $2, g1, g0;",
+            f"mov.b32 $3, {result};",
             "bar.sync 0;",
             "}",
         ]
@@ -329,70 +330,6 @@ def _wgmma_loop(n: int, a_in_registers: bool, size: int, beside: int) -> str:
     )
 
 
-BESIDE = {"fma": 1, "logic": 2, "ex2": 8, "load 16 B": 4}  # and clocks of one on a quarter alone
-BESIDE_N = 128
-
-
-def beside_products(clocks: int) -> list[TimedLoop]:
-    """Warps 0 to 3 multiply in groups of `WGMMA_GROUPS[1]`. Meanwhile the other warps execute other
-    operations, which take about `clocks` in an iteration."""
-    loops = []
-    for name, each in BESIDE.items():
-        count = clocks // each // CHAINS * CHAINS
-        registers = [f"x{i}" for i in range(4 * CHAINS)]
-        other = []
-        for i in range(count):
-            at = i % CHAINS
-            if name in ARITHMETIC:
-                line = ARITHMETIC[name].format(
-                    x=registers[at], y=registers[(at + 1) % CHAINS], z=registers[-1]
-                )
-                other.append(line)
-                continue
-            some = registers[at * 4 :][:4]
-            other += [f"xor.b32 sum, sum, {x};" for x in some]
-            other.append(f"ld.volatile.shared.v4.b32 {{{', '.join(some)}}}, [u+{at * 512}];")
-        other.append("xor.b32 u, u, 4096;")
-        d = [f"d{i}" for i in range(BESIDE_N // 2)]
-        one = (
-            f"wgmma.mma_async.sync.aligned.m64n{BESIDE_N}k16.f32.bf16.bf16 "
-            f"{{{', '.join(d)}}}, left, right, some, 1, 1, 0, 0;"
-        )
-        body = [
-            "@!mine bra other_${:uid};",
-            "wgmma.fence.sync.aligned;",
-            *[one] * WGMMA_GROUPS[1],
-            "wgmma.commit_group.sync.aligned;",
-            "wgmma.wait_group.sync.aligned 0;",
-            "bra join_${:uid};",
-            "other_${:uid}:",
-            *other,
-            "join_${:uid}:",
-        ]
-        text = timed(
-            body,
-            declare=[
-                f".reg .b32 {', '.join([*d, *registers])}, s, sum, u;",
-                ".reg .b64 left, right, s64;",
-                ".reg .pred mine, some;",
-            ],
-            before=[
-                "setp.lt.u32 mine, warp, 4;",
-                "setp.ge.s32 some, n, 0;",
-                "mov.b32 sum, 0;",
-                *(f"mov.b32 {x}, 0;" for x in d),
-                *(f"mad.lo.u32 {x}, tid, {2 * i + 3}, 7;" for i, x in enumerate(registers)),
-                *_descriptors(),
-                f"mad.lo.u32 u, lane, 16, {SHARED};",
-                f"add.u32 u, u, {BUFFER};",
-            ],
-            after=[*(f"xor.b32 sum, sum, {x};" for x in [*d, *registers])],
-            result="sum",
-        )
-        loops.append(TimedLoop(name, text, count))
-    return loops
-
-
 def _descriptors() -> list[str]:
     """PTX of the matrix descriptors `left` and `right`."""
     return [
@@ -644,7 +581,6 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "bulk loads": lambda _: bulk_loads(),
     "bulk stores": lambda _: bulk_stores(),
     "global memory": global_memory,
-    "beside products": beside_products,
     "global latency": lambda _: global_latency(),
     "nothing": lambda _: [],
 }

@@ -25,8 +25,8 @@ def spec_of(what: str, width: int = 0, warps: int = 1, shared_kib: int = 36) -> 
 
 @dataclass(frozen=True)
 class Times:
-    """A loop's times: clocks and nanoseconds of an iteration, of the slowest warp of the median
-    CTA."""
+    """A loop's times: clocks and nanoseconds of an iteration, in the median CTA: from the start of
+    the first warp to the end of the last."""
 
     clocks: float
     nanoseconds: float
@@ -56,9 +56,9 @@ class Machine:
         step: int = 0,
         mask: int = 0,
     ) -> torch.Tensor:
-        """Run a kernel once. Returns `[CTAs, warps, loops, 3]`, see `kernel.Arguments`."""
+        """Run a kernel once. Returns `[CTAs, warps, loops, 4]`, see `kernel.Arguments`."""
         loops = max(1, len(LOOPS[spec.what](spec.width)))
-        times = torch.full((ctas, spec.warps, loops, 3), -1, dtype=torch.int64, device=self.device)
+        times = torch.full((ctas, spec.warps, loops, 4), -1, dtype=torch.int64, device=self.device)
         function = launch.get_for(self.device, KERNEL, spec)
         function(times, self.memory, count, size, depth, step, mask)
         return times
@@ -86,13 +86,15 @@ class Machine:
                 if cold:
                     self.memory.sum(dtype=torch.int32)
                 times = self.run(spec, n, ctas=ctas, size=size, depth=depth, step=step, mask=mask)
-                slowest = times[..., :2].amax(dim=1).double().cpu()  # over warps
+                clocks = times[..., 1].amax(dim=1) - times[..., 0].amin(dim=1)
+                nanoseconds = times[..., 2].amax(dim=1)  # of the slowest warp
+                slowest = torch.stack([clocks, nanoseconds], dim=-1).double().cpu()
                 both.append(slowest.median(dim=0).values)
             each = (both[1] - both[0]) / count
-            for loop, (clocks, nanoseconds) in zip(
+            for loop, (of_clocks, of_time) in zip(
                 LOOPS[spec.what](spec.width), each.tolist(), strict=True
             ):
-                found.setdefault(loop.name, []).append(Times(clocks, nanoseconds))
+                found.setdefault(loop.name, []).append(Times(of_clocks, of_time))
         return {
             name: Times(
                 statistics.median(t.clocks for t in some),

@@ -2,7 +2,6 @@
 
 arithmetic  clocks of an instruction on one of an SM's four quarters, and until its result
 mma         mma.sync and wgmma: clocks between instructions, and until a group has finished
-beside      products of a warpgroup beside other operations of another
 shared      loads and stores of shared memory
 barriers    hand-overs between warps
 copies      bulk copies by bytes in flight, from L2 and from memory; stores and additions
@@ -25,7 +24,7 @@ from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 from ..harness.timing import Mode
-from .loops import BESIDE_N, LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
+from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ QUARTERS = 4  # of an SM, each with its own scheduler
 CHAINS = 8
 THROUGHPUT_WARPS = (4, 16)
 SHARED_WARPS = (1, 4, 16)
-BESIDE_CLOCKS = (256, 1536)  # of other operations, beside products of about 600
 WGMMA_N = (8, 16, 32, 64, 80, 96, 128, 160, 192, 256)
 SHORT_WGMMA_N = (64, 128, 256)
 BARRIER_WARPS = (2, 4, 8, 12)
@@ -104,27 +102,6 @@ def mma(gpu: Machine, short: bool) -> Rows:
                 yield row("mma", name, how, group, CLOCKS)
                 beside = times[f"group of {many} beside fma"].clocks
                 yield row("mma", name, f"{how}, beside {WGMMA_BESIDE} fma", beside, CLOCKS)
-
-
-def beside(gpu: Machine, short: bool) -> Rows:
-    """Products and other operations of two warpgroups at the same time."""
-    from .machine import spec_of
-
-    _, many = WGMMA_GROUPS
-    for clocks in BESIDE_CLOCKS:
-        spec = spec_of("beside products", clocks, 8, shared_kib=64)
-        each = []
-        for _ in range(3):
-            both = [gpu.run(spec, n)[0, :, :, 0].double().cpu() for n in (8, 40)]
-            each.append((both[1] - both[0]) / 32)
-        products, others = each[-1][:4].amax(dim=0), each[-1][4:].amax(dim=0)
-        for i, loop in enumerate(LOOPS["beside products"](clocks)):
-            if clocks == BESIDE_CLOCKS[0]:  # the products go on while the others are timed
-                how = "on a quarter, 1 warp, beside products"
-                yield row("mma", loop.name, how, others[i].item() / loop.operations, CLOCKS)
-            else:
-                how = f"group of {many}, 1 warpgroups, beside {loop.name}"
-                yield row("mma", f"m64n{BESIDE_N}k16 SS", how, products[i].item(), CLOCKS)
 
 
 def shared(gpu: Machine, short: bool) -> Rows:
@@ -250,7 +227,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
         spec = spec_of("nothing", 0, warps, shared_kib=kib)
         how = f"{ctas} CTAs of {warps} warps, {kib} KiB"
 
-        times = torch.full((ctas, warps, 1, 3), -1, dtype=torch.int64, device=gpu.device)
+        times = torch.full((ctas, warps, 1, 4), -1, dtype=torch.int64, device=gpu.device)
         function = launch.get_for(gpu.device, KERNEL, spec)
         call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
         many = functools.partial(_repeat, call)
@@ -272,7 +249,8 @@ def launches(gpu: Machine, short: bool) -> Rows:
                 for count in (1, 2):
                     if level == "memory":
                         gpu.memory.sum(dtype=torch.int32)
-                    clocks.append(int(gpu.run(spec, count)[0, :, 0, 0].max()))
+                    out = gpu.run(spec, count)[0, :, 0]
+                    clocks.append(int(out[:, 1].max() - out[:, 0].min()))
                 first.append(2 * clocks[0] - clocks[1])
             yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
                       statistics.median(first), CLOCKS)  # fmt: skip
@@ -291,8 +269,8 @@ def launches(gpu: Machine, short: bool) -> Rows:
             torch.cuda.synchronize()
             if time.monotonic() >= until:
                 break
-        each = out[..., 1, :2].double().flatten(0, 1).median(dim=0).values.tolist()
-        mhz = 1e3 * each[0] / each[1]
+        loop = out[..., 1, :].double()  # groups of the larger size
+        mhz = 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
         yield row("launch", "clock during products", name, mhz, MHZ)
 
 
@@ -308,7 +286,6 @@ def _operations(what: str, width: int, name: str) -> int:
 PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
     "arithmetic": arithmetic,
     "mma": mma,
-    "beside": beside,
     "shared": shared,
     "barriers": barriers,
     "copies": copies,
@@ -333,7 +310,6 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             for n in (SHORT_WGMMA_N if short else WGMMA_N)
             for warpgroups in ((1, 2) if n in SHORT_WGMMA_N else (1,))
         ],
-        "beside": [spec_of("beside products", c, 8, shared_kib=64) for c in BESIDE_CLOCKS],
         "shared": [
             spec_of("shared memory latency"),
             *(spec_of("shared memory", 0, warps) for warps in SHARED_WARPS),
