@@ -122,9 +122,10 @@ class Model:
         )
         return max(0.0, few + (many - few) / 8 * (warps - 4))
 
-    def machine(self, sms: int, memory_share: float) -> Machine:
-        """An SM of `sms` that are in use, which share the rates of L2 and memory. Memory is read
-        for `memory_share` of the bytes that an SM waits for."""
+    def machine(self, loading: float, storing: float, memory_share: float) -> Machine:
+        """The SM that has the most to do, of `loading` and `storing` SMs like it, which share the
+        rates of L2 and memory. Memory is read for `memory_share` of the bytes that an SM waits
+        for."""
         rates = self.rates
 
         def stream(level: str) -> tuple[float, float]:
@@ -154,13 +155,13 @@ class Model:
                 for (how, u), v in values.items()
                 if u == unit and how.endswith(f", {rates.sms} SMs")
             )
-            return min(one, every * rates.sms / sms)
+            return min(one, every * rates.sms / storing)
 
         shared = {}
         for level in ("L2", "memory"):
             one, every = stream(level)
             share = memory_share if level == "memory" else 1.0
-            shared[level] = min(one, every * rates.sms / sms / share)
+            shared[level] = min(one, every * rates.sms / loading / share)
         shared["memory"] = min(shared["memory"], shared["L2"])
         known: dict[tuple[int, bool], float] = {}
 

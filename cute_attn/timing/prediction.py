@@ -141,7 +141,8 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     sms = min(model.rates.sms, grid)
     together = min(resident, -(-grid // model.rates.sms)) if cluster == 1 else 1
     alike = launch.alike() if cluster == 1 and together == 1 else {}
-    result = _simulate(launch, model, sms, together, alike, timeline)
+    sharers = launch.sharers(sms, grid)
+    result = _simulate(launch, model, sharers, together, alike, timeline)
     clocks = _whole_launch(result, alike, grid, sms * together)
     warps = sum(w.cta in result.ends for w in launch.warps)
     to_us = 1.0 / model.clock_mhz
@@ -167,7 +168,7 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
 def _simulate(
     launch: LaunchItems,
     model: Model,
-    sms: int,
+    sharers: tuple[float, float],
     together: int,
     alike: Mapping[int, int],
     timeline: bool,
@@ -175,7 +176,8 @@ def _simulate(
     """Simulate the recorded CTAs, `together` of them on each SM; of CTAs that do the same, one."""
     ctas = sorted(set(alike.values()) or {w.cta for w in launch.warps})
     places = {cta: i // together for i, cta in enumerate(ctas)}
-    return simulate(launch, model.machine(sms, launch.memory_share), places, timeline=timeline)
+    machine = model.machine(*sharers, launch.memory_share)
+    return simulate(launch, machine, places, timeline=timeline)
 
 
 def _whole_launch(result: Result, alike: Mapping[int, int], grid: int, at_once: int) -> float:

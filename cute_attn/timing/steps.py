@@ -107,6 +107,26 @@ class LaunchItems:
     memory_share: float
     code: Sequence[float] = ()
 
+    def sharers(self, sms: int, ctas: int) -> tuple[float, float]:
+        """How many SMs share the rates of loads and of stores with the busiest CTA's, as if all had
+        as many bytes: at most `sms`, for a grid of `ctas`."""
+        loads: Counter[int] = Counter({w.cta: 0 for w in self.warps})
+        stores: Counter[int] = Counter({w.cta: 0 for w in self.warps})
+        for w in self.warps:
+            for item in w.items:
+                if isinstance(item, Work):
+                    loads[w.cta] += item.loaded
+                    stores[w.cta] += item.stored + item.added
+                elif isinstance(item, Copy):
+                    out = item.kind in ("store", "add")
+                    (stores if out else loads)[w.cta] += item.nbytes
+        found = []
+        for each in (loads, stores):
+            most = max(each.values(), default=0)
+            mean = sum(each.values()) / max(1, len(each))
+            found.append(min(sms, max(1.0, ctas * mean / most)) if most else float(sms))
+        return found[0], found[1]
+
     def alike(self) -> dict[int, int]:
         """For each CTA, the first CTA whose warps do the same."""
         keys: dict[int, list[Any]] = defaultdict(list)

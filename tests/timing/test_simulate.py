@@ -138,6 +138,15 @@ def test_code_is_fetched_once_for_an_sm() -> None:
     assert result.ends[0] == pytest.approx(220)
 
 
+def test_sms_share_rates_by_their_bytes() -> None:
+    """Of 100 CTAs on 132 SMs, every second has nothing to load, and all store the same."""
+    stores = Copy("store", 1, 1024, False, 1)
+    warps = [WarpItems(cta, 0, [work(loaded=4096 * (cta % 2)), stores]) for cta in range(10)]
+    launch = LaunchItems(warps, {}, Counter(), 1.0)
+    assert launch.sharers(132, 100) == (pytest.approx(50), pytest.approx(100))
+    assert launch.sharers(40, 100) == (40, 40)
+
+
 def test_warps_that_wait_for_each_other_are_reported() -> None:
     other = MBARRIER + 8
     with pytest.raises(Stuck, match="2 warps never end"):

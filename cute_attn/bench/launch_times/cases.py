@@ -187,4 +187,9 @@ CASES: dict[str, Make] = {
     "kda_decode B=4 H=32": partial(_step, False, 4, 32),
     "gated_delta_rule_decode B=4 H=32": partial(_step, True, 4, 32),
     **{f"ladder step {n}": partial(_ladder, n) for n in range(1, 11)},
+    **{
+        f"decode hd{d} {h}/{k} {b}x2048": partial(_decode, d, h, k, b, 2048)
+        for b in (1, 8)
+        for d, h, k in ((64, 64, 8), (128, 64, 8), (256, 32, 2))
+    },
 }
