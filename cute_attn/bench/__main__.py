@@ -66,8 +66,13 @@ def write_pages(args: argparse.Namespace) -> int:
     if directory is None:
         print(f"pages: {Path.cwd()} is not in a checkout of cute_attn: give --out", file=sys.stderr)
         return 1
+    kept: dict[str, Report] = {}
     for file in args.files:
-        output.write_report(Report.from_json(file.read_text()), directory)
+        report = Report.from_json(file.read_text())
+        first = kept.get(report.stem)
+        kept[report.stem] = report if first is None else first.joined(report)
+    for report in kept.values():
+        output.write_report(report, directory)
     for page in pages.write_pages(directory):
         print(f"wrote {page}")
     return 0

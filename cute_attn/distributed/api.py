@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .attention import attend
 from .choose import MODES
+from .delta import chunk_delta_rule
 from .layout import Layout, Range
 from .plan import Plan, compare
 
@@ -40,6 +41,11 @@ class ContextParallel(Plan):
         """
         return attend(self, q, k, v, **options)
 
+    def chunk_delta_rule(self, *arguments: Any) -> Any:
+        """A delta rule over ranks. `chunk_kda` and `chunk_gated_delta_rule` call this method if
+        they get `cp`. `delta.chunk_delta_rule` describes the arguments and the results."""
+        return chunk_delta_rule(self, *arguments)
+
 
 def context_parallel(
     group: Any = None,
@@ -51,8 +57,8 @@ def context_parallel(
 ) -> ContextParallel:
     """Make a plan of context parallelism: which tokens each rank holds, for given lengths.
 
-    Every rank of the group calls this with the same arguments. `flash_attn_func` and
-    `flash_attn_varlen_func` take the plan as `cp`.
+    Every rank of the group calls this with the same arguments. `flash_attn_func`,
+    `flash_attn_varlen_func`, `chunk_kda` and `chunk_gated_delta_rule` take the plan as `cp`.
 
     Args:
         group: a process group of torch.distributed, or a DeviceMesh; None is the default group. In

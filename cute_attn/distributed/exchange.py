@@ -34,7 +34,7 @@ class Rows:
         if len(self.ranges) == 1:
             start, end = self.ranges[0]
             return x[:, start:end].contiguous()
-        if len(self.ranges) <= MOST_SLICES:
+        if 0 < len(self.ranges) <= MOST_SLICES:
             return torch.cat([x[:, start:end] for start, end in self.ranges], dim=1)
         return x.index_select(1, self.index(x.device))
 

@@ -48,6 +48,7 @@ class Plan:
         self.agreed: set[Any] = set()
         self._routes: dict[Any, Route] = {}
         self._rings: dict[bool, Ring] = {}
+        self.kept: dict[Any, Any] = {}  # what other modules compute once for a plan
 
     @property
     def rank(self) -> int:
@@ -171,17 +172,25 @@ class Plan:
         """The exchange of tokens for heads among all ranks of a plan without a mesh of heads."""
         return Swap(self.group, self.token_rank, tuple(self.rows), self.layout.total)
 
-    def agree(self, what: tuple[tuple[str, Any], ...]) -> None:
+    @property
+    def span_lengths(self) -> tuple[int, ...]:
+        """The lengths of this rank's spans: its ranges, cut at the ends of sequences."""
+        return tuple(p.end - p.start for p in self.layout.pieces(self.rank))
+
+    def agree(
+        self, what: tuple[tuple[str, Any], ...], verb: str = "calls flash attention with"
+    ) -> None:
         """Raise ValueError on all ranks if ranks call with different arguments. Only a rank's first
         call with given arguments asks the other ranks, which must ask in the same call.
 
         Args:
             what: pairs of an argument's name and its value, which every rank must share.
+            verb: what the ranks do, for the error's message.
         """
-        if what in self.agreed:
+        if (what, verb) in self.agreed:
             return
-        compare(self.all_ranks, dict(what), "calls flash attention with")
-        self.agreed.add(what)
+        compare(self.all_ranks, dict(what), verb)
+        self.agreed.add((what, verb))
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
         dim = (0 if self.packed else 1) if dim is None else dim

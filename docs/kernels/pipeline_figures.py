@@ -72,12 +72,8 @@ SHOWN: dict[str, Callable[[], Pipeline]] = {
     "wide_heads": lambda: forward("sm_90a", 512),
     "sm90_backward_64": lambda: backward(attention.SM90_BACKWARD, "sm_90a", 64),
     "sm90_backward_128": lambda: backward(attention.SM90_HD128_BACKWARD, "sm_90a", 128),
-    "sm90_backward_dkdv": lambda: backward(
-        attention.SM90_BACKWARD_DKDV, "sm_90a", 128, deterministic=True
-    ),
-    "sm90_backward_dq": lambda: backward(
-        attention.SM90_BACKWARD_DQ, "sm_90a", 128, deterministic=True
-    ),
+    "sm90_backward_dkdv": lambda: backward(attention.SM90_BACKWARD_DKDV, "sm_90a", 128, dq=False),
+    "sm90_backward_dq": lambda: backward(attention.SM90_BACKWARD_DQ, "sm_90a", 128, dkdv=False),
     "sm90_backward_256_dkdv": lambda: backward(
         attention.SM90_HD256_BACKWARD_DKDV, "sm_90a", 256, keeps_ds=True
     ),

@@ -68,15 +68,32 @@ def cudnn(
     return found.o[0].to(v.dtype), found.final_state
 
 
+def flashinfer(
+    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: torch.Tensor, initial_state: torch.Tensor, output_final_state: bool,
+    output_state: torch.Tensor, max_seqlen: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FlashInfer's function: packed tokens, decays, and states with V first."""
+    assert output_final_state and max_seqlen == cu_seqlens.diff().max()
+    found = gated_delta_rule_reference(
+        q=q[None], k=k[None], v=v[None], g=g[None].log(), beta=beta[None],
+        initial_state=initial_state, state_v_first=True, cu_seqlens=cu_seqlens,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return found.o[0].to(v.dtype), output_state.copy_(found.final_state)
+
+
 def run(tmp_path: Path, *argv: str) -> Any:
     assert main(["gdn", *argv, "--out", str(tmp_path), "--commit", "abc"]) == 0
     return json.loads(next(tmp_path.rglob("*.json")).read_text())
 
 
 def test_both_passes(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(problem, "peer", {gated.PEER: plain, problem.CUDNN[True]: cudnn}.get)
+    peers = {gated.PEER: plain, problem.CUDNN[True]: cudnn, gated.FLASHINFER: flashinfer}
+    monkeypatch.setattr(problem, "peer", peers.get)
     report = run(tmp_path)
-    assert [row["cudnn_us"] for row in report["rows"]] == [19.0] * 4 + [None]
+    for who in ("cudnn", "flashinfer"):
+        assert [row[f"{who}_us"] for row in report["rows"]] == [19.0] * 4 + [None]
     assert [(r["pass"], r["heads"], r["mode"], r["fla_us"]) for r in report["rows"]] == [
         ("forward", 1, "do_bench", 19.0),
         ("forward", 1, "graph", 19.0),
@@ -89,7 +106,7 @@ def test_both_passes(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "forward 2/2 1x66: at most 9 us on an H200": False,
         "backward 1/2 1x70: at most 9 us on an H200": False,
     }
-    for name in ("ours final_state", "ours dt_bias", "fla dt_bias", "cudnn final_state"):
+    for name in ("ours dt_bias", "fla dt_bias", "cudnn final_state", "flashinfer final_state"):
         assert name in report["notes"][0]
 
 

@@ -185,6 +185,90 @@ def attention(
     return found
 
 
+DELTA_TOKENS = ("q", "k", "v", "g", "beta")
+DELTA_INPUTS = (*DELTA_TOKENS, "A_log", "dt_bias", "initial_state")
+
+
+def delta_rule(
+    args: dict[str, Any],
+    do: Tensor | None,
+    dfinal: Tensor | None,
+    *,
+    function: str,
+    layout: Any,
+    pieces: tuple[int, int] | None = None,
+    arch: str = "sm_90a",
+    **lengths: Any,
+) -> dict[str, Tensor]:
+    """o, final states and gradients of a delta rule over ranks, as whole tensors. Every rank has a
+    part of the final states' gradient.
+
+    Args:
+        pieces: the chunks of a span's last piece, and the most pieces.
+    """
+    import cute_attn
+    from cute_attn.emulator import Emulator
+    from cute_attn.ops.kda import chunk_spans
+
+    plan = plan_of(layout, None, None, **lengths)
+    own = dict(args)
+    for name in DELTA_TOKENS:
+        own[name] = plan.shard(args[name], 1).clone()
+    leaves = [name for name in DELTA_INPUTS if isinstance(own.get(name), Tensor)]
+    if do is not None:
+        for name in leaves:
+            own[name] = own[name].clone().requires_grad_()
+    if pieces is not None:
+        chunk_spans.FIRST_PIECE, chunk_spans.MOST_PIECES = pieces
+    emulator = Emulator(num_sms=4)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with cute_attn.emulated(arch, emulator):
+        o, final = getattr(cute_attn, function)(**own, cp=plan)
+        if do is not None:
+            outputs, upstream = [o], [plan.shard(do, 1)]
+            if final is not None:
+                outputs.append(final)
+                upstream.append(dfinal if plan.rank == 0 else torch.zeros_like(final))
+            torch.autograd.backward(outputs, upstream)
+    torch.use_deterministic_algorithms(False)
+    bad = [str(x) for x in emulator.report.findings if x.severity != "note"]
+    assert not bad, bad
+    found = {"o": plan.unshard(o, 1)}
+    if final is not None:
+        found["final_state"] = final.detach()
+    if do is not None:
+        for name in leaves:
+            if name in DELTA_TOKENS:
+                found[name] = plan.unshard(own[name].grad, 1)
+            else:
+                found[name] = own[name].grad.float()
+                dist.all_reduce(found[name])
+    return found
+
+
+def convolved(
+    x: Tensor, weight: Tensor, dy: Tensor, layout: Any, **lengths: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, dx, dweight) of a causal convolution over ranks, of x `[batch, tokens, channels]`."""
+    from torch.nn.functional import conv1d
+
+    from cute_attn.distributed import causal_halo
+
+    plan = plan_of(layout, None, None, **lengths)
+    own, weight = plan.shard(x, 1).requires_grad_(), weight.clone().requires_grad_()
+    before = causal_halo(plan, own, weight.shape[1] - 1)
+    spans = own.split(plan.span_lengths, 1) if plan.span_lengths else ()
+    found = [
+        conv1d(torch.cat([halo, span], 1).mT, weight[:, None], groups=x.shape[2]).mT
+        for halo, span in zip(before.unbind(1), spans, strict=True)
+    ]
+    y = torch.cat(found or [own * 1], 1)
+    torch.autograd.backward([y, before], [plan.shard(dy, 1), torch.zeros_like(before)])
+    dweight = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    dist.all_reduce(dweight)
+    return plan.unshard(y, 1), plan.unshard(own.grad, 1), dweight
+
+
 def raised(layout: Any = "zigzag", mode: str | None = None, **lengths: Any) -> str:
     """What making a plan raises."""
     try:

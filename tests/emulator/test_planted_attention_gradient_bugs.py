@@ -4,7 +4,8 @@ each of them.
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
 "hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short", and two CTAs
-in "two". With at most two tiles of keys, sums of dQ have the same bits in any order.
+in "two". With at most two tiles of keys, sums of dQ have the same bits in any order. "ordered" is the
+kernel of head_dim 128 that adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
-HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128}  # by kernel
+HEAD_DIM = {
+    "dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128, "ordered": 128,
+}  # fmt: skip  # by kernel
 KERNELS = tuple(HEAD_DIM)
-ADD_UP_DQ = ("fused", "hd128", "short", "two")
+ADD_UP_DQ = ("fused", "hd128", "short", "two", "ordered")
 # With one, the ring of K goes round.
-CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2}
+CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2, "ordered": 2}
 HEADS_K = 2
 QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
 KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700}
@@ -73,6 +76,7 @@ PLAIN = {
 }
 BULK_LOAD = r"cp\.async\.bulk\.shared"
 ADD = r"red\S*\.add\.(v4\.)?f32"
+COUNTED = r"red\.release\.gpu\.global\.add"
 TURN = r"^\s*bar\.arrive"
 
 
@@ -87,8 +91,9 @@ def early_release(p: Edged, release: int) -> str:
 
 
 def spec_of(name: str) -> Sm90BackwardSpec:
+    order = {"order": "alternating"} if name == "ordered" else {}
     spec = backward_spec(
-        ARCH, HEAD_DIM[name], of_keys=name != "dq", fused=name in ADD_UP_DQ, **PLAIN
+        ARCH, HEAD_DIM[name], of_keys=name != "dq", fused=name in ADD_UP_DQ, **PLAIN, **order
     )
     assert isinstance(spec, Sm90BackwardSpec)
     return replace(spec, tile_m=64) if name == "fused" else spec
@@ -121,7 +126,8 @@ def kernel(name: str, num_sms: int | None = None) -> tuple[Edged, Prepared]:
     last = {"counter": torch.zeros(1, dtype=torch.int32)}
     if name in ADD_UP_DQ:
         last["sums"] = torch.full((heads, rows, head_dim), torch.nan)
-        last["zeroed"] = torch.zeros(num_query_zeros(heads, rows), dtype=torch.int32)
+        size = num_query_zeros(heads, rows, ordered=spec.ordered)
+        last["zeroed"] = torch.zeros(size, dtype=torch.int32)
     splits = [] if name == "dq" else [1]
     arguments = [
         *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS[name],
@@ -140,7 +146,7 @@ def kernel(name: str, num_sms: int | None = None) -> tuple[Edged, Prepared]:
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-dq, dkdv, fused, hd128, short, two = (Planter(name) for name in KERNELS)
+dq, dkdv, fused, hd128, short, two, ordered = (Planter(name) for name in KERNELS)
 of_keys = (dkdv, fused, hd128)
 add_up_dq = (fused, hd128)
 
@@ -405,6 +411,40 @@ def _(p: Edged) -> Planted:
     return p.changed_operand(line, to, "sub.s32", 512), [line, *adds(p)]
 
 
+# -- additions in a fixed order
+
+bugs_of_an_edge(ordered, "dq", SHARED, ADD)
+bug_of_a_stage(ordered, "dq", SHARED, ADD)
+
+
+@ordered("the staging is free before the addition has read it", "race")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(r"bulk\.wait_group\.read")), [*adds(p), *p.all(STAGE)]
+
+
+@ordered("an addition is not counted", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(COUNTED)[-1:]), all_waits(p)
+
+
+@ordered("an addition is counted twice", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.all(COUNTED)[-1]
+    return p.swap(line, r", (%r\d+|1);", ", 2;"), all_waits(p)
+
+
+@ordered("an addition counts without a release", "race")
+def _(p: Edged) -> Planted:
+    line = p.all(COUNTED)[0]
+    return p.swap(line, "release", "relaxed"), [*adds(p), *p.all(STAGE)]
+
+
+@ordered("a count is read without an acquire", "race")
+def _(p: Edged) -> Planted:
+    line = p.all(r"ld\.acquire")[0]
+    return p.swap(line, "acquire", "relaxed"), [*adds(p), *p.all(STAGE)]
+
+
 # -- storing
 
 
@@ -570,7 +610,7 @@ for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [bug for planter in (dq, *of_keys, short, two) for bug in planter.bugs]
+BUGS = [bug for planter in (dq, *of_keys, short, two, ordered) for bug in planter.bugs]
 
 
 def name_of(bug: Bug) -> str:
@@ -588,9 +628,10 @@ def test_the_kernel_is_clean(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_cta_waits_for_one_that_has_not_started() -> None:
+@pytest.mark.parametrize("name", ["two", "ordered"])
+def test_no_cta_waits_for_one_that_has_not_started(name: str) -> None:
     """On one SM, the second begins when the first has ended."""
-    _, prepare = kernel("two", num_sms=1)
+    _, prepare = kernel(name, num_sms=1)
     run = prepare(None)
     for schedule, seed in SEEDS:
         done, right = run(schedule, seed)

@@ -17,7 +17,7 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.spec import PreprocessSpec
-from cute_attn.kernels.attention.statistics import LSE, num_query_zeros, padded_rows
+from cute_attn.kernels.attention.statistics import LSE, ORDER_COUNTERS, num_query_zeros, padded_rows
 from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
@@ -50,7 +50,10 @@ def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
         (PreprocessSpec("bfloat16", False, False, "none", False, sums=True), (130, 130)),
         (PreprocessSpec("float16", False, False, "bfloat16", True), (128,)),
         (PreprocessSpec("bfloat16", True, False, "float16", False), (0, 5, 129, 0, 128)),
-        (PreprocessSpec("bfloat16", True, True, "none", True, sums=True), (3, 200, 70)),
+        (
+            PreprocessSpec("bfloat16", True, True, "none", True, sums=True, ordered=True),
+            (3, 200, 70),
+        ),
     ],
     ids=["dense, sums", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse, sums"],
 )
@@ -87,7 +90,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
             x[total:] = math.nan
     rows = padded_rows(shape[-2], len(lengths), spec.varlen_q)
     stats = torch.full((2, HEADS, rows), math.nan)
-    size = num_query_zeros(HEADS, rows)
+    size = num_query_zeros(HEADS, rows, ordered=spec.ordered)
     zeroed = torch.full((size,), -1, dtype=torch.int32) if spec.sums else None
     tiles = sum(-(-n // TILE) for n in lengths)
     if spec.varlen_q:
@@ -127,8 +130,12 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
     torch.testing.assert_close(stats.double(), expected, rtol=1e-6, atol=1e-4, equal_nan=True)
     if zeroed is not None:
         written = ~expected[0, :, ::TILE].isnan()
-        assert zeroed[0] == 0
-        assert torch.equal(zeroed[1:].view(HEADS, -1), written.int() - 1)
+        if spec.ordered:
+            counters = zeroed.view(HEADS, -1, ORDER_COUNTERS)
+            assert torch.equal(counters, (written.int() - 1)[..., None].expand_as(counters))
+        else:
+            assert zeroed[0] == 0
+            assert torch.equal(zeroed[1:].view(HEADS, -1), written.int() - 1)
     if dsink is not None:
         assert not dsink.isnan().any()
         torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)

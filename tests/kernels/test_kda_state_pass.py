@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from itertools import accumulate
@@ -149,6 +150,53 @@ def test_a_sequence_may_be_split(
     )  # fmt: skip
 
 
+def test_two_ctas_share_copies() -> None:
+    """In segments, on sm_90a, the two CTAs of a value head are a cluster. The kernels start before
+    the previous kernel's end, which the emulator does not do."""
+    x = inputs([130], False, 1, 128, 128, torch.bfloat16)
+    spec = StatePassSpec(
+        dtype="bfloat16",
+        head_dim_k=128,
+        head_dim_v=128,
+        index_dtype="none",
+        state_v_first=False,
+        has_initial_state=True,
+        has_final_state=True,
+        tile_v=64,
+        num_stages=3,
+        copies="bulk",
+        products="wgmma",
+        segments="none",
+        cluster=2,
+        dependent=True,
+    )
+    check(
+        spec, "sm_90a", x, torch.bfloat16,
+        state_v_first=False, initial=True, chunks_per_segment=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim_k": 64}, "cluster is 2, must be 1 at head_dim_k=64, head_dim_v=128"),
+        ({"head_dim_v": 64}, "cluster is 2, must be 1 at head_dim_k=128, head_dim_v=64"),
+        ({"tile_v": 128}, "cluster is 2, must be 1 with copies='bulk', tile_v=128"),
+        ({"copies": "cp_async"}, "cluster is 2, must be 1 with copies='cp_async', tile_v=64"),
+        ({"cluster": 3}, "cluster is 3"),
+    ],
+    ids=str,
+)
+def test_which_ctas_can_share_copies(changes: dict[str, Any], message: str) -> None:
+    shared = {
+        "dtype": "bfloat16", "head_dim_k": 128, "head_dim_v": 128, "index_dtype": "none",
+        "state_v_first": False, "has_initial_state": False, "has_final_state": False, "tile_v": 64,
+        "num_stages": 3, "copies": "bulk", "products": "mma", "segments": "none", "cluster": 2,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StatePassSpec(**shared | changes)
+
+
 def check(
     spec: StatePassSpec,
     arch: str,
@@ -192,6 +240,7 @@ def check(
             index_dtype=spec.index_dtype,
             tile_v=16 * chunks_per_segment,
             num_stages=chunks_per_segment,
+            dependent=spec.dependent,
         )
         emulator.load(cache.compile(SEGMENTS, combine, arch=arch))(
             x["cu_seqlens"], states, transitions, tokens, chunks_per_segment, None, None

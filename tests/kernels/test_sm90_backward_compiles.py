@@ -23,7 +23,8 @@ ARCH = "sm_90a"
 HEAD_DIM_V = dict(shapes("backward_dkdv", SM90))  # by head_dim
 BOOLS = (False, True)
 PARTIAL = {
-    "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "ds_dq": BOOLS, "dkdv with ds": BOOLS,
+    "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "fused in order": BOOLS, "ds_dq": BOOLS,
+    "dkdv with ds": BOOLS,
 }  # fmt: skip
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
@@ -39,7 +40,9 @@ def definition(kernel: str, head_dim: int) -> cache.KernelDef:
 def exists(kernel: str, head_dim: int, *, softcap: bool) -> bool:
     if kernel in ("ds_dq", "dkdv with ds"):
         return table.has("backward_ds_dq", ARCH, head_dim, HEAD_DIM_V[head_dim])
-    return kernel != "fused" or has_fused_dq(ARCH, head_dim, HEAD_DIM_V[head_dim], softcap=softcap)
+    return "fused" not in kernel or has_fused_dq(
+        ARCH, head_dim, HEAD_DIM_V[head_dim], softcap=softcap
+    )
 
 
 def made(kernel: str, spec: Sm90BackwardSpec) -> Any:
@@ -55,9 +58,12 @@ def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
     plain = dict.fromkeys((*FLAGS, "partial"), False) | {"dtype": "bfloat16"}
     chosen: dict[str, Any] = {
         "of_keys": not kernel.endswith("dq"),
-        "fused": kernel == "fused",
+        "fused": "fused" in kernel,
         "ds": kernel in ("ds_dq", "dkdv with ds"),
     }
+    if kernel == "fused in order":
+        alternates = fields.get("window_right") and not fields.get("window_left")
+        chosen["order"] = "alternating" if alternates else "rising"
     return backward_spec(  # type: ignore[return-value]
         ARCH, head_dim, HEAD_DIM_V[head_dim], **chosen, **{**plain, "scheduler": "static", **fields}
     )
@@ -81,14 +87,16 @@ PACKED = {"window_right": True, "varlen_q": True, "varlen_k": True}
 EXTREMES = [
     pytest.param(
         kernel, spec(kernel, head_dim, **fields), id=f"{kernel}-{head_dim}-{name}",
-        marks=[] if kernel != "fused" and (head_dim, name) == (128, "packed") else pytest.mark.slow,
+        marks=[]
+        if "fused" not in kernel and (head_dim, name) == (128, "packed")
+        else pytest.mark.slow,
     )
     for kernel in PARTIAL
     for head_dim in HEAD_DIM_V
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
         *([("full, partial", {**FULL, "partial": True})] if True in PARTIAL[kernel] else []),
-        *([("uncapped", {**UNCAPPED, "partial": True})] if kernel == "fused" else []),
+        *([("uncapped", {**UNCAPPED, "partial": True})] if "fused" in kernel else []),
     )
     if exists(kernel, head_dim, softcap=fields.get("softcap", False))
 ]  # fmt: skip

@@ -40,6 +40,22 @@ def interval(first: int, end: int) -> list[int]:
     return list(range(first, end))
 
 
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 8), (8, 8)])
+def test_visitors_are_the_inverse_of_query_tiles(tile_m: int, tile_n: int) -> None:
+    """Also with negative bounds, where a key tile may visit rows that see none of its keys."""
+    lengths, bounds = (1, 3, 8, 17, 30), (None, -11, -3, 0, 2, 9)
+    for *case, left, right in itertools.product(lengths, lengths, bounds, bounds):
+        sees = Visibility(tile_m, tile_n, 1, left, right)
+        seqlen_q, seqlen_k = case
+        visits = [
+            interval(*sees.query_tiles(key_tile, *case))
+            for key_tile in range(-(-seqlen_k // tile_n))
+        ]
+        for tile in range(-(-seqlen_q // tile_m)):
+            visitors = [n for n, tiles in enumerate(visits) if tile in tiles]
+            assert interval(*sees.visitors(tile, *case)) == visitors, (case, left, right, tile)
+
+
 @pytest.mark.parametrize(("tile_m", "tile_n", "rows_per_token"), TILES)
 def test_tiles_are_those_of_the_mask(tile_m: int, tile_n: int, rows_per_token: int) -> None:
     """Exactly the tiles with a visible pair of an existing row and key."""

@@ -20,7 +20,9 @@ import torch
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.parts.visibility import Visibility
 from cute_attn.kernels.attention.parts.work import LAST_TILES, SplitTileMap, TileMap
+from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -144,6 +146,32 @@ def test_splits_of_a_tile_follow_one_another_and_share_its_key_tiles(splits: int
         parts = [tiles.work(0, 0, 0, split).part(first, end) for split in range(splits)]
         assert [i for part in parts for i in range(*part)] == list(range(first, end))
         assert all(first <= a <= b <= end for a, b in parts)
+
+
+@pytest.mark.usefixtures("integers")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("clusters", [1, 5, 9, 40])
+def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(order: str, clusters: int) -> None:
+    """So no tile waits for one that may not have started."""
+    ordered = tile_map(True, 1, False, at_once=1).ordered(order, clusters)
+    sees = Visibility(4, TILE, 1, None, 0 if order == "alternating" else None)
+    numbers = {
+        tuple(map(int, ordered.locate(number)[1:])): number
+        for number in range(int(ordered.count()))
+    }
+    directions = set()
+    for head, sequence, tile in itertools.product(
+        range(KV_HEADS), range(BATCH), range(-(-20 // 4))
+    ):
+        falls = bool(int(ordered.falls(sequence * KV_HEADS + head, sequence)))
+        directions.add(falls)
+        first, end = sees.visitors(tile, 20, 33)
+        visitors = range(first, end)
+        places = [int(ordered.place(block, first, end, falls)) for block in visitors]
+        of_tile = [numbers[block, head, sequence] for block in visitors]
+        assert places == [sorted(of_tile).index(number) for number in of_tile]
+    assert directions == ({False, True} if order == "alternating" and clusters < 40 else {falls})
+    assert falls == (order == "alternating")  # the last group
 
 
 def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:

@@ -494,7 +494,7 @@ def reference_arguments(args: dict[str, Any]) -> dict[str, Any]:
     return {
         name: x
         for name, x in args.items()
-        if name not in ("max_seqlen_q", "max_seqlen_k", "return_lse")
+        if name not in ("max_seqlen_q", "max_seqlen_k", "return_lse", "batch_invariant")
     }
 
 

@@ -166,6 +166,15 @@ def wanted_on(machine: Machine, *, of: Sequence[str] = INPUTS) -> tuple[str, ...
     return tuple(name for name in of if name not in ("k", "v"))
 
 
+def independent() -> dict[str, bool]:
+    """Options with which the bits depend neither on other sequences nor on the number of SMs, where
+    splits do not: one kernel of all gradients otherwise chooses its order by both."""
+    machine = target()
+    if table.has("backward_fused", machine.arch, machine.head_dim, machine.head_dim_v):
+        return {"batch_invariant": True}
+    return {}
+
+
 # -- running
 
 

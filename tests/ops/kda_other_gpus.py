@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from cute_attn import launch
-from cute_attn.ops.kda import chunk
+from cute_attn.ops.kda import chunk_passes
 
 from . import kda_cases, kda_decode_cases, test_kda_recurrent
 from .calls import ArchCall
@@ -24,7 +24,7 @@ from .test_kda_gradients import differentiated, weights
 def segments_of_a_chunk() -> Iterator[None]:
     """As where few long sequences are to fill a large GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "chunks_per_segment", lambda **_: 1)
+        patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         yield
 

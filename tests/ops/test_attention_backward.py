@@ -633,29 +633,44 @@ OWN_DQ, OWN_DKDV, FUSED, POST = (
 )
 
 
-def launched_on_hopper(**options: Any) -> list[str]:
-    """The kernels of a backward behind the preprocess; they do nothing."""
+def launched_on_hopper(specs: list[Any] | None = None, **options: Any) -> list[str]:
+    """The kernels of a backward behind the preprocess; they do nothing. Into `specs`, the specs of
+    all kernels."""
     names: list[str] = []
+    made: list[Any] = [] if specs is None else specs
 
     def function(_: Any, kernel: Any, spec: Any) -> Any:
         names.append(kernel.name)
+        made.append(spec)
         return lambda *_: None
 
     leaves = [torch.randn(1, 20, 2, 128).bfloat16().requires_grad_() for _ in range(3)]
     with mock.patch.object(Emulation, "function", function), cute_attn.emulated(HOPPER):
         o, _ = cute_attn.flash_attn_func(*leaves, **options)
         names.clear()
+        made.clear()
         torch.autograd.grad(o.sum(), leaves)
     return names[1:]
 
 
 def test_a_call_or_torch_asks_for_the_same_bits():
     """Torch, when the gradient is taken."""
-    assert launched_on_hopper() == [FUSED, POST]
-    assert launched_on_hopper(deterministic=True) == [OWN_DQ, OWN_DKDV]
+
+    def orders(**options: Any) -> str:
+        specs: list[Any] = []
+        assert launched_on_hopper(specs, **options) == [FUSED, POST]
+        preprocess, fused, _ = specs
+        assert preprocess.ordered == fused.ordered
+        return fused.order
+
+    assert orders() == orders(causal=True) == "any"
+    assert orders(deterministic=True) == "rising"
+    assert orders(deterministic=True, causal=True) == "alternating"
+    assert orders(deterministic=True, window_size=(9, 0)) == "rising"
+    assert orders(batch_invariant=True, causal=True) == "rising"
     torch.use_deterministic_algorithms(True)
     try:
-        assert launched_on_hopper() == [OWN_DQ, OWN_DKDV]
+        assert orders(causal=True) == "alternating"
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -668,7 +683,8 @@ def test_what_the_fused_kernel_cannot_do_is_planned_apart():
     of_64 = table.find("backward_fused", HOPPER, 64).kernel.name
     assert names(head_dim=64, split=False, softcap=True) == [of_64, POST]
     assert names(head_dim=128, split=False, softcap=True) == [OWN_DQ, OWN_DKDV]
-    assert names(head_dim=128, split=False, deterministic=True) == [OWN_DQ, OWN_DKDV]
+    assert names(head_dim=128, split=False, deterministic=True) == [FUSED, POST]
+    assert names(head_dim=128, split=False, deterministic=True, softcap=True) == [OWN_DQ, OWN_DKDV]
     assert names(head_dim=64, dkdv=False) == [OWN_DQ]
     assert names(head_dim=64, dq=False, split=False) == [OWN_DKDV]
 

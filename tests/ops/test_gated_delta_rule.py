@@ -21,7 +21,7 @@ from torch import Tensor
 import cute_attn
 from cute_attn import launch
 from cute_attn.emulator import Emulator
-from cute_attn.ops.gated_delta_rule import chunk, chunk_forward
+from cute_attn.ops.gated_delta_rule import chunk
 from cute_attn.ops.kda import chunk_passes
 
 from .gated_delta_rule_cases import DECAYS, PACKED, PLAIN, SMALL, WIDE_V, Case, cases
@@ -56,10 +56,8 @@ def check_gradients(args: dict[str, Any]) -> dict[str, Tensor]:
 def in_segments(length: int) -> Iterator[None]:
     """Sequences are split into segments of this many chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk_forward, chunk_passes):
-            patch.setattr(module, "chunks_per_segment", lambda **_: length)
-        patch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: length)
-        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
+        patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: length)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, chunk.BACKWARD, chunk._pool):
             patch.setattr(one, "ready", {})

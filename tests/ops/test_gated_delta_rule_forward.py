@@ -12,7 +12,6 @@ import torch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
-from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda import chunk_passes
@@ -206,8 +205,8 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
     ],
 )
 def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 2)
-    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda **_: 2)
+    monkeypatch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 2)
+    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 2)
     check(inputs(**case), "sm_90a", split=True)
 
 
@@ -238,8 +237,8 @@ def test_rows_of_other_sequences_do_not_leak() -> None:
 def test_states_in_a_pool(
     dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: 1)
-    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda **_: 1)
+    monkeypatch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
+    monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 1)
     x = inputs([130, 0, 70], packed=True, dims=dims)
     pool = torch.randn(6, 2, *dims).to(torch.bfloat16)
     before = pool.clone()

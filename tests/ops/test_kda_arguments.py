@@ -23,7 +23,7 @@ from cute_attn.cache import KernelDef
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.kernels.common.spec import smem_bytes
-from cute_attn.kernels.delta.chunk.heuristics import chunks_per_segment
+from cute_attn.kernels.delta.chunk.heuristics import chunks_per_segment, only_starts
 from cute_attn.ops import kda
 from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 
@@ -816,15 +816,54 @@ def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.Monk
         ({"heads": 12, "head_dim_v": 64}, 6),
         ({"heads": 19, "num_sms": 128}, 1),
         ({"heads": 1, "sequences": 19, "packed": True, "tokens": 2**20}, 16),
+        # With shared copies, there is a CTA on each SM.
+        ({"kind": "shared"}, 1),
+        ({"kind": "shared", "heads": 12}, 4),
+        ({"kind": "shared", "heads": 12, "tokens": 2**15}, 4),
+        ({"kind": "shared", "heads": 12, "tokens": 512}, 1),
+        ({"kind": "shared", "heads": 16}, 3),
+        ({"kind": "shared", "heads": 23}, 1),
+        ({"kind": "shared", "heads": 12, "tokens": 2048}, 1),
+        ({"kind": "shared", "heads": 8}, 5),
+        ({"kind": "head", "heads": 8}, 5),
+        ({"kind": "head", "heads": 32}, 1),
     ],
     ids=str,
 )
 def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any], segments: int):
-    usual = {"sequences": 1, "tokens": 8192, "heads": 64, "head_dim_v": 128, "packed": False}
-    given = usual | {"num_sms": 132} | sizes
-    length = chunks_per_segment(**given)
+    usual = {
+        "sequences": 1, "tokens": 8192, "heads": 64, "head_dim_k": 128, "head_dim_v": 128,
+        "packed": False, "num_sms": 132, "kind": "channel",
+    }  # fmt: skip
+    given = usual | sizes
+    length = chunks_per_segment(given.pop("kind"), **given)
     chunks = -(-given["tokens"] // 64)
     assert segments == (-(-chunks // length) if length else 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [
+        ({}, True),
+        ({"tokens": 1024}, True),
+        ({"tokens": 512}, False),  # two segments of at least 4 chunks
+        ({"heads": 24}, False),
+        ({"heads": 16, "kind": "head"}, True),
+        ({"heads": 32, "kind": "head"}, False),
+        ({"sequences": 4}, False),
+        ({"sequences": 4, "packed": True}, False),  # the sequences are about as long as segments
+        ({"sequences": 4, "heads": 1, "packed": True, "tokens": 4096}, True),
+    ],
+    ids=str,
+)
+def test_where_segments_may_only_start_from_zero(sizes: dict[str, Any], split: bool):
+    usual = {
+        "sequences": 1, "tokens": 2048, "heads": 12, "head_dim_k": 128, "head_dim_v": 128,
+        "packed": False, "num_sms": 132, "kind": "shared",
+    }  # fmt: skip
+    given = usual | sizes
+    kind = given.pop("kind")
+    assert only_starts(kind, **given) == (-(-given["tokens"] // 64) if split else 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])

@@ -20,7 +20,7 @@ from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.delta import table
-from cute_attn.ops.kda import chunk, chunk_passes, plan_chunk_kda_backward
+from cute_attn.ops.kda import chunk_passes, plan_chunk_kda_backward
 from cute_attn.ops.kda.chunk_backward import BACKWARD
 from cute_attn.reference.kda import kda_gradients
 
@@ -497,10 +497,9 @@ def test_a_plan_holds_only_what_is_needed():
 def test_few_long_sequences_are_split(monkeypatch: pytest.MonkeyPatch):
     """In both directions, each with a workspace of its own."""
     asked: list[int] = []
-    for module in (chunk, chunk_passes):
-        monkeypatch.setattr(
-            module, "chunks_per_segment", lambda *, tokens, **_: asked.append(tokens) or 0
-        )
+    monkeypatch.setattr(
+        chunk_passes, "chunks_per_segment", lambda _, *, tokens, **__: asked.append(tokens) or 0
+    )
     args = arguments(CASES["dense"])
     with cute_attn.emulated(ARCH, Emulator(num_sms=16)):
         results = call(args)

@@ -295,8 +295,8 @@ def test_no_schedule_changes_a_bit(path: str, arch: str):
         emulator = Emulator(num_sms=num_sms, schedule=schedule, seed=seed)
         with cute_attn.emulated(arch, emulator), pytest.MonkeyPatch.context() as patch:
             if path == "segments":
-                patch.setattr(chunk, "chunks_per_segment", lambda **_: 1)
-                patch.setattr(chunk_passes, "chunks_per_start", lambda **_: 1)
+                patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
+                patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 1)
                 patch.setattr(launch, "num_sms", lambda _: 10**6)
             results.append(run(args, **PATHS.get(path, {})))
         assert len(emulator.report.launches) == {"fused": 2, "modular": 4, "segments": 4}[path]
@@ -309,23 +309,26 @@ def in_segments(args: dict[str, Any], length: int) -> None:
     """Agreement where segments have this many chunks."""
     asked: list[dict[str, Any]] = []
 
-    def chunks_per_segment(**sizes: Any) -> int:
-        asked.append(sizes)
+    def chunks_per_segment(kind: str, **sizes: Any) -> int:
+        asked.append(sizes | {"kind": kind})
         return length
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "chunks_per_segment", chunks_per_segment)
-        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
+        patch.setattr(chunk_passes, "chunks_per_segment", chunks_per_segment)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         patch.setattr(chunk._chunk, "ready", {})
         assert_agrees(args, *run(args))
     (sizes,) = asked
     batch, tokens, heads, dim = args["v"].shape
+    dim_k = args["k"].shape[-1]
+    kind = sizes.pop("kind")
+    assert kind == "channel" or (kind == "shared" and dim_k % 128 == dim % 128 == 0)
     packed = "cu_seqlens" in args
     sequences = len(args["cu_seqlens"]) - 1 if packed else batch
     assert sizes == {
-        "sequences": sequences, "tokens": tokens, "heads": heads, "head_dim_v": dim,
-        "packed": packed, "num_sms": 10**6,
+        "sequences": sequences, "tokens": tokens, "heads": heads, "head_dim_k": dim_k,
+        "head_dim_v": dim, "packed": packed, "num_sms": 10**6,
     }  # fmt: skip
 
 

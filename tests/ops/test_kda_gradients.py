@@ -372,8 +372,7 @@ def test_sequences_in_segments(device: str, data: st.DataObject):
     of = weights(args)
     length = data.draw(st.integers(1, 3))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, chunk_passes):
-            patch.setattr(module, "chunks_per_segment", lambda **_: length)
+        patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: length)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, BACKWARD):
             patch.setattr(one, "ready", {})

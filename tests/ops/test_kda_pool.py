@@ -205,8 +205,8 @@ def in_segments(length: int) -> Iterator[None]:
     """Sequences are split into segments of this many chunks; with 0 they are whole."""
     with pytest.MonkeyPatch.context() as patch:
         if length:
-            patch.setattr(chunk_pool, "chunks_per_segment", lambda **_: length)
-            patch.setattr(chunk_passes, "chunks_per_start", lambda **_: length)
+            patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: length)
+            patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: length)
             patch.setattr(launch, "num_sms", lambda _: 10**6)
         patch.setattr(chunk_pool._pool, "ready", {})
         yield
@@ -318,7 +318,6 @@ def in_segments_of_chunk_kda() -> Iterator[None]:
     from cute_attn.ops.kda import chunk
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "chunks_per_segment", chunk_pool.chunks_per_segment)
         patch.setattr(chunk._chunk, "ready", {})
         yield
 

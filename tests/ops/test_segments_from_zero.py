@@ -16,7 +16,6 @@ import cute_attn
 from cute_attn import launch
 from cute_attn.emulator import Emulator
 from cute_attn.ops.gated_delta_rule import chunk as gated_chunk
-from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.kda import chunk, chunk_passes, chunk_pool
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
@@ -46,10 +45,8 @@ def starts_every(chunks: int, exact: int) -> Iterator[list[torch.Tensor]]:
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, chunk_pool, chunk_forward):
-            patch.setattr(module, "chunks_per_segment", lambda **_: exact)
-        patch.setattr(chunk_forward, "head_chunks_per_segment", lambda **_: exact)
-        patch.setattr(chunk_passes, "chunks_per_start", lambda **_: chunks)
+        patch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: exact)
+        patch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: chunks)
         patch.setattr(chunk_passes, "_empty", empty)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
         for one in (chunk._chunk, chunk_pool._pool, gated_chunk._chunk, gated_chunk._pool):
@@ -57,22 +54,24 @@ def starts_every(chunks: int, exact: int) -> Iterator[list[torch.Tensor]]:
         yield made
 
 
-def inputs(per_channel: bool, log2_of_chunk: list[float], lengths: list[int]) -> dict[str, Any]:
+def inputs(
+    per_channel: bool, log2_of_chunk: list[float], lengths: list[int], dim: int = 64
+) -> dict[str, Any]:
     """Arguments with a head for each element of `log2_of_chunk`, the logarithm of a chunk's
-    decay."""
+    decay. K and V are `dim`."""
     torch.manual_seed(len(lengths) + sum(lengths))
     tokens, heads = sum(lengths), len(log2_of_chunk)
     g = torch.tensor(log2_of_chunk) * (math.log(2.0) / CHUNK)
     g = g.expand(1, tokens, heads).contiguous()
     if per_channel:
-        g = g[..., None].repeat(1, 1, 1, 64)
+        g = g[..., None].repeat(1, 1, 1, dim)
     x: dict[str, Any] = {
-        "q": torch.randn(1, tokens, heads, 64).bfloat16(),
-        "k": torch.randn(1, tokens, heads, 64).bfloat16(),
-        "v": torch.randn(1, tokens, heads, 64).bfloat16(),
+        "q": torch.randn(1, tokens, heads, dim).bfloat16(),
+        "k": torch.randn(1, tokens, heads, dim).bfloat16(),
+        "v": torch.randn(1, tokens, heads, dim).bfloat16(),
         "g": g,
         "beta": torch.rand(1, tokens, heads).logit(),
-        "initial_state": 100.0 * torch.randn(len(lengths), heads, 64, 64),
+        "initial_state": 100.0 * torch.randn(len(lengths), heads, dim, dim),
     }
     if len(lengths) > 1:
         x["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -125,6 +124,16 @@ def test_heads_on_both_sides_of_the_bound(per_channel: bool, lengths: list[int])
     x = inputs(per_channel, per_chunk[few], lengths)
     with starts_every(2, 3 if len(per_chunk[few]) > 2 else 2) as made:
         check(x, made, from_zero[few])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("lengths", [[5 * CHUNK - 3], [0, 130, 4 * CHUNK, 1, 70]], ids=str)
+def test_two_ctas_that_share_copies(per_channel: bool, lengths: list[int]) -> None:
+    """At K = V = 128, the two CTAs of a value head are a cluster."""
+    x = inputs(per_channel, [-200.0, -0.1], lengths, 128)
+    with starts_every(2, 2) as made:
+        check(x, made, [True, False])
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 The benchmark runs one process for each of the W GPUs of the machine, with NCCL. The base is one
 GPU's time for the call with 1 / W of the heads, and so 1 / W of the work. All GPUs run the base at
-once, in the same processes. The share is the base's time divided by the time over ranks.
+once, in the same processes. The share is the base's time divided by the time over ranks. Delta
+rules are in `delta_rules_over_ranks`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from ..harness.environment import describe
 from ..harness.registry import Benchmark, Unavailable
 from ..harness.report import Report, Row, Verdict
+from . import delta_rules_over_ranks
 
 MODES = ("gather", "ring", "heads")
 
@@ -203,6 +205,8 @@ def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any])
         rows += measured(case, tuple(options["modes"]))
         if rank == 0:
             print(f"{case.name}: after {time.time() - begin:.0f} s", flush=True)
+    for delta_case in delta_rules_over_ranks.CASES[: 1 if options["short"] else None]:
+        rows += delta_rules_over_ranks.measured(delta_case, lockstep)
     rows.append(decoded())
     if rank == 0:
         Path(file).write_text(json.dumps(rows))
@@ -248,16 +252,18 @@ def run(args: argparse.Namespace) -> Report:
 
 def _verdicts(rows: list[Row]) -> list[Verdict]:
     found = []
-    goals = {case.name: case for case in CASES}
+    goals: dict[str, Any] = {case.name: case for case in (*CASES, *delta_rules_over_ranks.CASES)}
     for row in rows:
         case = goals.get(str(row["case"]))
         if case is None:
             share = float(row["share_of_ideal_forward"])  # type: ignore[arg-type]
             claim = f"{row['case']}: at least {DECODE_SHARE:.0%} of all GPUs' rate"
             found.append(Verdict(claim, share >= DECODE_SHARE, f"{share:.1%}"))
-        elif row["mode"] == "chosen":
+        elif row["mode"] in ("chosen", "states"):
             for name in ("forward", "both"):
                 goal, share = getattr(case, name), float(row[f"share_of_ideal_{name}"])  # type: ignore[arg-type]
+                if not goal:
+                    continue
                 claim = f"{case.name}, {name}: at least {goal:.0%} of all GPUs' rate"
                 found.append(Verdict(claim, share >= goal, f"{share:.1%}"))
     return found

@@ -1,5 +1,5 @@
 """chunk_gated_delta_rule, forward and backward over whole sequences, against FLA's; the forward
-also against cuDNN, where its frontend is installed.
+also against cuDNN and FlashInfer, where these are installed.
 
 The kernels apply gate, normalisation and sigmoid. Each case's forward is checked against the
 float64 reference, and then timed. The do_bench median is the cost of a call. The replay of a CUDA
@@ -11,7 +11,7 @@ for an H200. The benchmark `gdn-decode` times a decode step.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -41,8 +41,11 @@ GOALS: dict[str, dict[tuple[int, int, int, int], float]] = {
     "backward": {(16, 32, 1, 8192): 450, (16, 32, 1, 32768): 1600},
 }  # fmt: skip
 # The mode of the time that a goal judges: the device's time, or for a backward the cost of a call.
+OTHER_PEERS = ("cudnn", "flashinfer")  # of the forward
 JUDGED: dict[str, Mode] = {"forward": "graph", "backward": "do_bench"}
 GATES = ("softplus", "softplus-strong")
+
+Timed = tuple[dict[str, float], list[Row], list[str]]  # errors, rows, notes
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,13 @@ def run(args: argparse.Namespace) -> Report:
     roofline = measure_roofline(matmul=False, rep_ms=rep_ms)
     errors: list[dict[str, float]] = []
     rows: list[Row] = []
+    times: dict[str, Callable[..., Timed]] = {
+        "forward": partial(time_forward, modes=args.mode, others=not args.no_peer),
+        "backward": time_backward,
+    }
     for which in cases:
-        time = time_forward if which == "forward" else time_backward
         for case in track(cases[which], f"gdn {which}"):
-            found_errors, made, more = time(
-                case, with_peer, not args.no_peer, args.mode, roofline, rep_ms
-            )
+            found_errors, made, more = times[which](case, with_peer, roofline, rep_ms)
             errors.append(found_errors)
             rows += [{"pass": which, **row} for row in made]
             notes += [note for note in more if note not in notes]
@@ -139,12 +143,13 @@ def run(args: argparse.Namespace) -> Report:
 def time_forward(
     case: Case,
     with_peer: bool,
-    with_cudnn: bool,
-    modes: Sequence[Mode],
     roofline: Roofline,
     rep_ms: float,
-) -> tuple[dict[str, float], list[Row], list[str]]:
-    """Return (errors, a row for each mode, notes)."""
+    *,
+    modes: Sequence[Mode],
+    others: bool,
+) -> Timed:
+    """Return (errors, a row for each mode, notes). `others` says whether to time OTHER_PEERS."""
     import torch
 
     from ..kda.problem import agreed, cudnn_calls, freed, time_calls
@@ -154,15 +159,18 @@ def time_forward(
     with freed(), torch.no_grad():
         given = problem.arguments(case)
         calls = problem.forward_calls(given, with_peer=with_peer)
-        if with_cudnn:
-            calls |= cudnn_calls(given)
+        if others:
+            calls |= cudnn_calls(given) | problem.flashinfer_call(given)
         errors, calls, notes = agreed(partial(problem.check_forward, case, given), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
             notes += more
             columns = timing_columns(timings, case.fused_bytes, roofline)
-            cudnn = {"cudnn_us": timings["cudnn"].median_us if "cudnn" in timings else None}
-            rows.append({**case.rows, "mode": mode, **columns, **cudnn})
+            more_columns = {
+                f"{who}_us": timings[who].median_us if who in timings else None
+                for who in OTHER_PEERS
+            }
+            rows.append({**case.rows, "mode": mode, **columns, **more_columns})
         del given, calls
     return errors, rows, notes
 
@@ -170,14 +178,10 @@ def time_forward(
 def time_backward(
     case: Case,
     with_peer: bool,
-    with_cudnn: bool,
-    modes: Sequence[Mode],
     roofline: Roofline,
     rep_ms: float,
-) -> tuple[dict[str, float], list[Row], list[str]]:
-    """Return (errors, a row, notes). A graph cannot capture autograd's call, so `modes` has no
-    effect, and cuDNN's backward is not timed."""
-    del modes, with_cudnn
+) -> Timed:
+    """Return (errors, a row, notes). A graph cannot capture autograd's call."""
     from ..kda import training
     from ..kda.problem import agreed, freed, time_calls
     from . import problem
@@ -197,12 +201,15 @@ def time_backward(
         timings, more = time_calls(calls, JUDGED["backward"], rep_ms)
         columns = timing_columns(timings, case.backward_bytes, roofline)  # type: ignore[attr-defined]
         del steps, calls
-    row = {**case.rows, "mode": JUDGED["backward"], **columns, "cudnn_us": None}
+    untimed = {f"{who}_us": None for who in OTHER_PEERS}
+    row = {**case.rows, "mode": JUDGED["backward"], **columns, **untimed}
     return errors, [row], [*notes, *more]
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Verdicts on the goals."""
+    from ..kda.problem import PEERS
+
     found = []
     for row in rows:
         which = str(row["pass"])
@@ -216,10 +223,9 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
             f"{which} {sizes[0]}/{sizes[1]} {sizes[2]}x{sizes[3]}: at most {goal:g} us on an H200"
         )
         detail = f"{time_us:.1f} us"
-        if row["fla_us"] is not None:
-            detail += f", FLA {row['fla_us']:.1f} us"
-        if row["cudnn_us"] is not None:
-            detail += f", cuDNN {row['cudnn_us']:.1f} us"
+        for who, peer_name in PEERS.items():
+            if row[f"{who}_us"] is not None:
+                detail += f", {peer_name} {row[f'{who}_us']:.1f} us"
         found.append(Verdict(name, time_us <= goal, detail))
     return found
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn.functional import normalize, softplus
+
 from cute_attn.reference import gated_delta_rule as reference
 
 from ..kda import problem, training
@@ -17,6 +20,7 @@ from ..kda.cases import Case
 from ..kda.problem import Arguments, Call, Results
 
 PEER = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
+FLASHINFER = "flashinfer.gdn_prefill:chunk_gated_delta_rule"
 OPTIONS: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
@@ -52,6 +56,33 @@ def functions(*, with_peer: bool) -> dict[str, Callable[..., Any]]:
 
 def forward_calls(given: Arguments, *, with_peer: bool) -> dict[str, Call]:
     return {who: partial(f, **given) for who, f in functions(with_peer=with_peer).items()}
+
+
+def flashinfer_call(given: Arguments) -> dict[str, Call]:
+    """The call of FlashInfer's function, if FlashInfer is installed. The function takes packed
+    tokens, normalised rows of q and k, decays and beta in float32, and states with V first. These
+    are made here, so FlashInfer's call has less to do than the other calls."""
+    theirs = problem.peer(FLASHINFER)
+    if theirs is None:
+        return {}
+    v, state = given["v"], given["initial_state"].transpose(-1, -2).contiguous()
+    batch, tokens = v.shape[:2]
+    gate = -given["A_log"].exp() * softplus(given["g"].float() + given["dt_bias"])
+    packed = {name: normalize(given[name].float(), dim=-1).to(v.dtype) for name in ("q", "k")}
+    packed |= {"v": v, "g": gate.exp(), "beta": given["beta"].float().sigmoid()}
+    packed = {name: x.flatten(0, 1).contiguous() for name, x in packed.items()}
+    options = {
+        "cu_seqlens": torch.arange(batch + 1, device=v.device) * tokens,
+        "max_seqlen": tokens,
+        "initial_state": state,
+        "output_final_state": True,
+    }
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o, final_state = theirs(**packed, **options, output_state=torch.empty_like(state))
+        return o.view(v.shape), final_state.transpose(-1, -2)
+
+    return {"flashinfer": call}
 
 
 def steps(given: Arguments, *, with_peer: bool) -> dict[str, training.Step]:

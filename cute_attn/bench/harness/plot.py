@@ -30,6 +30,7 @@ SERIES = {  # a column's name without its unit -> the name of its line
     "forward": f"{OURS}, forward",
     "backward": f"{OURS}, backward",
     "cudnn": "cuDNN",
+    "flashinfer": "FlashInfer",
     "fa2": "FlashAttention-2",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",

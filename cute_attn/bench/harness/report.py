@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Union
 
 from .environment import slug
@@ -125,6 +125,38 @@ class Report:
         parts have machines."""
         parts = [part for part in self.parts if part.environment]
         return parts if parts and not self.rows else [self]
+
+    def joined(self, other: Report) -> Report:
+        """This report with the rows of another run of the benchmark, over other cases.
+
+        Raises:
+            ReportError: the runs differ in more than cases: in benchmark, machine or columns.
+        """
+        names = ("date", "command")
+        first, second = (
+            {k: v for k, v in x.environment.items() if k not in names} for x in (self, other)
+        )
+        for what, mine, theirs in (
+            ("names", self.stem, other.stem),
+            ("environments", first, second),
+            ("columns", self.columns, other.columns),
+        ):
+            if mine != theirs:
+                raise ReportError(f"two runs cannot be joined, their {what} differ: {theirs}")
+        commands = [str(x.environment["command"]) for x in (self, other)]
+        ceilings = ", ".join(
+            f"{k} {format_value(v)}" for k, v in other.roofline.items() if v is not None
+        )
+        note = f"Ceilings during `{commands[1]}`: {ceilings}"
+        return replace(
+            self,
+            environment=self.environment | {"command": "; ".join(commands)},
+            rows=[*self.rows, *other.rows],
+            verdicts=[*self.verdicts, *other.verdicts],
+            notes=list(dict.fromkeys([*self.notes, *other.notes, note])),
+            plots=[*self.plots, *other.plots],
+            succeeded=self.succeeded and other.succeeded,
+        )
 
     def validate(self) -> None:
         """Check the table.

@@ -31,6 +31,7 @@ from .cases import (
     MEMORY_SHARE,
     Case,
     add_arguments,
+    add_tuning,
     at_least,
     chosen,
     dense_cases,
@@ -92,6 +93,7 @@ CULA = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, FILTERS)
+    add_tuning(parser)
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument(
         "--recompute",

@@ -347,6 +347,10 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None
     known = {name: _FILTERS[name] for name in names}
     add_only(parser, known, "H=64,T=8192")
     parser.add_argument("--no-peer", action="store_true", help="leave flash-linear-attention out")
+
+
+def add_tuning(parser: argparse.ArgumentParser) -> None:
+    """The options of benchmarks that prepare the peer, see `fla_tuning`."""
     parser.add_argument(
         "--peer-jobs",
         type=int,

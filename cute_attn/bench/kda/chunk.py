@@ -30,6 +30,7 @@ from .cases import (
     Case,
     Path,
     add_arguments,
+    add_tuning,
     at_least,
     chosen,
     dense_cases,
@@ -52,6 +53,7 @@ FUSED_TARGET, FUSED_TOKENS, FUSED_HEADS = 2.0, 8192, 64
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, CHUNK_FILTERS)
+    add_tuning(parser)
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument(
         "--path",

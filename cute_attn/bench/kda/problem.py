@@ -32,7 +32,7 @@ WEAK_GATE, WEAK_CHANNELS = -5.0, 16
 
 # The error rule (docs/testing.md) holds for our results. A peer only has to compute the same
 # operator. Its error is reported, and is a failure only where rounding cannot explain the error.
-PEERS = {"fla": "FLA", "cudnn": "cuDNN"}
+PEERS = {"fla": "FLA", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
 PEER_MAX_ERROR = 0.05
 
 
@@ -222,6 +222,9 @@ def cudnn_calls(arguments: Arguments) -> dict[str, Call]:
         }
     if not of_head:
         given["gate_lower_bound"] = arguments["lower_bound"]
+        # cuDNN needs the gate's parameters; these have no effect.
+        given.setdefault("a_log", v.new_zeros(heads_v, dtype=torch.float32))
+        given.setdefault("dt_bias", v.new_zeros(heads_v, given["g"].shape[-1], dtype=torch.float32))
     if arguments.get("initial_state") is not None:
         given["initial_state"] = arguments["initial_state"].transpose(-1, -2).contiguous()
 

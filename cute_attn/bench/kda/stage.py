@@ -16,6 +16,7 @@ from ..harness.roofline import measure_roofline
 from .cases import (
     Case,
     add_arguments,
+    add_tuning,
     at_least,
     chosen,
     label,
@@ -31,6 +32,7 @@ BATCH = 2
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, ("H", "HV", "T"))
+    add_tuning(parser)
 
 
 def run_stage(stage: str, title: str, target: float, args: argparse.Namespace) -> Report:

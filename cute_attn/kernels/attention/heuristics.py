@@ -286,14 +286,11 @@ def has_fused_dq(
     softcap: bool,
     dq: bool = True,
     dkdv: bool = True,
-    deterministic: bool = False,
 ) -> bool:
-    """Whether one kernel on `arch` computes dK, dV and sums of dQ. All three gradients must be
-    needed, and the bits of dQ differ from run to run."""
-    if deterministic or not (dq and dkdv):
-        return False
+    """Whether one kernel on `arch` computes dK, dV and sums of dQ, if all three gradients are
+    needed."""
     dims = head_dim, head_dim_v
-    if not configs.has("backward_fused", arch, *dims):
+    if not (dq and dkdv) or not configs.has("backward_fused", arch, *dims):
         return False
     return not softcap or configs.backward("backward_fused", arch, *dims).capped_m != 0
 

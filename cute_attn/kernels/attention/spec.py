@@ -23,6 +23,7 @@ DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
+ORDERS = ("rising", "alternating")
 GATHERED = 1  # page_rows: K and V are gathered row by row, from pages of any size
 
 HEAD_DIMS_V = head_dims_v("forward")
@@ -248,12 +249,13 @@ class PreprocessSpec(Spec):
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
         head_dim_v: head dimension of o and its gradient.
-        sums: the kernel clears the numbers of `query_zeros`.
+        sums: the kernel clears the numbers of `query_zeros`, or with `ordered` of `ordered_sums`.
         rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
             key: queries see keys up to a bound to the right, or with `negative_left`.
         varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
         negative_left: with `rows_without_keys`, queries see keys from a bound to the right on: the
             last queries of a sequence may see no key.
+        ordered: see `sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -277,9 +279,12 @@ class PreprocessSpec(Spec):
     varlen_k: bool = False
     seqused_k: bool = False
     negative_left: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ordered and not self.sums:
+            raise ValueError("ordered is True, it needs sums")
         if (self.varlen_k or self.seqused_k or self.negative_left) and not self.rows_without_keys:
             raise ValueError(
                 "varlen_k, seqused_k or negative_left is True, they need rows_without_keys"
@@ -296,6 +301,8 @@ class PostprocessSpec(Spec):
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
         tile_m, columns: the order of the sums, see `query_sums`.
+        ordered: sums that nothing was added to are not written, and have a counter of 0; see
+            `ordered_sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -313,6 +320,7 @@ class PostprocessSpec(Spec):
     head_dim: int
     tile_m: int
     columns: int
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -386,6 +394,8 @@ class Sm90BackwardSpec(BackwardSpec):
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; with clusters of two CTAs, the keys of both.
         stores_ds: the dK/dV kernel at head_dim 192 and 256 also stores dS, see `ds_tiles`.
+        order: the order in which the kernel of all gradients adds to the sums of dQ: "any", or an
+            order of `OrderedTileMap`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -393,6 +403,7 @@ class Sm90BackwardSpec(BackwardSpec):
         "scheduler": ("single", "counter"),
         "head_dim": head_dims("backward_dkdv", SM90),
         "head_dim_v": head_dims_v("backward_dkdv", SM90),
+        "order": ("any", *ORDERS),
     }
 
     head_dim: int
@@ -400,3 +411,9 @@ class Sm90BackwardSpec(BackwardSpec):
     tile_m: int
     tile_n: int
     stores_ds: bool = False
+    order: str = "any"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of additions is the same in every run."""
+        return self.order != "any"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
 LSE, DELTA = 0, 1  # indices of the tensor's first mode
+ORDER_COUNTERS = 4  # counters of `ordered_sums` for STATS_ROWS rows
 FLAG_ROWS = 32  # rows whose deltas share a flag
 # A finite lse whose absolute value is at least this is large. Below, the rounding of an exponent
 # that is computed by one multiply-add changes P by at most 2^-14 of itself.
@@ -36,9 +37,16 @@ def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
     return round_up(tokens + STATS_ROWS * batch) if varlen else batch * round_up(tokens)
 
 
-def num_query_zeros(heads: int, rows: int) -> int:
-    """The length of `zeroed` (see `query_zeros`), from the padded rows of each head."""
-    return 1 + heads * (rows // STATS_ROWS)
+def num_query_zeros(heads: int, rows: int, *, ordered: bool = False) -> int:
+    """The length of `zeroed`, from the padded rows of each head: the numbers of `query_zeros`, or
+    with `ordered` the counters of `ordered_sums`."""
+    tiles = heads * (rows // STATS_ROWS)
+    return tiles * ORDER_COUNTERS if ordered else 1 + tiles
+
+
+def counters_of_tile(tile_m: int) -> int:
+    """The distance of a tile's counters from the next tile's in `ordered_sums`."""
+    return ORDER_COUNTERS * tile_m // STATS_ROWS
 
 
 def num_tiles(tokens: int, batch: int, varlen: bool) -> int:

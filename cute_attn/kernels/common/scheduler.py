@@ -106,6 +106,33 @@ class CounterScheduler(StaticPersistentScheduler):
         return following
 
 
+class TicketScheduler(CounterScheduler):
+    """A CounterScheduler in which the first tiles come from the counter too. So whoever waits for a
+    tile of a smaller number waits for a running cluster.
+
+    The counter is 0 again after the launch: the clusters make `num_tiles` requests that succeed,
+    and each cluster one that fails.
+    """
+
+    def initial_work_tile(self) -> Int32:
+        return self.take()
+
+    def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
+        return self.take()
+
+    @cute.jit
+    def take(self) -> Int32:
+        """The next number, or NO_TILE."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            clusters = cute.arch.cluster_dim()[0]
+            number = increment_global(self.counter.toint(), self.num_tiles + clusters - 1)
+        number = cute.arch.shuffle_sync(number, 0)
+        if number >= self.num_tiles:
+            number = Int32(NO_TILE)
+        return number
+
+
 class ClcScheduler(SingleTileScheduler):
     """One cluster for each tile, where running clusters take over tiles of pending clusters.
 

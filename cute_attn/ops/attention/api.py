@@ -72,9 +72,9 @@ def flash_attn_func(
             Equal calls with equal num_splits give equal bits. With several parts, and always on
             Hopper, bits also depend on whether sequences have more than 128 queries (packed
             sequences: by max_seqlen_q).
-        deterministic: whether the gradients have the same bits in every run. If False, a faster
-            kernel on Hopper, at head_dim 64 and 128, adds up the gradient of q in any order. All
-            other results are always deterministic. Under `torch.use_deterministic_algorithms` every
+        deterministic: whether the gradients have the same bits in every run. If False, a kernel on
+            Hopper, at head_dim 64 and 128, adds up the gradient of q in any order. All other
+            results are always deterministic. Under `torch.use_deterministic_algorithms` every
             result is deterministic.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
             hardware's queue, which balances uneven tiles). Both schedulers give the same bits. None

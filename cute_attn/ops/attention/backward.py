@@ -10,10 +10,11 @@ Up to six kernels:
     zero_unused   rows of no sequence, which the others do not write
 
 None of these kernels adds in an order that depends on timing, so every run gives the same bits. A
-call that is not `deterministic`, and needs all of dq, dk and dv, may get two other kernels
-(`heuristics.has_fused_dq`) in place of dq and dkdv:
+call that needs all of dq, dk and dv may get two other kernels (`heuristics.has_fused_dq`) in place
+of dq and dkdv:
 
-    dkdv          dk and dv, as above; and float32 sums of dq, in any order
+    dkdv          dk and dv, as above; and float32 sums of dq, in any order, or if the call is
+                  `deterministic` in a fixed order
     postprocess   dq from its sums
 
 On Hopper, at head_dim 192 and 256, if dS fits (`heuristics.parts_with_ds`), two kernels run for
@@ -32,7 +33,8 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
-    numbers of zeros 4 + 4 heads R / 128     only with postprocess
+    numbers of zeros 4 + 4 heads R / 128     only with postprocess; if `deterministic`, numbers of
+                                             additions: 16 heads R / 128
     dS               2 R (keys + 127) for each query head of a part; only with ds_dq
     sums of dq       4 R head_dim            only with ds_dq and parts of the keys
 """
@@ -182,7 +184,6 @@ class BackwardArguments(NamedTuple):
             softcap=bool(self.softcap),
             dq=self.need_dq,
             dkdv=self.need_dkdv,
-            deterministic=is_deterministic(self),
         )
 
     def parts_with_ds(self, splits: int) -> Parts:
@@ -292,6 +293,7 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
             deterministic=is_deterministic(a),
+            batch_invariant=bool(a.batch_invariant),
             float32_dkdv=bool(a.float32_dkdv),
         )
 
@@ -354,6 +356,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dkdv,
             a.need_dsink,
             is_deterministic(a),
+            bool(a.batch_invariant),
             a.float32_dkdv,
             parts.splits,
             parts.heads > 0,
@@ -375,7 +378,8 @@ class Backward(Operator[BackwardArguments]):
         dq_sums = zeroed = None
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
-            zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
+            count = num_query_zeros(heads, stats.shape[-1], ordered=is_deterministic(a))
+            zeroed = q.new_empty(count, dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
         window_left, window_right = None, ready.right
@@ -439,7 +443,10 @@ class Backward(Operator[BackwardArguments]):
                     *(() if ready.postprocess is None else (dq_sums, zeroed)),
                 )  # fmt: skip
             if ready.postprocess is not None:
-                ready.postprocess(dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
+                ready.postprocess(
+                    dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0],
+                    zeroed if is_deterministic(a) else None,
+                )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
                     ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import launch
 from ...kernels.attention import configs, table
@@ -236,6 +236,7 @@ def plan_attention_backward(
     rows_without_keys: bool | None = None,
     negative_left: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     float32_dkdv: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
@@ -268,6 +269,7 @@ def plan_attention_backward(
             more queries than keys, or if the lengths of q and k are different tensors.
         negative_left: whether window_size has a negative number to the left, other than -1.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
+        batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
 
     Returns:
@@ -307,7 +309,8 @@ def plan_attention_backward(
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
             negative_left=negative_left,
-            deterministic=deterministic,
+            deterministic=deterministic or batch_invariant,
+            batch_invariant=batch_invariant,
             float32_dkdv=float32_dkdv,
         )
         if request is not None
@@ -353,6 +356,7 @@ def backward_requests(
     rows_without_keys: bool,
     negative_left: bool,
     deterministic: bool,
+    batch_invariant: bool = False,
     float32_dkdv: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
@@ -360,10 +364,13 @@ def backward_requests(
     Rows without keys matter only to dkdv."""
 
     dims = head_dim, head_dim_v
-    fused = has_fused_dq(
-        arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
-    )
+    fused = has_fused_dq(arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv)
     ds = ds and dq and dkdv
+    ordered = fused and deterministic
+    of_order: dict[str, Any] = {}
+    if ordered:
+        alternates = window_right and not window_left and not batch_invariant
+        of_order = {"order": "alternating" if alternates else "rising"}
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
         kernel = table.find("backward_fused" if fused else direction, arch, *dims).kernel
@@ -383,6 +390,7 @@ def backward_requests(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             partial=partial,
+            **of_order,
         )
         return kernel, spec
 
@@ -401,6 +409,7 @@ def backward_requests(
         dlse=dlse,
         head_dim_v=row.head_dim_v,
         sums=fused,
+        ordered=ordered,
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
         seqused_k=rows_without_keys and seqused_k,
@@ -412,7 +421,9 @@ def backward_requests(
     postprocess = None
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
-        spec = PostprocessSpec(dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns)
+        spec = PostprocessSpec(
+            dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
+        )
         postprocess = table.find("backward_postprocess", arch, *dims).kernel, spec
     return BackwardRequests(
         preprocess=(preprocess_kernel, preprocess),

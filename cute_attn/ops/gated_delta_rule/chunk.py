@@ -31,7 +31,12 @@ from ..kda.arguments import (
     slots_plan,
     unchanged,
 )
-from ..kda.chunk_arguments import ChunkArguments, check_sequences, refuse_chunks_and_contexts
+from ..kda.chunk_arguments import (
+    ChunkArguments,
+    check_sequences,
+    over_ranks,
+    refuse_chunks_and_contexts,
+)
 from ..kda.chunk_backward import SAVED, Backward, BackwardArguments, Ready
 from ..kda.chunk_passes import (
     empty_final_state,
@@ -90,6 +95,7 @@ def chunk_gated_delta_rule(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
+    cp: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The Gated Delta Net over sequences, a chunk of 64 tokens at a time (Qwen3-Next, Qwen3.5).
 
@@ -129,7 +135,7 @@ def chunk_gated_delta_rule(
             not checked, since that would synchronise.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked.
         chunk_indices: ignored: the kernels find the chunks of packed sequences.
-        cp_context: must be None.
+        cp_context: must be None; see `cp`.
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias).
         A_log: HV numbers of any shape and floating-point dtype.
         dt_bias: HV numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias are
@@ -148,6 +154,10 @@ def chunk_gated_delta_rule(
         out: `[B, T, HV, V]`, dtype of q, contiguous and 16-byte aligned: memory for o; needs
             state_indices. `out` must not overlap another argument.
         transpose_state_layout: the former name of state_v_first, which warns.
+        cp: a plan of `cute_attn.distributed.context_parallel`, for context parallelism. q, k, v, g
+            and beta have this rank's tokens. States are of all sequences of the plan, and every
+            rank passes and gets all of them. The plan has the lengths, so the call takes no
+            cu_seqlens, and no pool.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, which is updated in place. Indices, padding and
@@ -173,6 +183,23 @@ def chunk_gated_delta_rule(
         refuse_chunks_and_contexts(chunk_size)
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
+    if cp is not None:
+        return over_ranks(  # type: ignore[no-any-return]
+            cp, "gated_delta_rule.chunk_spans", "GATED_DELTA_SPANS",
+            (q, k, v, g, beta, A_log, dt_bias), initial_state,
+            {
+                "scale": scale, "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "use_gate_in_kernel": use_gate_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+                "allow_neg_eigval": allow_neg_eigval, "state_v_first": state_v_first,
+            },
+            {
+                "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "state_indices": state_indices, "checkpoint_indices": checkpoint_indices,
+                "has_initial_state": has_initial_state, "out": out,
+            },
+        )  # fmt: skip
     if cu_seqlens_cpu is not None:
         count_chunks(cu_seqlens_cpu, cu_seqlens, q)
     in_pool = (
@@ -388,31 +415,22 @@ class _Backward(Backward):
     def requests(self, arch: str, **options: Any) -> BackwardRequests:
         return gated_delta_backward_requests(arch, **options)
 
-    def run_adjoints(
-        self,
-        ready: Ready,
-        a: BackwardArguments,
-        inputs: tuple[Tensor | None, ...],
-        written: tuple[Tensor, Tensor, None],
-        dinitial_state: Tensor | None,
-    ) -> Tensor | None:
+    def prepared(
+        self, ready: Ready, a: BackwardArguments
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         if not ready.per_head:
-            return super().run_adjoints(ready, a, inputs, written, dinitial_state)
+            return super().prepared(ready, a)
         assert ready.prepare is not None
         q, norms = a.q, None
         if a.use_qk_l2norm_in_kernel:
             shape = (num_slots(a.v, a.cu_seqlens), q.shape[2], 2 * CHUNK)
             norms = _new_empty(q, shape, dtype=torch.float32)
         scale, _, beta_scale = ready.scalars
+        inputs = q, a.k, a.g, a.beta, *a.of_gate, a.cu_seqlens
         records = prepare_heads(
-            ready.prepare, (*inputs, a.cu_seqlens), a.v, norms, scale, beta_scale,
-            launch.num_sms(q.device),
-        )  # fmt: skip
-        given = q, a.k, a.do, *records
-        ready.adjoint_pass.run_on(
-            given, a.do, q.shape[3], written, a.dfinal_state, dinitial_state, a.cu_seqlens
+            ready.prepare, inputs, a.v, norms, scale, beta_scale, launch.num_sms(q.device)
         )
-        return norms
+        return (q, a.k, a.do, *records), norms
 
 
 class _Pool(Pool):

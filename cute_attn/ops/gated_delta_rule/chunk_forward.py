@@ -10,17 +10,15 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import (
-    chunks_per_segment,
-    head_chunks_per_segment,
-    heads_per_cta,
-)
+from ...kernels.delta.chunk.heuristics import heads_per_cta, pass_kind
 from ...kernels.delta.chunk.spec import BOUNDS, FACTORS, SUB_TILE, record_elements
 from ..kda.chunk_passes import (
     Starts,
     launch_segments,
     num_slots,
+    output_kernel,
     run_in_segments,
+    segment_length,
     start_length,
 )
 
@@ -107,12 +105,13 @@ class ChunkForward(NamedTuple):
             records: with a gradient and without `recompute`, the memory for KDA's records
                 (`chunk_passes.empty_records`).
         """
-        batch, tokens, heads, dim_v = v.shape
-        dim_k = q.shape[-1]
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        heads, dim_k = v.shape[2], q.shape[-1]
         length = 0
-        if self.split and 2 * sequences * heads <= self.num_sms:
-            length = self.chunks_per_segment(sequences, tokens, heads, dim_k, dim_v, cu_seqlens)
+        if self.split:
+            kind = pass_kind(self.split[1][1])
+            length = segment_length(
+                kind, v, dim_k, cu_seqlens, self.num_sms, starts=self.split[0][1].bounds
+            )
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
@@ -126,7 +125,8 @@ class ChunkForward(NamedTuple):
                 starts = None
                 if request[1].bounds:
                     bounds = factors[:, :, BOUNDS]
-                    starts = Starts(bounds, start_length(v, cu_seqlens, True))
+                    of_outputs = output_kernel(self.split, v, length)[1]
+                    starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
                 launch_segments(
                     tuple(kernels), length, given, v, dim_k, written, carried, cu_seqlens, starts
                 )
@@ -143,25 +143,3 @@ class ChunkForward(NamedTuple):
             self.prepare(*inputs, *records, *scalars, None, None)
             given = v, *records[:2]
         self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
-
-    def chunks_per_segment(
-        self,
-        sequences: int,
-        tokens: int,
-        heads: int,
-        dim_k: int,
-        dim_v: int,
-        cu_seqlens: Tensor | None,
-    ) -> int:
-        """Chunks of a segment, or 0 where sequences are not split."""
-        sizes: dict[str, Any] = {
-            "sequences": sequences,
-            "tokens": tokens,
-            "heads": heads,
-            "head_dim_v": dim_v,
-            "packed": cu_seqlens is not None,
-            "num_sms": self.num_sms,
-        }
-        if self.per_head:
-            return head_chunks_per_segment(head_dim_k=dim_k, **sizes)
-        return chunks_per_segment(**sizes)

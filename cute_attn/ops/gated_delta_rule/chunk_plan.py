@@ -19,7 +19,9 @@ from ..kda.chunk_plan import (
     BackwardRequests,
     ChunkCall,
     backward_requests,
+    check_over_ranks,
     check_pool,
+    forward_over_ranks,
     plan_chunk_kda,
 )
 
@@ -51,6 +53,7 @@ def plan_chunk_gated_delta_rule(
     dt_bias: bool = True,
     recompute: bool = False,
     split: bool | None = None,
+    over_ranks: bool = False,
 ) -> list[launch.Request]:
     """The kernels that `chunk_gated_delta_rule` uses for these arguments, for `cute_attn.warmup`
     and spec files. The choice does not depend on batch, lengths or numbers of heads, except through
@@ -82,8 +85,9 @@ def plan_chunk_gated_delta_rule(
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
         recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
             forward has KDA's kernels, whose records the backward reads.
-        split: whether to include the four kernels that split a few long sequences with few heads
+        split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
+        over_ranks: as for `plan_chunk_kda`.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -93,6 +97,7 @@ def plan_chunk_gated_delta_rule(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
+    check_over_ranks(over_ranks, state_indices)
     check_pool(
         state_indices,
         without={"gradient": gradient},
@@ -107,7 +112,7 @@ def plan_chunk_gated_delta_rule(
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "use_gate_in_kernel": use_gate_in_kernel,
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-        "state_v_first": state_v_first,
+        "state_v_first": state_v_first or over_ranks,
         "index_dtype": index_dtype,
         "dt_bias": dt_bias,
         "split": split,
@@ -126,13 +131,14 @@ def plan_chunk_gated_delta_rule(
         call = ChunkCall(
             arch,
             decays="head",
-            has_initial_state=initial_state or state_indices,
-            has_final_state=output_final_state or state_indices,
+            has_initial_state=initial_state or state_indices or over_ranks,
+            has_final_state=output_final_state or state_indices or over_ranks,
             lower_bound=False,
             A_log=True,
             **options,
         )
-        return _head_path(call, pool if state_indices else None, gradient)
+        found = _head_path(call, pool if state_indices else None, gradient)
+        return forward_over_ranks(found) if over_ranks else found
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -146,6 +152,7 @@ def plan_chunk_gated_delta_rule(
         slot_dtype=slot_dtype,
         strided_slots=strided_slots,
         null_slot=null_slot,
+        over_ranks=over_ranks,
         **options,
     )
 
@@ -163,9 +170,10 @@ def _head_path(
         spec = HeadPassSpec(**fields, store_states=bool(gradient))
         whole, *split = call.with_segments(table.HEAD_STATE_PASS, spec)
     if split:
-        in_segments = prepare
-        if split[0][1].short_starts:  # the bounds take more than 80 registers
-            in_segments = replace(prepare, bounds=True, ctas_per_sm=2)
+        of_pass = split[0][1]
+        in_segments = replace(prepare, starts_next=of_pass.dependent)
+        if of_pass.short_starts:  # the bounds take more than 80 registers
+            in_segments = replace(in_segments, bounds=True, ctas_per_sm=2)
         split = [(table.HEAD_PREPARE, in_segments), *split]
     return [(table.HEAD_PREPARE, prepare), whole, *split]
 
@@ -216,6 +224,7 @@ def plan_chunk_gated_delta_rule_backward(
     inputs: bool = True,
     grouped: bool = False,
     split: bool | None = None,
+    over_ranks: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the gradient of `chunk_gated_delta_rule` uses. `plan_chunk_gated_delta_rule`
     gives the forward's kernels.
@@ -238,6 +247,7 @@ def plan_chunk_gated_delta_rule_backward(
         inputs: whether any other argument than initial_state requires a gradient.
         grouped: whether there are more value heads than heads of q and k.
         split: as for `plan_chunk_gated_delta_rule`.
+        over_ranks: as for `plan_chunk_kda_backward`.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -255,14 +265,14 @@ def plan_chunk_gated_delta_rule_backward(
         beta_dtype=beta_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        dfinal_state=dfinal_state,
-        dinitial_state=dinitial_state,
+        dfinal_state=dfinal_state or over_ranks,
+        dinitial_state=dinitial_state or over_ranks,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=False,
         disable_recompute=False,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first or over_ranks,
         index_dtype=index_dtype,
         A_log=True,
         dt_bias=dt_bias,
@@ -271,4 +281,4 @@ def plan_chunk_gated_delta_rule_backward(
         split=split,
         decays="head",
     )
-    return found.listed()
+    return found.listed(over_ranks)

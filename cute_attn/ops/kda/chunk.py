@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.heuristics import pass_kind
 from ...kernels.delta.chunk.spec import CHUNK, record_elements
 from ..checks import require_flags
 from ..operator import (
@@ -55,6 +55,7 @@ from .chunk_arguments import (
     ChunkArguments,
     check,
     check_disable_recompute,
+    over_ranks,
     refuse_chunks_and_contexts,
 )
 from .chunk_backward import BACKWARD, RECORDS, SAVED
@@ -65,6 +66,7 @@ from .chunk_passes import (
     empty_v_new,
     matrix_of_state,
     run_in_segments,
+    segment_length,
 )
 from .chunk_plan import plan_chunk_kda
 from .chunk_pool import chunk_kda_in_pool
@@ -106,6 +108,7 @@ def chunk_kda(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
+    cp: Any = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
@@ -154,7 +157,7 @@ def chunk_kda(
             not checked, since that would synchronise.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With this copy h has no
             unused chunks at its end.
-        cp_context: must be None.
+        cp_context: must be None; see `cp`.
         use_graph: ignored: every call can be captured in a CUDA graph.
         max_num_seqs: ignored.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
@@ -174,6 +177,10 @@ def chunk_kda(
         out: `[B, T, HV, V]`, dtype of q, contiguous and 16-byte aligned: memory for o; needs
             state_indices. `out` must not overlap another argument.
         transpose_state_layout: the former name of state_v_first, which warns.
+        cp: a plan of `cute_attn.distributed.context_parallel`, for context parallelism. q, k, v, g
+            and beta have this rank's tokens. States are of all sequences of the plan, and every
+            rank passes and gets all of them. The plan has the lengths, so the call takes no
+            cu_seqlens, and no pool.
 
     A server's pool, for inference only: with state_indices, initial_state is a pool of states
     `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
@@ -211,6 +218,25 @@ def chunk_kda(
         refuse_chunks_and_contexts(chunk_size)
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
+    if cp is not None:
+        return over_ranks(  # type: ignore[no-any-return]
+            cp, "kda.chunk_spans", "KDA_SPANS", (q, k, v, g, beta, A_log, dt_bias), initial_state,
+            {
+                "scale": scale, "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "use_gate_in_kernel": use_gate_in_kernel,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+                "allow_neg_eigval": allow_neg_eigval, "state_v_first": state_v_first,
+                "safe_gate": safe_gate, "lower_bound": lower_bound,
+            },
+            {
+                "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+                "state_indices": state_indices, "checkpoint_indices": checkpoint_indices,
+                "has_initial_state": has_initial_state, "out": out,
+                "disable_recompute": disable_recompute,
+                "return_intermediate_states": return_intermediate_states,
+            },
+        )  # fmt: skip
     if (
         state_indices is not None
         or checkpoint_indices is not None
@@ -449,14 +475,10 @@ class _Chunk(Operator[ChunkArguments]):
                     (sequences, heads, *matrix), dtype=torch.float32, device=device
                 )
             length = 0
-            if 2 * sequences * heads <= num_sms:
-                length = chunks_per_segment(
-                    sequences=sequences,
-                    tokens=tokens,
-                    heads=heads,
-                    head_dim_v=dim_v,
-                    packed=cu_seqlens is not None,
-                    num_sms=num_sms,
+            if split:
+                kind = pass_kind(split[1][1])
+                length = segment_length(
+                    kind, v, dim_k, cu_seqlens, num_sms, starts=split[0][1].bounds
                 )
             if length:
                 run_in_segments(

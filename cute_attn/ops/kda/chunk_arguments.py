@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -118,6 +120,36 @@ def check_disable_recompute(disable_recompute: Any, return_intermediate_states: 
             "disable_recompute is True, must be False with return_intermediate_states: one is "
             "for training, the other for inference"
         )
+
+
+@lru_cache
+def _rule(module: str, name: str) -> Any:
+    return getattr(import_module(f"..{module}", __package__), name)
+
+
+# A graph break: torch.compile cannot trace messages.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def over_ranks(
+    cp: Any, module: str, rule: str, tensors: tuple[Any, ...], initial_state: Any,
+    options: dict[str, Any], unsupported: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a call that has cp; the plan runs the call.
+
+    Args:
+        module, rule: the module in `ops`, and its object with the operator's kernels.
+        tensors: q, k, v, g, beta, A_log and dt_bias.
+    """
+    if not hasattr(cp, "chunk_delta_rule"):
+        raise TypeError(
+            f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
+        )
+    return cp.chunk_delta_rule(
+        _rule(module, rule),
+        dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), tensors, strict=True)),
+        initial_state,
+        options,
+        unsupported,
+    )
 
 
 def refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:

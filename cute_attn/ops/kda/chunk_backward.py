@@ -188,11 +188,14 @@ class Backward(Operator[BackwardArguments]):
         check(a, given)
 
     def prepare(self, a: BackwardArguments) -> Ready:
-        device = a.q.device
+        return self.load(self.requests_of(a), a)
+
+    def requests_of(self, a: BackwardArguments) -> BackwardRequests:
+        """The kernels for these arguments."""
         plan = sequence_plan(a.forward)
         del plan["initial_state"], plan["output_final_state"]
-        requests = self.requests(
-            launch.arch_for(device),
+        return self.requests(
+            launch.arch_for(a.q.device),
             **plan,
             dfinal_state=a.dfinal_state is not None,
             dinitial_state=bool(a.need_dinitial_state),
@@ -202,6 +205,10 @@ class Backward(Operator[BackwardArguments]):
             split=None,
             decays=self.decays,
         )
+
+    def load(self, requests: BackwardRequests, a: BackwardArguments) -> Ready:
+        """Load the kernels for these arguments."""
+        device = a.q.device
 
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
@@ -240,14 +247,31 @@ class Backward(Operator[BackwardArguments]):
         )
 
     def launch(self, ready: Ready, a: BackwardArguments) -> _Gradients:
+        # Unless kept, the records' memory is used for the results.
+        return self.run_gradients(ready, a, *self.run_adjoints(ready, a, *self.prepared(ready, a)))
+
+    def run_adjoints(
+        self, ready: Ready, a: BackwardArguments, given: tuple[Tensor, ...], norms: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Run the pass of the state's gradient. `given` and `norms` are the results of `prepared`.
+        Return the last arguments of `run_gradients`."""
+        of_chunks = a.q, a.v, a.cu_seqlens
+        dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
+        adjoints, dv = empty_states(*of_chunks), _empty_like(a.v, memory_format=_contiguous)
+        ready.adjoint_pass.run_on(
+            given, a.do, a.q.shape[3], (dv, adjoints, None), a.dfinal_state, dinitial_state,
+            a.cu_seqlens,
+        )  # fmt: skip
+        return norms, dv, adjoints, dinitial_state
+
+    def run_gradients(
+        self, ready: Ready, a: BackwardArguments, inverse_norms: Tensor | None, dv: Tensor,
+        adjoints: Tensor, dinitial_state: Tensor | None,
+    ) -> _Gradients:  # fmt: skip
+        """Compute all other gradients, and return all of them."""
         q, v, cu_seqlens = a.q, a.v, a.cu_seqlens
-        given = q, v, cu_seqlens
         A, bias = a.of_gate
         inputs = (q, a.k, a.g, a.beta, A, bias)
-        dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
-        adjoints, dv = empty_states(*given), _empty_like(v, memory_format=_contiguous)
-        # Unless kept, the records' memory is used for the results.
-        inverse_norms = self.run_adjoints(ready, a, inputs, (dv, adjoints, None), dinitial_state)
         if ready.gradients is None:
             return (None,) * 7 + (dinitial_state,)
         dq, dk, dg, dbeta = (
@@ -280,32 +304,19 @@ class Backward(Operator[BackwardArguments]):
                 ready.sum_dt_bias(bias_parts, ddt_bias)
         return *(results if a.need_inputs else [None] * 5), dA_log, ddt_bias, dinitial_state
 
-    def run_adjoints(
-        self,
-        ready: Ready,
-        a: BackwardArguments,
-        inputs: tuple[Tensor | None, ...],
-        written: tuple[Tensor, Tensor, None],
-        dinitial_state: Tensor | None,
-    ) -> Tensor | None:
-        """Prepare the chunks, unless they are kept, and run the pass. Return the inverse norms of q
-        and k.
-
-        Args:
-            inputs: q, k, g, beta, A_log and dt_bias.
-            written: dv, adjoints and None.
-        """
+    def prepared(
+        self, ready: Ready, a: BackwardArguments
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Prepare the chunks, unless they are kept. Return the pass's arguments up to `o`, and the
+        inverse norms of q and k."""
         tiles, decay, inverse_norms = a.tiles, a.decay, a.inverse_norms
         if ready.prepare is not None:
+            inputs = a.q, a.k, a.g, a.beta, *a.of_gate, a.cu_seqlens
             given = a.q, a.v, a.cu_seqlens
             tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
-            records = tiles, decay, inverse_norms
-            ready.prepare(*inputs, a.cu_seqlens, *records, *ready.scalars, None, None)
+            ready.prepare(*inputs, tiles, decay, inverse_norms, *ready.scalars, None, None)
         assert tiles is not None and decay is not None
-        ready.adjoint_pass.run(
-            a.do, tiles, decay, written, a.dfinal_state, dinitial_state, a.cu_seqlens
-        )
-        return inverse_norms
+        return (a.do, tiles, decay), inverse_norms
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         inputs = [_empty_like(getattr(a, name), memory_format=_contiguous) for name in _INPUTS]

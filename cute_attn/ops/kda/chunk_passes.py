@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.delta.chunk.heuristics import chunks_per_segment, chunks_per_start
-from ...kernels.delta.chunk.spec import CHUNK, HALVES, record_elements
+from ...kernels.delta.chunk.heuristics import (
+    chunks_per_segment,
+    chunks_per_start,
+    only_starts,
+    pass_kind,
+)
+from ...kernels.delta.chunk.spec import CHUNK, HALVES, PassSpec, PoolPassSpec, record_elements
 
 _empty = torch.empty
 _new_empty = Tensor.new_empty
@@ -84,20 +89,6 @@ class Pass(NamedTuple):
         num_sms = launch.num_sms(device) if split else 0
         return Pass(launch.get_for(device, *whole), tuple(split), num_sms)
 
-    def run(
-        self,
-        rows: Tensor,
-        tiles: Tensor,
-        decay: Tensor,
-        written: tuple[Tensor, Tensor | None, Tensor | None],
-        first: Tensor | None,
-        last: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> None:
-        """Launch the pass; see `chunk_pass.Arguments`."""
-        given = rows, tiles, decay
-        self.run_on(given, rows, decay.shape[-1], written, first, last, cu_seqlens)
-
     def run_on(
         self,
         given: tuple[Tensor, ...],
@@ -110,23 +101,42 @@ class Pass(NamedTuple):
     ) -> None:
         """Launch any kernel of a pass. `given` are the kernel's arguments up to `o`, and `rows` is
         v or the gradient of o."""
-        batch, tokens, heads, dim_v = rows.shape
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        length = 0
-        if 2 * sequences * heads <= self.num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
-                num_sms=self.num_sms,
-            )
+        length = segment_length("channel", rows, dim_k, cu_seqlens, self.num_sms)
         if length:
             carried = first, last
             launch_segments(self.split, length, given, rows, dim_k, written, carried, cu_seqlens)
         else:
             self.whole(*given, *written, first, last, cu_seqlens, None, None, 0, 1, None, None)
+
+
+def segment_length(
+    kind: str, rows: Tensor, dim_k: int, cu_seqlens: Tensor | None, num_sms: int, *,
+    starts: bool = False,
+) -> int:  # fmt: skip
+    """Chunks of a segment, or 0 where sequences are not split. All chunks of a call are one
+    segment if only starts from zero split sequences.
+
+    Args:
+        kind: as for `chunks_per_segment`.
+        rows: v, or the gradient of o.
+        num_sms: 0 if sequences may not be split.
+        starts: whether segments may start from zero.
+    """
+    batch, tokens, heads, dim_v = rows.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if 2 * sequences * heads > num_sms:
+        return 0
+    sizes: dict[str, Any] = {
+        "sequences": sequences,
+        "tokens": tokens,
+        "heads": heads,
+        "head_dim_k": dim_k,
+        "head_dim_v": dim_v,
+        "packed": cu_seqlens is not None,
+        "num_sms": num_sms,
+    }
+    length = chunks_per_segment(kind, **sizes)
+    return only_starts(kind, **sizes) if starts and not length else length
 
 
 class Starts(NamedTuple):
@@ -154,7 +164,7 @@ def run_in_segments(
     """Launch KDA's `prepare`, and the pass in segments of `length` chunks.
 
     Args:
-        split: `prepare` for split sequences, then the kernels of the pass.
+        split: `prepare` for split sequences, then the kernels of the pass, see `launch_segments`.
         inputs: the arguments of `prepare` from q to cu_seqlens.
         records: the next arguments, which `prepare` writes.
         scalars: the arguments of `prepare` after `records`.
@@ -166,9 +176,8 @@ def run_in_segments(
     tiles, decay, _ = records
     starts = None
     if request[1].bounds:
-        starts = Starts(
-            _new_empty(decay, (*decay.shape[:2], HALVES)), start_length(v, inputs[-1], False)
-        )
+        bounds = _new_empty(decay, (*decay.shape[:2], HALVES))
+        starts = Starts(bounds, start_length(output_kernel(split, v, length)[1], v, inputs[-1]))
     prepare = launch.get_for(v.device, *request)
     prepare(*inputs, *records, *scalars, *(starts or (None, None)))
     given = v, tiles, decay
@@ -177,17 +186,23 @@ def run_in_segments(
     )
 
 
-def start_length(v: Tensor, cu_seqlens: Tensor | None, per_head: bool) -> int:
+def output_kernel(split: tuple[launch.Request, ...], v: Tensor, length: int) -> launch.Request:
+    """The kernel for the outputs of segments of `length` chunks. Without exact transitions it is
+    the last one, because the other one's shared copies make a chain of all chunks slower."""
+    return split[-1] if v.shape[1] <= CHUNK * length else split[3]
+
+
+def start_length(spec: PassSpec, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """Chunks of a segment that may start from zero; see `chunks_per_start`."""
     batch, tokens, heads, dim_v = v.shape
     return chunks_per_start(
+        pass_kind(spec),
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         tokens=tokens,
         heads=heads,
         head_dim_v=dim_v,
         packed=cu_seqlens is not None,
         num_sms=launch.num_sms(v.device),
-        per_head=per_head,
     )
 
 
@@ -212,13 +227,18 @@ def launch_segments(
         _empty((sequences, count, heads, size, dim_k), dtype=torch.float32, device=device)
         for size in (dim_v, dim_k)
     )
-    transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
+    transitions, combine, outputs, *alone = (launch.get_for(device, *x) for x in split)
     # `transitions` writes none of `written`; its o may be any tensor of this shape.
     rest = *carried, cu_seqlens
     nothing = (None,) * (len(written) - 1)
     short = starts or (None, None)
-    transitions(*given, rows, *nothing, *rest, states, moves, length, count, *short)
-    combine(cu_seqlens, states, moves, tokens, length, *short)
+    # With one segment there are no transitions. In a pool, `transitions` copies initial states.
+    if count > 1 or isinstance(split[0][1], PoolPassSpec):
+        transitions(*given, rows, *nothing, *rest, states, moves, length, count, *short)
+    if count > 1:
+        combine(cu_seqlens, states, moves, tokens, length, *short)
+    elif alone:
+        outputs = alone[0]
     if starts is not None:
         count = max(count, -(-tokens // (CHUNK * starts.length)))
     outputs(*given, *written, *rest, states, None, length, count, *short)

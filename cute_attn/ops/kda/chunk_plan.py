@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from ... import launch
@@ -14,9 +15,11 @@ from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
     delta_h_config,
     gradients_config,
+    has_dependent_launch,
     head_gradients_config,
     output_config,
     segments_config,
+    segments_pass_config,
     state_pass_config,
 )
 from ...kernels.delta.chunk.spec import (
@@ -67,6 +70,7 @@ def plan_chunk_kda(
     dt_bias: bool = True,
     split: bool | None = None,
     decays: str = "channel",
+    over_ranks: bool = False,
 ) -> list[launch.Request]:
     """The kernels that `chunk_kda` uses for these arguments, for `cute_attn.warmup` and spec files.
     The choice does not depend on batch, lengths or numbers of heads, except through `split`.
@@ -98,10 +102,13 @@ def plan_chunk_kda(
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
-        split: whether to include the three kernels that split a few long sequences with few heads
+        split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
         decays: what has a decay of its own: "channel", or "head" as in a Gated Delta Net. With
             "head", g is `[B, T, HV]` and dt_bias `[HV]`, and there are no intermediate states.
+        over_ranks: whether cp is given. The parameters initial_state, output_final_state and
+            state_v_first are ignored then. index_dtype is "none" if a rank has one span of each
+            sequence of a batch, otherwise "int32".
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -113,6 +120,7 @@ def plan_chunk_kda(
     """
     if decays == "head" and return_intermediate_states:
         raise ValueError('return_intermediate_states is True, must be False with decays="head"')
+    check_over_ranks(over_ranks, state_indices, return_intermediate_states)
     check_pool(
         state_indices,
         without={"gradient": gradient, "return_intermediate_states": return_intermediate_states},
@@ -125,13 +133,13 @@ def plan_chunk_kda(
         beta_dtype=beta_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        has_initial_state=initial_state or state_indices,
-        has_final_state=output_final_state or state_indices,
+        has_initial_state=initial_state or state_indices or over_ranks,
+        has_final_state=output_final_state or state_indices or over_ranks,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first or over_ranks,
         index_dtype=index_dtype,
         A_log=A_log,
         dt_bias=dt_bias,
@@ -151,7 +159,43 @@ def plan_chunk_kda(
         )
         return call.with_prepare(passes, for_backward=False)
     keeps = bool(gradient)
-    return call.with_prepare(call.state_pass(store_states=keeps), for_backward=keeps)
+    found = call.with_prepare(call.state_pass(store_states=keeps), for_backward=keeps)
+    return forward_over_ranks(found) if over_ranks else found
+
+
+def check_over_ranks(
+    over_ranks: bool, state_indices: bool, return_intermediate_states: bool = False
+) -> None:
+    """Raise ValueError if a call over ranks has a pool or returns intermediate states."""
+    for name, value in (
+        ("state_indices", state_indices),
+        ("return_intermediate_states", return_intermediate_states),
+    ):
+        if over_ranks and value:
+            raise ValueError(f"{name} is True, must be False with over_ranks")
+
+
+def forward_over_ranks(requests: list[launch.Request]) -> list[launch.Request]:
+    """`prepare`, the pass over whole sequences, its transitions of spans, and where sequences may
+    be split the kernels of the pass in segments. `requests` are a call's on one GPU."""
+    prepare, whole, *split = requests
+    # No segment starts from zero: `prepare` for whole sequences computes no bounds.
+    exact = [(kernel, dataclasses.replace(spec, short_starts=False)) for kernel, spec in split[1:]]
+    return [prepare, whole, spans_request(whole), *exact]
+
+
+@functools.lru_cache(maxsize=1024)
+def spans_request(request: launch.Request) -> launch.Request:
+    """The kernel of a pass's transitions of spans, from the request of the pass over whole
+    sequences."""
+    kernel, spec = request
+    changes: dict[str, Any] = {
+        "segments": "spans", "has_initial_state": False, "has_final_state": False,
+        "state_v_first": False,
+    }  # fmt: skip
+    if isinstance(spec, StatePassSpec):
+        changes["store_states"] = False
+    return kernel, dataclasses.replace(spec, **changes)
 
 
 def check_pool(state_indices: bool, *, without: dict[str, bool], needed: dict[str, bool]) -> None:
@@ -188,6 +232,7 @@ def plan_chunk_kda_backward(
     inputs: bool = True,
     grouped: bool = False,
     split: bool | None = None,
+    over_ranks: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the gradient of `chunk_kda` uses. `plan_chunk_kda` gives the forward's
     kernels.
@@ -213,6 +258,8 @@ def plan_chunk_kda_backward(
         inputs: whether any other argument than initial_state requires a gradient.
         grouped: whether there are more value heads than heads of q and k.
         split: as for `plan_chunk_kda`.
+        over_ranks: whether cp is given. The parameters dfinal_state, dinitial_state and
+            state_v_first are ignored then.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -230,14 +277,14 @@ def plan_chunk_kda_backward(
         beta_dtype=beta_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        dfinal_state=dfinal_state,
-        dinitial_state=dinitial_state,
+        dfinal_state=dfinal_state or over_ranks,
+        dinitial_state=dinitial_state or over_ranks,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
         disable_recompute=disable_recompute,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first or over_ranks,
         index_dtype=index_dtype,
         A_log=A_log,
         dt_bias=dt_bias,
@@ -245,7 +292,7 @@ def plan_chunk_kda_backward(
         grouped=grouped,
         split=split,
     )
-    return found.listed()
+    return found.listed(over_ranks)
 
 
 SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
@@ -264,12 +311,13 @@ class BackwardRequests(NamedTuple):
     sum_dt_bias: launch.Request | None
     zero_unused: launch.Request | None
 
-    def listed(self) -> list[launch.Request]:
+    def listed(self, over_ranks: bool = False) -> list[launch.Request]:
         """All kernels, those for the state's gradient first."""
+        more = [spans_request(self.adjoint_pass[0])] if over_ranks else []
         single = (
             self.prepare, self.gradients, self.sum_A_log, self.sum_dt_bias, self.zero_unused
         )  # fmt: skip
-        return [*self.adjoint_pass, *filter(None, single)]
+        return [*self.adjoint_pass, *more, *filter(None, single)]
 
 
 def backward_requests(
@@ -370,20 +418,29 @@ class ChunkCall:
             "decays": self.decays,
         }
 
-    def prepare(self, *, for_backward: bool, bounds: bool = False) -> launch.Request:
-        spec = PrepareSpec(**self.inputs, for_backward=for_backward, bounds=bounds)
+    def prepare(
+        self, *, for_backward: bool, bounds: bool = False, starts_next: bool = False
+    ) -> launch.Request:
+        spec = PrepareSpec(
+            **self.inputs, for_backward=for_backward, bounds=bounds, starts_next=starts_next
+        )
         return table.PREPARE, spec
 
     def with_prepare(
         self, passes: list[launch.Request], *, for_backward: bool
     ) -> list[launch.Request]:
         """The requests of a forward: `prepare`, the pass over whole sequences, and for split
-        sequences `prepare` again and three kernels."""
+        sequences `prepare` again and the kernels of `with_segments`."""
         whole, *split = passes
         prepare = self.prepare(for_backward=for_backward)
         if split:
-            bounds = split[0][1].short_starts
-            split = [self.prepare(for_backward=for_backward, bounds=bounds), *split]
+            of_pass = split[0][1]
+            first = self.prepare(
+                for_backward=for_backward,
+                bounds=of_pass.short_starts,
+                starts_next=of_pass.dependent,
+            )
+            split = [first, *split]
         return [prepare, whole, *split]
 
     def state_pass(self, *, store_states: bool) -> list[launch.Request]:
@@ -410,24 +467,31 @@ class ChunkCall:
         return self.with_segments(table.ADJOINT_PASS, spec)
 
     def with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
+        """The pass over whole sequences, then the kernels transitions, segments and outputs. For
+        starts from zero without exact transitions there may be other `outputs`."""
         # A call that stores states for a backward has no warm-ups: two CTAs would store one state.
         short = self.l2norm and isinstance(spec, StatePassSpec) and not spec.store_states
+        dependent = has_dependent_launch(self.dims["arch"])
         combine = SegmentsSpec(
             head_dim_k=spec.head_dim_k,
             head_dim_v=spec.head_dim_v,
             index_dtype=spec.index_dtype,
             **segments_config(**self.dims),
             short_starts=short,
+            dependent=dependent,
         )
-        outputs = dataclasses.replace(spec, segments="outputs", short_starts=short)
+        outputs = dataclasses.replace(
+            spec, segments="outputs", short_starts=short, dependent=dependent
+        )
+        if isinstance(spec, StatePassSpec):
+            outputs = dataclasses.replace(outputs, **segments_pass_config(**self.dims))
         transitions = dataclasses.replace(outputs, segments="transitions")
         if isinstance(transitions, StatePassSpec):  # a pass without results
             transitions = dataclasses.replace(transitions, store_states=False)
-        return [(kernel, spec)] + self.split * [
-            (kernel, transitions),
-            (table.SEGMENTS, combine),
-            (kernel, outputs),
-        ]
+        found = [(kernel, transitions), (table.SEGMENTS, combine), (kernel, outputs)]
+        if short and outputs.cluster != spec.cluster:
+            found.append((kernel, dataclasses.replace(outputs, cluster=spec.cluster)))
+        return [(kernel, spec)] + self.split * found
 
     def gradients(self, *, grouped: bool) -> launch.Request:
         if self.decays == "head":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.common.spec import VECTOR_BYTES
-from ...kernels.delta.chunk.heuristics import chunks_per_segment
+from ...kernels.delta.chunk.heuristics import pass_kind
 from ...kernels.delta.chunk.spec import CHUNK, record_elements
 from ..checks import (
     DTYPE_NAMES,
@@ -50,7 +50,7 @@ from .arguments import (
     slots_plan,
 )
 from .chunk_arguments import ChunkArguments, check
-from .chunk_passes import run_in_segments
+from .chunk_passes import run_in_segments, segment_length
 from .chunk_plan import plan_chunk_kda
 
 _empty = torch.empty
@@ -325,7 +325,7 @@ class Pool(Operator[PoolArguments]):
         )  # fmt: skip
 
     def launch(self, ready: _Ready, a: PoolArguments) -> Tensor:
-        batch, tokens, heads, dim_v = a.v.shape
+        batch, tokens, heads = a.v.shape[:3]
         dim_k, device = a.q.shape[3], a.q.device
         if a.cu_seqlens is None:
             sequences = batch
@@ -349,14 +349,10 @@ class Pool(Operator[PoolArguments]):
             o = given
             self.check_inputs("out", o, inputs)
         length = 0
-        if 2 * sequences * heads <= ready.num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_v=dim_v,
-                packed=a.cu_seqlens is not None,
-                num_sms=ready.num_sms,
+        if ready.split:
+            kind = pass_kind(ready.split[1][1])
+            length = segment_length(
+                kind, a.v, dim_k, a.cu_seqlens, ready.num_sms, starts=ready.split[0][1].bounds
             )
         states = carried_states(a)
         read = a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens

@@ -9,7 +9,7 @@ from cute_attn.bench.__main__ import main
 from cute_attn.bench.harness.output import path_of, write_report
 from cute_attn.bench.harness.pages import COMMAND, folders, page, read, write_pages
 from cute_attn.bench.harness.plot import chosen, fingerprint, fingerprint_in
-from cute_attn.bench.harness.report import Report
+from cute_attn.bench.harness.report import Report, ReportError
 
 from .test_report import make_report, needs_matplotlib
 
@@ -84,6 +84,34 @@ def test_reports_of_another_machine_are_kept_first(tmp_path):
     assert main(["pages", str(source), "--out", str(out)]) == 0
     assert (out / "h100/toy.json").read_text() == source.read_text()
     assert (out / "h100.md").exists()
+
+
+def test_runs_of_other_cases_become_one_report(tmp_path):
+    first = make_report(plots=[])
+    command = first.environment | {"command": "y", "date": "2026-11-20 10:05 UTC"}
+    other = make_report(
+        plots=[], environment=command, rows=[first.rows[0] | {"batch": 64}],
+        roofline={"copy_gbps": 3001.0}, notes=["a note", "another"], verdicts=[],
+    )  # fmt: skip
+    sources = [tmp_path / name for name in ("a.json", "b.json")]
+    for source, report in zip(sources, (first, other), strict=True):
+        source.write_text(report.to_json())
+    out = tmp_path / "out"
+    assert main(["pages", *map(str, sources), "--out", str(out)]) == 0
+    (found,) = read(out / "h100")
+    assert [row["batch"] for row in found.rows] == [1, 8, 64]
+    assert found.environment == first.environment | {"command": "x; y"}
+    ceilings = "Ceilings during `y`: copy_gbps 3001"
+    assert found.notes == ["a note", "another", ceilings]
+    assert found.verdicts == first.verdicts and found.roofline == first.roofline
+
+    for changes, message in (
+        ({"tag": "kv"}, "names differ"),
+        ({"environment": command | {"gpu": "B200"}}, "environments differ"),
+        ({"rows": [{"batch": 1, "time_us": 5.0}]}, "columns differ"),
+    ):
+        with pytest.raises(ReportError, match=message):
+            first.joined(make_report(plots=[], **changes))
 
 
 def test_short_runs_show_what_has_no_report_of_its_own(tmp_path):

@@ -30,7 +30,7 @@ from ..parts.arguments import FakeArguments
 from ..parts.work import TileMap
 from ..query_sums import GROUP_COLUMNS, PART_ROWS, VECTOR, VECTORS, QuerySums
 from ..spec import PostprocessSpec
-from ..statistics import LSE, STATS_ROWS, padded_start
+from ..statistics import LSE, STATS_ROWS, counters_of_tile, padded_start
 
 NUM_THREADS = 512
 LANES = 4  # lanes that share a row
@@ -43,6 +43,7 @@ class Arguments(NamedTuple):
     Attributes:
         sums: the sums of dQ, `[heads, padded rows, head_dim]`; see `query_sums`.
         stats: lse and delta, `[2, heads, padded rows]`; see `statistics`.
+        counters: of additions to the sums, with `ordered`; see `ordered_sums`.
     """
 
     sums: cute.Tensor
@@ -51,6 +52,7 @@ class Arguments(NamedTuple):
     cu_seqlens_q: cute.Tensor | None
     seqused_q: cute.Tensor | None
     softmax_scale: Float32
+    counters: cute.Tensor | None
 
 
 class BackwardPostprocess:
@@ -64,7 +66,8 @@ class BackwardPostprocess:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        return placeholders(fake.arguments(Arguments, sums=fake.query_sums()))
+        counters = fake.zeroed() if self.spec.ordered else None
+        return placeholders(fake.arguments(Arguments, sums=fake.query_sums(), counters=counters))
 
     @entry(Arguments)
     @cute.jit
@@ -102,10 +105,15 @@ class BackwardPostprocess:
                 row_block = number_of_pair // LANE_ROWS
                 lane_row = number_of_pair % LANE_ROWS
                 row = row_block * PART_ROWS + lane_row
-                at = Int64(padded + row_block * PART_ROWS) // layout.tile_m * layout.tile
+                tile = Int64(padded + row_block * PART_ROWS) // layout.tile_m
+                at = tile * layout.tile
                 at += part * layout.row_blocks * layout.part
                 at += row_block % layout.row_blocks * layout.part
                 at += inside * (VECTORS * VECTOR) + lane_row * (LANES * VECTOR)
+                if cutlass.const_expr(self.spec.ordered):
+                    tiles_of_head = x.sums.shape[1] // layout.tile_m
+                    counter = (Int64(head) * tiles_of_head + tile) * counters_of_tile(layout.tile_m)
+                    has_sum = x.counters[counter] != 0
                 vectors = [
                     load_global(Float32, source + (at + VECTOR * lane) * 4, VECTOR)
                     for lane in range(LANES)
@@ -114,6 +122,8 @@ class BackwardPostprocess:
                     token = block * STATS_ROWS + row + half * LANE_ROWS
                     if token < length:
                         lse = x.stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
+                        if cutlass.const_expr(self.spec.ordered):
+                            lse = cutlass.select_(has_sum, lse, Float32(INF))
                         words = []
                         for v in vectors:
                             pair = (

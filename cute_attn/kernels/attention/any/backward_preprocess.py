@@ -6,8 +6,8 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     dsink   = sum_i -exp(s - lse_i) delta_i
 
 If the gradient of q is added up in global memory, the kernel also sets the counters of
-`query_zeros` to 0. If rows may see no key, the kernel copies do, with zeros in these rows. P is 0
-in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
+`query_zeros` or `ordered_sums` to 0. If rows may see no key, the kernel copies do, with zeros in
+these rows. P is 0 in these rows, but 0 times a NaN of do would be NaN in the gradient of v.
 
 The kernel is bound by memory bandwidth, and reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
@@ -42,7 +42,15 @@ from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ..parts.arguments import FakeArguments
 from ..parts.work import TileMap
 from ..spec import PreprocessSpec
-from ..statistics import DELTA, FLAG_ROWS, LARGE, LSE, STATS_ROWS, padded_start
+from ..statistics import (
+    DELTA,
+    FLAG_ROWS,
+    LARGE,
+    LSE,
+    ORDER_COUNTERS,
+    STATS_ROWS,
+    padded_start,
+)
 
 NUM_THREADS = 256
 THREADS_A_ROW = 8
@@ -58,7 +66,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         stats: lse and delta, `[2, heads, padded rows]`; see `statistics`.
-        zeroed: the counters of finished zeros; see `query_zeros`.
+        zeroed: the counters of finished zeros, or of additions; see `query_zeros` and
+            `ordered_sums`.
         dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
         seen_do: the copy of do. The kernel uses this field and the next fields with
             `rows_without_keys`.
@@ -141,13 +150,18 @@ class BackwardPreprocess:
         exists, block, head, sequence = tiles.locate(number)
 
         dsink = Float32(0.0)
-        if cutlass.const_expr(x.zeroed is not None):
+        if cutlass.const_expr(x.zeroed is not None and not self.spec.ordered):
             if number == 0 and thread == 0:
                 x.zeroed[0] = 0
         if exists:
             length = tiles.queries.length(sequence)
             first = block * STATS_ROWS
-            if cutlass.const_expr(x.zeroed is not None):
+            if cutlass.const_expr(self.spec.ordered):
+                if thread < ORDER_COUNTERS:
+                    row = padded_start(tiles.queries, sequence) + first
+                    tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
+                    x.zeroed[tile * ORDER_COUNTERS + thread] = 0
+            elif cutlass.const_expr(x.zeroed is not None):
                 if thread == 0:
                     row = padded_start(tiles.queries, sequence) + first
                     tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS

@@ -113,6 +113,19 @@ class Visibility(Carried):
             low = cutlass.max(low, key_tile * self.tile_n + shift - self.right)
         return _tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
 
+    def visitors(self, query_tile: Any, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Any, Any]:
+        """Return [first, end), the K/V tiles whose `query_tiles` have a query tile that has rows.
+        At the ends of a negative window, such a K/V tile may have no key that a row sees."""
+        shift = seqlen_k - seqlen_q
+        first, end = 0, _divided(seqlen_k + (self.tile_n - 1), self.tile_n)
+        if self.left is not None:
+            low = query_tile * self.tile_m + shift - self.left
+            first = cutlass.max(0, _divided(low, self.tile_n))
+        if self.right is not None:
+            high = query_tile * self.tile_m + (self.tile_m - 1) + shift + self.right
+            end = cutlass.min(end, _divided(high, self.tile_n) + 1)
+        return first, end
+
     def whole_query_tiles(
         self, first_key: Any, keys: int, seqlen_q: Int32, seqlen_k: Int32
     ) -> tuple[Any, Any]:

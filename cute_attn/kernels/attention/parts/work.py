@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -190,6 +190,17 @@ class TileMap(Carried):
         alike = 2 * self.queries.tokens < self.keys.tokens
         return replace(self, last_tiles=Int32(cutlass.select_(alike, 0, LAST_TILES * clusters)))
 
+    def ordered(self, order: str, clusters: Int32) -> OrderedTileMap:
+        """These tiles with an order; see `OrderedTileMap`. The tiles of a group of heads fill the
+        clusters about once, so that all clusters end a group at about the same time."""
+        blocks = cutlass.max(1, self.blocks(self.divided.tokens))
+        fit = clusters // blocks
+        fit += Int32(cutlass.select_(10 * fit * blocks < 9 * clusters, 1, 0))
+        at_once = Int32(cutlass.max(1, cutlass.min(fit, self.heads * self.batch)))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"heads_at_once": at_once, "last_tiles": None}
+        return OrderedTileMap(**values, order=order)
+
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""
         return self
@@ -217,8 +228,9 @@ class TileMap(Carried):
             return blocks
         return cutlass.max(0, cutlass.min(blocks - self.first_block, self.num_blocks))
 
-    def _block(self, within: Int32, blocks: Int32) -> Int32:
-        """The block at a place in a sequence's order of tiles, from the number of tiles."""
+    def _block(self, within: Int32, blocks: Int32, head: Int32, sequence: Int32) -> Int32:
+        """The block at a place in a sequence's order of tiles, from the number of tiles. The head
+        counts the heads of all sequences; with packed sequences the head is 0."""
         block = blocks - 1 - within if self.longest_last else within
         return block if self.num_blocks is None else block + self.first_block
 
@@ -261,7 +273,7 @@ class TileMap(Carried):
         block = within // width
         head = first + within - block * width
         sequence = head // heads
-        block = self._block(block, blocks)
+        block = self._block(block, blocks, head, sequence)
         exists = Boolean(True)
         if self.divided.seqused is not None:
             exists = block * self.tile_size < self._length(sequence)
@@ -293,8 +305,58 @@ class TileMap(Carried):
         within = number - before
         block = within // heads
         head = within - block * heads
-        block = self._block(block, blocks)
+        block = self._block(block, blocks, Int32(0), sequence)
         return sequence >= 0, block, head, sequence
+
+
+@dataclass(frozen=True)
+class OrderedTileMap(TileMap):
+    """Tiles of keys whose CTAs add to sums of query tiles in the order of the tiles' numbers.
+
+    A CTA waits until all tiles of smaller numbers have added to a sum. Waits are rare if each tile
+    comes to a sum after the tiles of smaller numbers:
+
+        rising     later blocks have smaller numbers. A CTA begins with the first tile of queries.
+                   In a causal call later blocks begin with later tiles, and so are ahead
+        falling    earlier blocks have smaller numbers. A CTA begins with the last tile of queries
+
+    Orders, by name:
+
+        rising       all tiles are rising
+        alternating  the groups of heads that share L2 alternate, and the last group is falling.
+                     In causal calls, CTAs that end a rising group with its shortest tiles begin the
+                     next group with its longest tiles. Packed sequences alternate instead of groups
+
+    Attributes:
+        order: the name.
+    """
+
+    order: str = "rising"
+
+    @property
+    def alternates(self) -> bool:
+        return self.order == "alternating"
+
+    def place(self, block: Int32, first: Int32, end: Int32, falls: Boolean) -> Int32:
+        """How many of the tiles of keys first to end - 1 add to a sum before a block."""
+        return Int32(cutlass.select_(falls, block - first, end - 1 - block))
+
+    def falls(self, head: Int32, sequence: Int32) -> Int32:
+        """1 for falling tiles, 0 for rising tiles. The head counts the heads of all sequences."""
+        if not self.alternates:
+            return Int32(0)
+        if self.divided.cu_seqlens is not None:
+            return (self.batch - sequence) & 1
+        last = (self.heads * self.batch - 1) // self.heads_at_once
+        return (last - head // self.heads_at_once + 1) & 1
+
+    def falls_of(self, work: Work) -> Int32:
+        """`falls` of a work."""
+        return self.falls(work.sequence * self.heads + work.kv_head, work.sequence)
+
+    def _block(self, within: Int32, blocks: Int32, head: Int32, sequence: Int32) -> Int32:
+        falls = self.falls(head, sequence)
+        return Int32(cutlass.select_(falls != 0, within, blocks - 1 - within))
 
 
 @dataclass(frozen=True)

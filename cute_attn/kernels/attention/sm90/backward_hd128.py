@@ -17,11 +17,13 @@ each query head the CTA loops over the tiles of 64 queries that see some of the 
     0-7      consumers    compute all of the above; at the end store dK and dV from registers
     8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
     9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
+    10-11    adders       add to the sums of dQ in a fixed order, see `ordered_sums`
 
 Each warp stages its part of dQ in its own shared memory. A bulk reduction adds the part to float32
 sums in global memory. `backward_postprocess` scales and rounds the sums. CTAs add in any order, so
-the bits of dQ differ from run to run. The load warp's warpgroup gives its registers to the
-consumers; its two other warps idle.
+the bits of dQ differ from run to run. With `spec.ordered`, an adding warp adds the staged parts in
+a fixed order. The load warp's warpgroup gives its registers to the consumers; without
+`spec.ordered` its two other warps idle.
 
 As in `backward_hd64`, the warpgroups take turns to start a tile's products in one burst. Here the
 loop turns over after dS, and dQ is one tile late:
@@ -50,7 +52,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Pipeline, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.memory import shared_address
 from ...common.scheduler import CounterScheduler, TileQueue
@@ -59,21 +61,27 @@ from ..parts import fragments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work
-from ..query_sums import WARPS, QuerySums
+from ..query_sums import QuerySums
 from ..spec import Sm90BackwardSpec
 from .dq_sums import StagedSums
-from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
+from .fused import (
+    CONSUMERS,
+    LOAD,
+    WARPGROUPS,
+    Arguments,
+    Consumer,
+    Operands,
+    OtherWarps,
+    edges,
+    fake_arguments,
+    parameters,
+    roles,
+)
 from .key_rows import KeyRows
 from .key_tiles import lane_anew
-from .mma import ROWS, STEP, WARPGROUP, WARPGROUP_WARPS, start_output
-from .query_zeros import QueryZeros
-from .uses import QueryOrder, Use
-
-WARPGROUPS = 2
-CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
-LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
-ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
-assert len(CONSUMERS) == WARPS
+from .mma import ROWS, STEP, WARPGROUP, start_output
+from .ordered_sums import OrderedSums
+from .uses import FixedOrder, QueryOrder, Use
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
 # up.
@@ -91,23 +99,6 @@ STARTS, START_STEP = 4, 2
 
 COLUMNS_AHEAD = 16  # all columns of a tile that a lane has
 
-# The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
-# otherwise a tile of queries.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
-)
-
 
 class Sm90Hd128Backward:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
@@ -122,9 +113,12 @@ class Sm90Hd128Backward:
         self.rows = KeyRows(spec)
         windowed = spec.window_left or spec.window_right
         self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
-        self.load = LoadWarp(spec, self.order, self.rows)
-        self.zeros = QueryZeros(spec.head_dim)
-        self.pipeline = Pipeline(*EDGES)
+        if spec.ordered:
+            self.order = FixedOrder()
+        self.others = OtherWarps(spec, self.order, self.rows, self.sums)
+        self.pipeline = Pipeline(
+            *edges(spec.ordered, k=K_STAGES, q=Q_STAGES, do=DO_STAGES, ds=DS_STAGES)
+        )
         dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
         q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
         self.smem = SharedMemory(
@@ -141,7 +135,7 @@ class Sm90Hd128Backward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
+        return report_names(self.smem, self.pipeline, roles(self.spec.ordered), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -175,15 +169,13 @@ class Sm90Hd128Backward:
 
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            if warp == LOAD.warps[0]:
-                self.load.run(x, storage, barriers, tiles, visible)
-            elif warp == ZEROS.warps[0]:
-                queue = TileQueue(Work, storage.work, barriers)
-                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+            self.others.run(warp, x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             staging = shared_address(storage.dq)
             sums = StagedSums(self.sums, x.dq_sums.iterator.toint(), staging)
+            if cutlass.const_expr(self.spec.ordered):
+                sums = OrderedSums(self.sums, sums.at, staging, barriers)
             own = Consumer.of(
                 self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
                 x.dq_sums, sums, columns_ahead=COLUMNS_AHEAD,
@@ -235,11 +227,15 @@ class Sm90Hd128Backward:
         dq = wgmma.wait(own.start_dq(n, use.taken))
         own.barriers.warp_arrives("ds_empty", n)
         own.barriers.warp_arrives("k_empty", use.taken)
-        own.sums.wait()
+        if cutlass.const_expr(self.spec.ordered):
+            own.sums.wait_for_staging(own.keys.warp, n)
+        else:
+            own.sums.wait()
         own.sums.stage(own.keys.warp, dq, range(own.sums.vectors))
-        own.sums.reduce(own.keys.warp, use.sums)
+        self.add_staged(own, n, use.sums)
         own.turns.end()
-        own.sums.wait()
+        if cutlass.const_expr(not self.spec.ordered):
+            own.sums.wait()
         return use.taken + 1
 
     @cute.jit
@@ -249,7 +245,8 @@ class Sm90Hd128Backward:
         if use.left == 0:
             own.barriers.warp_arrives("v_empty", use.taken)
         own.ds.store(own.scores.ds, own.keys.warp, n, lane_anew())
-        own.sums.wait()
+        if cutlass.const_expr(not self.spec.ordered):
+            own.sums.wait()
         return own.uses.after(own.keys, use)
 
     @cute.jit
@@ -270,6 +267,8 @@ class Sm90Hd128Backward:
         barriers = own.barriers
         switches = use.taken != after.taken
         if cutlass.const_expr(not starts):
+            if cutlass.const_expr(self.spec.ordered):
+                own.sums.wait_for_staging(own.keys.warp, n - 1)
             barriers.wait("ds_full", n - 1)
         own.turns.wait()
         if cutlass.const_expr(not starts):
@@ -304,13 +303,20 @@ class Sm90Hd128Backward:
             dp = own.start_dp(n + 1)
         own.turns.give()
         if cutlass.const_expr(not starts):
-            own.sums.reduce(own.keys.warp, before)
+            self.add_staged(own, n - 1, before)
         if cutlass.const_expr(follows):
             own.compute_score_gradients(after, n + 1, s, dp, large)
             if switches:
                 self.rows.store(x, own, use.taken, n + 1)
         else:
             self.rows.store(x, own, use.taken, n + 1)
+
+    def add_staged(self, own: Consumer, n: Int32, tile: Int32) -> None:
+        """Add dQ of use n, which has been staged, to a tile of the sums."""
+        if self.spec.ordered:
+            own.sums.publish(own.keys.warp, n)
+        else:
+            own.sums.reduce(own.keys.warp, tile)
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:

@@ -19,11 +19,13 @@ P' is P; with a softcap, P' is P times the slope of the cap.
     0-7      consumers    compute all of the above; at the end store dK and dV from registers
     8        load         finds the next tile; loads K and V, then Q, lse, dO and delta of each tile
     9        zeros        writes the zeros of the sums of dQ, see `query_zeros`
+    10-11    adders       add to the sums of dQ in a fixed order, see `ordered_sums`
 
 Each thread adds its part of a tile's dQ to float32 sums in global memory. `backward_postprocess`
-scales and rounds the sums. CTAs add in any order, so the bits of dQ differ from run to run.
+scales and rounds the sums. CTAs add in any order, so the bits of dQ differ from run to run. With
+`spec.ordered`, each warp stages its part, and an adding warp adds the part in a fixed order.
 `backward_hd128` has another form of the kernel, for head_dim 128. The load warp's warpgroup gives
-its registers to the consumers; its two other warps idle.
+its registers to the consumers; without `spec.ordered` its two other warps idle.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the next
 tile. The two warpgroups take turns, so that one warpgroup's elementwise work runs during the other
@@ -58,30 +60,37 @@ from cutlass import Float32, Int32, Int64
 from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Pipeline, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.compiler import opaque
+from ...common.ptx.memory import shared_address
 from ...common.scheduler import CounterScheduler, TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ..parts import fragments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
 from ..parts.work import TileMap, Work
-from ..query_sums import WARPS, QuerySums
+from ..query_sums import QuerySums
 from ..spec import Sm90BackwardSpec
 from .dq_sums import RegisterSums
-from .fused import Arguments, Consumer, LoadWarp, Operands, fake_arguments, parameters
+from .fused import (
+    CONSUMERS,
+    LOAD,
+    WARPGROUPS,
+    Arguments,
+    Consumer,
+    Operands,
+    OtherWarps,
+    edges,
+    fake_arguments,
+    parameters,
+    roles,
+)
 from .key_rows import KeyRows
 from .key_tiles import lane_anew
-from .mma import ROWS, WARPGROUP, WARPGROUP_WARPS
-from .query_zeros import QueryZeros
-from .uses import QueryOrder, Use
-
-WARPGROUPS = 2
-CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
-LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
-ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
-assert len(CONSUMERS) == WARPS
+from .mma import ROWS, WARPGROUP
+from .ordered_sums import OrderedSums
+from .uses import FixedOrder, QueryOrder, Use
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
 # up.
@@ -91,23 +100,7 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 # dQ is two tiles late, and reads the K of a work up to two works back.
 K_STAGES, DS_STAGES = 3, 2
 Q_STAGES, DO_STAGES = 3, 2
-
-# The edges in the order in which a tile meets them. A use is a tile of keys for k, v and zeros,
-# otherwise a tile of queries.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-    Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
-)
+ORDERED_Q_STAGES = 2  # beside the staging of dQ
 
 
 class Sm90Hd64Backward:
@@ -121,26 +114,30 @@ class Sm90Hd64Backward:
         self.spec = spec
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.rows = KeyRows(spec)
-        self.order = QueryOrder()
-        self.load = LoadWarp(spec, self.order, self.rows)
-        self.zeros = QueryZeros(spec.head_dim)
-        self.pipeline = Pipeline(*EDGES)
+        self.order = FixedOrder() if spec.ordered else QueryOrder()
+        self.others = OtherWarps(spec, self.order, self.rows, self.sums)
+        q_stages = ORDERED_Q_STAGES if spec.ordered else Q_STAGES
+        self.pipeline = Pipeline(
+            *edges(spec.ordered, k=K_STAGES, q=q_stages, do=DO_STAGES, ds=DS_STAGES)
+        )
         dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
         q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
         self.smem = SharedMemory(
             Buffer("k", dtype, keys, K_STAGES, at, "K"),
             Buffer("v", dtype, keys, 1, at, "V"),
-            Buffer("q", dtype, q, Q_STAGES, at, "Q"),
+            Buffer("q", dtype, q, q_stages, at, "Q"),
             Buffer("do", dtype, q, DO_STAGES, at, "dO"),
             Buffer("ds", dtype, spec.tile_m * spec.tile_n, DS_STAGES, at, "dS^T"),
-            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            *((staging,) if spec.ordered else ()),
+            Buffer("lse", Float32, spec.tile_m, q_stages, holds="lse of queries"),
             Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
+        return report_names(self.smem, self.pipeline, roles(self.spec.ordered), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -174,14 +171,12 @@ class Sm90Hd64Backward:
 
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            if warp == LOAD.warps[0]:
-                self.load.run(x, storage, barriers, tiles, visible)
-            elif warp == ZEROS.warps[0]:
-                queue = TileQueue(Work, storage.work, barriers)
-                self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
+            self.others.run(warp, x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            sums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
+            sums: RegisterSums | OrderedSums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
+            if cutlass.const_expr(self.spec.ordered):
+                sums = OrderedSums(self.sums, sums.at, shared_address(storage.dq), barriers)
             own = Consumer.of(
                 self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
                 x.dq_sums, sums,
@@ -264,6 +259,7 @@ class Sm90Hd64Backward:
         barriers = own.barriers
         switches = True if uses == 0 else use.taken != before
         if cutlass.const_expr(uses == 2):
+            self.wait_for_staging(own, n - 2)
             barriers.wait("ds_full", n - 2)
         own.turns.wait()
         if cutlass.const_expr(uses == 2):
@@ -277,23 +273,23 @@ class Sm90Hd64Backward:
             barriers.warp_arrives("ds_empty", n - 2)
             if before2 != before:
                 barriers.warp_arrives("k_empty", before2)
-            own.sums.add_quarter(own.keys.warp, dq, sums2, 0)
+            self.add_quarter(own, dq, sums2, 0)
         if cutlass.const_expr(uses >= 1):
             dk = own.start_dk(n - 1, adds)
         if cutlass.const_expr(uses == 2):
-            own.sums.add_quarter(own.keys.warp, dq, sums2, 1)
+            self.add_quarter(own, dq, sums2, 1)
         # S^T beside dV and dK would take more registers than there are.
         if cutlass.const_expr(uses >= 1):
             fragments.assign(own.dv, wgmma.wait(dv, pending=1))
             barriers.warp_arrives("do_empty", n - 1)
         if cutlass.const_expr(uses == 2):
-            own.sums.add_quarter(own.keys.warp, dq, sums2, 2)
+            self.add_quarter(own, dq, sums2, 2)
         if switches:
             barriers.wait("k_full", use.taken)
         barriers.wait("q_full", n)
         s = own.start_scores(n, use.taken)
         if cutlass.const_expr(uses == 2):
-            own.sums.add_quarter(own.keys.warp, dq, sums2, 3)
+            self.add_quarter(own, dq, sums2, 3)
         if cutlass.const_expr(uses >= 1):
             fragments.assign(own.dk, wgmma.wait(dk, pending=1))
             barriers.warp_arrives("q_empty", n - 1)
@@ -303,6 +299,8 @@ class Sm90Hd64Backward:
         large = own.has_large_scores(n)
         dp = own.start_dp(n)
         own.turns.give()
+        if cutlass.const_expr(uses == 2):
+            self.publish(own, n - 2)
 
         own.compute_score_gradients(use, n, s, dp, large)
         if use.left == 0:
@@ -317,5 +315,25 @@ class Sm90Hd64Backward:
     def add_dq(self, own: Consumer, dq: list[Float32], n: Int32, tile: Int32) -> None:
         """Add the warp's part of dQ, from use n of dS, to a tile of the sums."""
         own.barriers.warp_arrives("ds_empty", n)
+        self.wait_for_staging(own, n)
         for quarter in range(4):
+            self.add_quarter(own, dq, tile, quarter)
+        self.publish(own, n)
+
+    def add_quarter(self, own: Consumer, dq: list[Float32], tile: Int32, quarter: int) -> None:
+        """Add, or stage, a quarter of the columns of the warp's part of dQ."""
+        if self.spec.ordered:
+            count = own.sums.vectors // 4
+            own.sums.stage(own.keys.warp, dq, range(quarter * count, (quarter + 1) * count))
+        else:
             own.sums.add_quarter(own.keys.warp, dq, tile, quarter)
+
+    def wait_for_staging(self, own: Consumer, n: Int32) -> None:
+        """Wait until use n may be staged."""
+        if self.spec.ordered:
+            own.sums.wait_for_staging(own.keys.warp, n)
+
+    def publish(self, own: Consumer, n: Int32) -> None:
+        """Hand use n to the adding warp, if it has been staged."""
+        if self.spec.ordered:
+            own.sums.publish(own.keys.warp, n)

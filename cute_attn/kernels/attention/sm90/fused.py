@@ -13,28 +13,40 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.carried import Carried
-from ...common.pipeline import Barriers
+from ...common.pipeline import Barriers, Edge, Kind, Role
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address
-from ...common.scheduler import CounterScheduler, TileQueue
+from ...common.scheduler import CounterScheduler, TicketScheduler, TileQueue
 from ...common.smem import Pointers
 from ...common.tma import BOX
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
 from ..parts.softmax import Scaling
 from ..parts.visibility import Visibility
-from ..parts.work import TileMap, Work, following, tiles_of_keys
+from ..parts.work import TileMap, Work, tiles_of_keys
+from ..query_sums import WARPS, QuerySums
 from ..spec import Sm90BackwardSpec
 from ..statistics import FLAG_ROWS, padded_start
+from . import ordered_sums
 from .dq_sums import RegisterSums, StagedSums
 from .ds_ring import DsRing
 from .key_loads import KeyLoads, QueryLoads, key_rows, query_rows
 from .key_rows import KeyRows
 from .key_tiles import KeyProducts, KeyTiles, group_anew, lane_anew
 from .mma import ROWS, WARPGROUP_WARPS
+from .ordered_sums import OrderedAdditions
+from .query_zeros import QueryZeros
 from .score_tile import ScoreTile, Statistics
 from .turns import Turns
 from .uses import QueryOrder, Use, Uses
+
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+# In any order of additions the consumers add, and a warp writes zeros; in a fixed order, warps add.
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
+ADDERS = Role("adders", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + WARPGROUP_WARPS))
+assert len(CONSUMERS) == WARPS
 
 # Bytes of a query that tiles of keys reread: Q, dO and the sums of dQ. A budget of half of L2 for
 # these data makes kernels up to 8 % faster than all of L2.
@@ -118,7 +130,11 @@ def parameters(
     """The structs that the host passes to the device code. Each split of a group counts as a K/V
     head."""
     row_bytes = L2_PARTS * ELEMENT_BYTES * spec.head_dim
-    tiles = tiles_of_keys(a, spec.tile_n, row_bytes).balanced(spec, a.num_ctas)
+    tiles = tiles_of_keys(a, spec.tile_n, row_bytes)
+    if spec.ordered:
+        tiles = tiles.ordered(spec.order, a.num_ctas)
+    else:
+        tiles = tiles.balanced(spec, a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()
@@ -129,6 +145,67 @@ def parameters(
         a.num_splits, tiles.count(), a.counter,
     )  # fmt: skip
     return x, tiles, visible, scaling
+
+
+def roles(ordered: bool) -> tuple[Role, ...]:
+    """The roles, with or without a fixed order of additions."""
+    return CONSUMERS, LOAD, ADDERS if ordered else ZEROS
+
+
+def edges(ordered: bool, *, k: int, q: int, do: int, ds: int) -> tuple[Edge, ...]:
+    """The edges in the order in which a tile meets them, from the stages of the rings. A use is a
+    tile of keys for k, v and zeros, otherwise a tile of queries."""
+    readers = CONSUMERS
+    if ordered:  # an edge counts the warps of a role, whichever they are
+        readers = Role("consumers and adders", range(len(CONSUMERS) + len(ADDERS)))
+    sums = (Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),)
+    return (
+        *TileQueue.edges(LOAD, readers),
+        Edge("k_full", LOAD, CONSUMERS, k, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, k, Kind.WARPS, payload="its stage"),
+        Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+        Edge("q_full", LOAD, CONSUMERS, q, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q, Kind.WARPS, payload="their stage"),
+        Edge("do_full", LOAD, CONSUMERS, do, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, do, Kind.WARPS, payload="their stage"),
+        Edge("ds_full", CONSUMERS, CONSUMERS, ds, Kind.WARPS, payload="dS"),
+        Edge("ds_empty", CONSUMERS, CONSUMERS, ds, Kind.WARPS, payload="its stage"),
+        *(ordered_sums.edges(CONSUMERS, ADDERS) if ordered else sums),
+    )
+
+
+class OtherWarps:
+    """The warps of the load warp's warpgroup. All methods run on the device."""
+
+    def __init__(self, spec: Sm90BackwardSpec, order: QueryOrder, rows: KeyRows, sums: QuerySums):
+        self.spec, self.order, self.sums = spec, order, sums
+        self.load = LoadWarp(spec, order, rows)
+        self.zeros = QueryZeros(spec.head_dim)
+
+    @cute.jit
+    def run(
+        self,
+        warp: Int32,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        queue = TileQueue(Work, storage.work, barriers)
+        if warp == LOAD.warps[0]:
+            self.load.run(x, storage, barriers, tiles, visible)
+        elif cutlass.const_expr(self.spec.ordered):
+            adder = warp - ADDERS.warps[0]
+            keys = KeyTiles(warp, adder, queue, tiles, visible, bounded=True)
+            uses = Uses(self.order, x.dq_sums.shape[1] // self.spec.tile_m)
+            OrderedAdditions(
+                self.sums, barriers, keys, uses, x.dq_sums.iterator.toint(),
+                x.zeroed.iterator.toint(), shared_address(storage.dq), adder, len(ADDERS),
+            ).run()  # fmt: skip
+        elif warp == ZEROS.warps[0]:
+            self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
 
 
 class LoadWarp:
@@ -150,7 +227,8 @@ class LoadWarp:
         """Publish the CTA's tiles one after the other, and load the tiles' operands."""
         keys = KeyLoads.of(self.spec, storage, barriers)
         queries = QueryLoads.of(self.spec, storage, barriers)
-        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        kind = TicketScheduler if self.spec.ordered else CounterScheduler
+        scheduler = kind(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
         queue.fill(
             scheduler,
@@ -172,8 +250,8 @@ class LoadWarp:
             queue.publish_work(taken, work)
             keys.load("k", x, work, taken)
             stats_start = padded_start(tiles.queries, work.sequence)
-            start = self.order.start(work, first, end)
-            tile, head = start, work.head
+            walk = self.order.walk(tiles, work, first, end)
+            tile, head = walk.start, work.head
             for i in cutlass.range((end - first) * tiles.group, unroll=1):
                 row = stats_start + tile * self.spec.tile_m
                 queries.load("q", x, work, tile, head, row, n)
@@ -182,10 +260,11 @@ class LoadWarp:
                 queries.load("do", x, work, tile, head, row, n)
                 # The wait may follow these loads. Consumers add a use's dQ to the sums only after
                 # they get the next use's Q and dO, or the next work.
-                if i == 0:
-                    queue.barriers.wait("zeros_full", taken)
+                if cutlass.const_expr(not self.spec.ordered):
+                    if i == 0:
+                        queue.barriers.wait("zeros_full", taken)
                 n += 1
-                tile, head = following(tile, head, start, end, lowest=self.order.lowest)
+                tile, head = walk.following(tile, head)
             taken += 1
         else:
             self.rows.store_zeros(x, work)

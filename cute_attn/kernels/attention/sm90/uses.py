@@ -4,13 +4,14 @@ of queries of all its tiles of keys."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...common.carried import Carried
-from ..parts.work import Work, following
+from ..parts.work import OrderedTileMap, TileMap, Work, following
 from ..statistics import padded_start
 from .key_tiles import KeyTiles
 
@@ -39,6 +40,73 @@ class QueryOrder:
         if self.starts == 1:
             return first
         return cutlass.min((work.block & (self.starts - 1)) * self.step, end - 1)
+
+    def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
+        """How a tile of keys walks over the tiles of queries first to end - 1."""
+        return Walk(self.start(work, first, end), end, self.lowest)
+
+    def use(self, walk: Walk, **of_use: Any) -> Use:
+        """A use at the start of a walk."""
+        return Use(tile=walk.start, first=walk.start, end=walk.end, **of_use)
+
+
+@dataclass(frozen=True)
+class Walk(Carried):
+    """The tiles of queries of a tile of keys, in their order.
+
+    Attributes:
+        start: the tile that each head begins with.
+        end: behind the last tile.
+        lowest: as in `work.following`.
+    """
+
+    start: Int32
+    end: Int32
+    lowest: int | None
+
+    def following(self, tile: Int32, head: Int32) -> tuple[Int32, Int32]:
+        """The next tile of queries, and its head."""
+        return following(tile, head, self.start, self.end, lowest=self.lowest)
+
+
+class FixedOrder(QueryOrder):
+    """The order of queries for tiles of keys in an `OrderedTileMap`."""
+
+    def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
+        assert isinstance(tiles, OrderedTileMap)
+        falls = tiles.falls_of(work)
+        start = Int32(cutlass.select_(falls != 0, end - 1, first))
+        end = Int32(cutlass.select_(falls != 0, first - 1, end))
+        return OrderedWalk(start, end, None, 1 - 2 * falls)
+
+    def use(self, walk: Walk, **of_use: Any) -> Use:
+        assert isinstance(walk, OrderedWalk)
+        return OrderedUse(tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use)
+
+
+@dataclass(frozen=True)
+class OrderedWalk(Walk):
+    """A Walk in either direction.
+
+    Attributes:
+        step: 1, or -1 from later tiles of queries to earlier tiles.
+    """
+
+    step: Int32
+
+    def following(self, tile: Int32, head: Int32) -> tuple[Int32, Int32]:
+        return following_by(self.step, tile, head, self.start, self.end, Int32(1))
+
+
+def following_by(
+    step: Int32, tile: Int32, head: Int32, first: Int32, end: Int32, head_step: Int32
+) -> tuple[Int32, Int32]:
+    """As `work.following`, with a step from tile to tile."""
+    last = tile + step == end
+    return (
+        Int32(cutlass.select_(last, first, tile + step)),
+        Int32(cutlass.select_(last, head + head_step, head)),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,6 +158,23 @@ class Use(Carried):
 
 
 @dataclass(frozen=True)
+class OrderedUse(Use):
+    """A use of a FixedOrder.
+
+    Attributes:
+        step: as in `OrderedWalk`.
+    """
+
+    step: Int32
+
+    def following(self, tiles_of_head: Int32, lowest: int | None) -> Use:
+        tile, head_sums = following_by(
+            self.step, self.tile, self.head_sums, self.first, self.end, tiles_of_head
+        )
+        return replace(self, tile=tile, head_sums=head_sums, left=self.left - 1, adds=1)
+
+
+@dataclass(frozen=True)
 class Uses(Carried):
     """Finds the uses of a CTA one after the other.
 
@@ -106,12 +191,11 @@ class Uses(Carried):
         work = keys.queue.read(taken)
         first, end = keys.query_tiles(work)
         whole_first, whole_end = keys.whole_query_tiles(work)
-        start = self.order.start(work, first, end)
+        walk = self.order.walk(keys.tiles, work, first, end)
         rows = padded_start(keys.tiles.queries, work.sequence)
         head_sums = work.head * self.tiles_of_head + rows // keys.visible.tile_m
-        return Use(
-            taken=taken, tile=start, head_sums=head_sums, first=start, end=end,
-            whole_first=whole_first, whole_end=whole_end,
+        return self.order.use(
+            walk, taken=taken, head_sums=head_sums, whole_first=whole_first, whole_end=whole_end,
             left=(end - first) * keys.tiles.group - 1, adds=0,
         )  # fmt: skip
 

@@ -48,6 +48,13 @@ def copy_bulk_to_cluster(
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
+def store_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
+    """Start to copy `nbytes` from shared memory to a 64-bit global address. One thread calls this;
+    the copy joins this thread's bulk group. Addresses and `nbytes` are multiples of 16."""
+    text = f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {nbytes};"
+    asm(text, [], [Int64(target), Int32(shared)], memory=True)
+
+
 def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
     """Start to add `nbytes` of float32 from shared memory to the float32 at a 64-bit global address
     (sm_90 and newer). One thread calls this; the copy joins this thread's bulk group. Addresses and

@@ -23,6 +23,12 @@ that starts from the identity, with rows of 0, computes M. So `segments="transit
 B and M into the matrices at the segments' starts, from which `segments="outputs"` runs all
 segments.
 
+`segments="spans"` computes [B | M] of whole sequences, which may be spans of longer sequences. Each
+span is cut into pieces. Piece 0 has the pass's last chunks, and the other pieces have equal parts
+of the rest. A piece stores [B | M] and the squared norm of M. If the norms of the pieces of earlier
+calls show that nothing of an earlier state is left, a piece stores B = 0 and M = I, and does no
+more.
+
 A pass numbers chunks and segments in its own direction, so chunk 0 of a backward pass is the last
 chunk of its sequence.
 """
@@ -38,9 +44,11 @@ from cutlass import Float32, Int32, Int64
 from ...common.arguments import fake_matrices, fake_offsets, fake_rows
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import mbarrier
-from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
+from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk, copy_bulk_to_cluster
+from ...common.ptx.cluster import cta_rank
+from ...common.ptx.grids import start_dependents, wait_for_previous
 from ...common.ptx.matrices import load_matrices
 from ...common.ptx.memory import shared_address, store_global_where
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
@@ -56,6 +64,7 @@ from .tiles import (
 )
 
 KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
+NEGLIGIBLE_SQUARE = 2.0**-80  # of the Frobenius norm of M: a square of 2^-40, as in `starts`
 
 
 class Results(NamedTuple):
@@ -97,6 +106,11 @@ class Arguments(NamedTuple):
         num_segments: the most segments of a sequence. With segments="outputs", this number covers
             segments with exact transitions and segments that start from zero.
         bounds, chunks_per_start: see `starts.short_start`; only with `spec.short_starts`.
+
+    With segments="spans", the call has pieces `chunks_per_start` to `chunks_per_start +
+    num_segments - 1` of each span, and `chunks_per_segment` is the length of piece 0. `bounds` are
+    the squared norms `[N, 1 + P, HV, K / 16]`, a number for 16 columns of M. Row 0 is given: 0
+    marks a span whose transition is not needed. Row 1 + p is piece p's.
     """
 
     rows: cute.Tensor
@@ -160,7 +174,6 @@ class ChunkPass:
     """
 
     backwards = False
-    cluster = 1  # CTAs that share copies
 
     def __init__(
         self, spec: PassSpec, *, rows_step: int, scores: bool, starts: bool, ends: bool,
@@ -172,7 +185,8 @@ class ChunkPass:
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products, rows_step)
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
-        self.transitions = spec.segments == "transitions"
+        self.cluster = spec.cluster
+        self.transitions, self.spans = spec.of_transitions, spec.segments == "spans"
         self.short_starts = spec.short_starts and spec.segments != "none"
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
@@ -180,9 +194,10 @@ class ChunkPass:
         # Every lane copies part of the rows; without bulk copies, every lane also copies part of
         # the tiles.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
+        stages, reach = spec.num_stages, Reach.EACH if self.cluster > 1 else Reach.CTA
         self.pipeline = Pipeline(
-            Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
-            Edge("chunk_empty", state, load, spec.num_stages, Kind.WARPS, payload="its stage"),
+            Edge("chunk_full", load, state, stages, copied, payload="a chunk's tiles"),
+            Edge("chunk_empty", state, load, stages, Kind.WARPS, reach, payload="its stage"),
         )
         tile = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
@@ -246,15 +261,19 @@ class ChunkPass:
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                **self.fake_segments(heads, slots),
+                **self.fake_segments(heads, slots, sequences),
             )
         )
 
     def fake_workspace(self, sequences: Any, heads: Any) -> dict[str, Any]:
         """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
         `[N, P, HV, K, K]`. For every segment but the last, segment_states holds B, and later the
-        matrix at the start of the next segment; segment_transitions holds M."""
+        matrix at the start of the next segment; segment_transitions holds M. With segments="spans",
+        segment_states `[N, P, HV, V + K, K]` holds [B | M] of every piece, transposed."""
         spec, leading = self.spec, (sequences, cute.sym_int(), heads)
+        if self.spans:
+            both = (spec.head_dim_v + spec.head_dim_k, spec.head_dim_k)
+            return {"segment_states": fake_matrices(leading, both), "segment_transitions": None}
         states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
         transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
         return {
@@ -262,14 +281,19 @@ class ChunkPass:
             "segment_transitions": transitions if self.transitions else None,
         }
 
-    def fake_segments(self, heads: Any, slots: Any) -> dict[str, Any]:
+    def fake_segments(self, heads: Any, slots: Any, sequences: Any = None) -> dict[str, Any]:
         """Placeholders of the last arguments."""
-        short = self.short_starts
+        bounds = None
+        if self.spans:
+            norms = (sequences, cute.sym_int(), heads, self.spec.head_dim_k // 16)
+            bounds = fake_rows(Float32, norms)
+        elif self.short_starts:
+            bounds = fake_bounds(slots, heads)
         return {
             "chunks_per_segment": Int32(1),
             "num_segments": Int32(1),
-            "bounds": fake_bounds(slots, heads) if short else None,
-            "chunks_per_start": Int32(1) if short else None,
+            "bounds": bounds,
+            "chunks_per_start": None if bounds is None else Int32(1),
         }
 
     @entry(Arguments)
@@ -287,12 +311,17 @@ class ChunkPass:
     def launch_config(self, a: Any) -> dict[str, Any]:
         columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
         sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
-        return {
+        config = {
             "grid": [columns // self.spec.tile_v, a.rows.shape[2], sequences * a.num_segments],
             "block": [sum(map(len, self.roles)) * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
         }
+        if self.cluster > 1:
+            config["cluster"] = [self.cluster, 1, 1]
+        if self.spec.dependent:
+            config["use_pdl"] = True
+        return config
 
     @cute.kernel
     def kernel(self, x: Any) -> None:
@@ -311,7 +340,16 @@ class ChunkPass:
         end = (place.length + (CHUNK - 1)) // CHUNK
         last = end
         begin = first
-        if cutlass.const_expr(spec.segments != "none"):
+        if cutlass.const_expr(spec.dependent):
+            if cutlass.const_expr(self.transitions):
+                start_dependents()
+            stages, barriers = self.start(thread)
+            wait_for_previous(Int64(stages))
+        if cutlass.const_expr(self.spans):
+            segment = segment + x.chunks_per_start
+            begin, end = self.piece(x, segment, last)
+            first = end if self.negligible(x, sequence, head) else begin
+        elif cutlass.const_expr(spec.segments != "none"):
             length = x.chunks_per_segment
             short, warm_up = False, Int32(0)
             if cutlass.const_expr(self.short_starts):
@@ -333,16 +371,8 @@ class ChunkPass:
             elif cutlass.const_expr(self.short_starts):
                 first = begin - warm_up
 
-        smem = self.memory.allocate()
-        stages = shared_address(smem.chunk)
-        barriers = self.pipeline.at(smem.barriers)
-        if thread == 0:
-            for stage in cutlass.range_constexpr(spec.num_stages):
-                for edge in self.pipeline:
-                    at = barriers.stage_pointer(edge.name, stage)
-                    cute.arch.mbarrier_init(at, edge.arrivals)
-            if cutlass.const_expr(self.bulk):
-                cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(not spec.dependent):
+            stages, barriers = self.start(thread)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -357,6 +387,44 @@ class ChunkPass:
             # No CTA may end while the other CTA signals it or copies to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def start(self, thread: Int32) -> Any:
+        """Initialise the mbarriers. Return the address of the stages, and the mbarriers."""
+        smem = self.memory.allocate()
+        stages = shared_address(smem.chunk)
+        barriers = self.pipeline.at(smem.barriers)
+        if thread == 0:
+            for stage in cutlass.range_constexpr(self.spec.num_stages):
+                for edge in self.pipeline:
+                    at = barriers.stage_pointer(edge.name, stage)
+                    cute.arch.mbarrier_init(at, edge.arrivals)
+            if cutlass.const_expr(self.bulk):
+                cute.arch.mbarrier_init_fence()
+        return stages, barriers
+
+    @cute.jit
+    def piece(self, x: Any, segment: Int32, last: Int32) -> tuple[Any, Any]:
+        """Return the first chunk of a piece of a span, and the first chunk after the piece."""
+        rest = cutlass.max(last - x.chunks_per_segment, 0)
+        others = cutlass.max(x.segment_states.shape[1] - 1, 1)
+        length = (rest + (others - 1)) // others
+        end = cutlass.max(rest - (segment - 1) * length, 0)
+        of_first = segment == 0
+        begin = cutlass.select_(of_first, Int32(rest), Int32(cutlass.max(end - length, 0)))
+        return begin, cutlass.select_(of_first, last, Int32(end))
+
+    @cute.jit
+    def negligible(self, x: Any, sequence: Int32, head: Int32) -> Any:
+        """Return whether the pieces of earlier calls leave nothing of the state before them. Norms
+        are submultiplicative, so their product bounds the norm of the product."""
+        product = Float32(1.0)
+        for row in cutlass.range(x.chunks_per_start + 1, unroll=1):
+            square = Float32(0.0)
+            for i in cutlass.range_constexpr(self.spec.head_dim_k // 16):
+                square = square + x.bounds[sequence, row, head, i]
+            product = Float32(product * square)
+        return product <= NEGLIGIBLE_SQUARE
 
     def chunk_index(self, c: Any, last: Any) -> Any:
         """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
@@ -389,6 +457,7 @@ class ChunkPass:
         full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
         stage = Int32(0)
         phase = Int32(0)
+        rank = cta_rank() if self.cluster > 1 else 0
         for c in cutlass.range(first, end, unroll=1):
             index = self.chunk_index(c, last)
             full = barriers.address("chunk_full", stage)
@@ -412,12 +481,12 @@ class ChunkPass:
                         barriers.stage_pointer("chunk_full", stage), nbytes
                     )
                     for offset, size in self.parts:
-                        copy_bulk(at + offset, record + offset, size, full)
+                        self.copy_shared(at, record, offset, size, full, rank)
                     copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
                     if cutlass.const_expr(self.parts_of_rows):
                         if has_rows:
                             for offset, size in self.parts_of_rows:
-                                copy_bulk(at + offset, record + offset, size, full)
+                                self.copy_shared(at, record, offset, size, full, rank)
             else:
                 for offset, size in self.parts:
                     self.copy_part(at, record, offset, size, lane)
@@ -443,6 +512,18 @@ class ChunkPass:
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    def copy_shared(
+        self, target: Any, record: Any, offset: int, size: int, full: Any, rank: Any
+    ) -> None:
+        """Start the copy of a part of a record, by one thread. In a cluster, the CTA of `rank`
+        copies its share to all CTAs."""
+        if self.cluster == 1:
+            copy_bulk(target + offset, record + offset, size, full)
+            return
+        share = size // self.cluster
+        own = offset + rank * share
+        copy_bulk_to_cluster(target + own, record + Int64(own), share, full, BOTH_CTAS)
 
     @cute.jit
     def copy_part(
@@ -480,6 +561,11 @@ class ChunkPass:
         state = self.state.empty()
         if cutlass.const_expr(spec.segments == "none"):
             self.load_start(state, x, sequence, head, column)
+        elif cutlass.const_expr(self.spans):
+            if column >= spec.head_dim_v:
+                self.identity(state, column - spec.head_dim_v)
+            else:
+                state.fill(0.0)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
@@ -515,7 +601,9 @@ class ChunkPass:
                 phase = phase ^ 1
         self.finish(held, x.results, place, end, first < end)
 
-        if cutlass.const_expr(self.transitions):
+        if cutlass.const_expr(self.spans):
+            self.store_span(state, x, sequence, segment, head, column)
+        elif cutlass.const_expr(self.transitions):
             if first < end:
                 if column < spec.head_dim_v:
                     target = x.segment_states[None, segment, None, None, None]
@@ -531,6 +619,23 @@ class ChunkPass:
             # segment stores it.
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_result(state, x, sequence, head, column)
+
+    @cute.jit
+    def store_span(
+        self, state: cute.Tensor, x: Any, sequence: Int32, segment: Int32, head: Int32, column: Any
+    ) -> None:
+        """Store columns of [B | M] of a piece, and the squared norm of columns of M."""
+        target = x.segment_states[None, segment, None, None, None]
+        self.state.store(state, target, True, sequence, head, column)
+        if column >= self.spec.head_dim_v:
+            square = Float32(0.0)
+            for i in cutlass.range_constexpr(cute.size(state)):
+                square = square + state[i] * state[i]
+            for bit in cutlass.range_constexpr(5):
+                square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << bit)
+            if cute.arch.lane_idx() == 0:
+                at = (column - self.spec.head_dim_v) // 16
+                x.bounds[sequence, segment + 1, head, at] = square
 
     def identity(self, state: cute.Tensor, first_v: Int32) -> None:
         lane = cute.arch.lane_idx()
@@ -560,7 +665,11 @@ class ChunkPass:
 
     def release(self, barriers: Barriers, stage: Int32) -> None:
         """Tell the load warp that this warp has read a stage."""
-        mbarrier.arrive(barriers.address("chunk_empty", stage))
+        if self.cluster == 1:
+            mbarrier.arrive(barriers.address("chunk_empty", stage))
+            return
+        for owner in range(self.cluster):
+            cute.arch.mbarrier_arrive(barriers.stage_pointer("chunk_empty", stage), owner)
 
     def hold(self, state: cute.Tensor) -> Any:
         """Return registers that `chunk` keeps from one chunk to the next. `state` is the matrix

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, MOST_HEADS_PER_CTA, record_elements
+from .spec import CHUNK, MOST_HEADS_PER_CTA, HeadPassSpec, record_elements
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -14,6 +14,7 @@ MOST_STAGES = 3  # stages of a pass: more hide no further latency
 CTAS_PER_SM = 78 / 132  # target for the pass that writes outputs
 FEWEST_CHUNKS_OF_A_SEGMENT = 16
 FEWEST_CHUNKS_OF_A_START = 4
+FEWEST_STARTS = 3  # segments that start from zero, for calls without exact transitions
 MOST_SEGMENTS = 16
 
 
@@ -30,6 +31,17 @@ def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[st
         "products": "wgmma" if arch == "sm_90a" else "mma",
         "segments": "none",
     }
+
+
+def segments_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The fields of a StatePassSpec with segments that differ from `state_pass_config`."""
+    shares = arch == "sm_90a" and head_dim_k % 128 == 0 and head_dim_v % 128 == 0
+    return {"cluster": 2 if shares else 1}
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Whether kernels of segments start before the end of the previous kernel."""
+    return arch == "sm_90a"
 
 
 def has_head_path(arch: str) -> bool:
@@ -50,12 +62,37 @@ def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     }
 
 
-# Microseconds, from measurements on an H100 with 8 and 32 value heads: a chunk of a pass of
-# `per_head.state_pass`, a step of `segments`, and what three kernels cost more than one.
-HEAD_OUTPUT_CHUNK, HEAD_TRANSITION_CHUNK, SEGMENT_STEP, MORE_KERNELS = 1.0, 1.0, 4.5, 10.0
+class SegmentTimes(NamedTuple):
+    """Microseconds of passes over segments, from measurements on an H100.
+
+    Attributes:
+        outputs, transitions: a chunk of each pass.
+        step: a step of `segments`.
+        kernels: what three kernels cost more than one.
+    """
+
+    outputs: float
+    transitions: float
+    step: float
+    kernels: float
 
 
-def head_chunks_per_segment(
+# By the kind of pass, see `chunks_per_segment`.
+SEGMENT_TIMES = {
+    "head": SegmentTimes(outputs=1.0, transitions=1.0, step=4.5, kernels=10.0),
+    "shared": SegmentTimes(outputs=1.2, transitions=0.95, step=4.5, kernels=13.0),
+}
+
+
+def pass_kind(spec: Any) -> str:
+    """The kind of a forward's pass, see `chunks_per_segment`."""
+    if isinstance(spec, HeadPassSpec):
+        return "head"
+    return "shared" if spec.cluster > 1 else "channel"
+
+
+def chunks_per_segment(
+    kind: str,
     *,
     sequences: int,
     tokens: int,
@@ -65,26 +102,41 @@ def head_chunks_per_segment(
     packed: bool,
     num_sms: int,
 ) -> int:
-    """Chunks of a segment of `per_head.state_pass`, or 0 where sequences are not split.
+    """Chunks of a segment with exact transitions, or 0 where sequences are not split.
 
-    Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs.
+    A pass has a CTA for each sequence, value head and 64 columns of V. Where these CTAs leave most
+    SMs idle, splitting sequences into segments is faster.
 
     Args:
+        kind: "channel" (a decay of each channel), "shared" (such a pass, whose two CTAs of a head
+            share copies) or "head" (one decay a head).
         tokens: tokens of each sequence, or of all packed sequences together.
     """
     columns = head_dim_v // 64
-    if 2 * sequences * heads * columns > num_sms:
-        return 0
     # The host only knows the total length of packed sequences; one sequence may have all tokens.
     ctas = heads * (1 if packed else sequences)
     chunks = -(-tokens // CHUNK)
-    best, found = chunks * HEAD_OUTPUT_CHUNK, 0
+    if kind == "channel":
+        most = int(CTAS_PER_SM * num_sms)
+        if most // (sequences * heads * columns) < 2:
+            return 0
+        segments = min(most // (ctas * columns), MOST_SEGMENTS)
+        length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
+        return length if length < chunks else 0
+
+    # Each SM has one CTA, so a pass takes as long as its chunks times its waves of CTAs. With more
+    # CTAs, the bytes of KDA's records limit a pass.
+    if (3 if kind == "shared" else 2) * sequences * heads * columns > num_sms:
+        return 0
+    times = SEGMENT_TIMES[kind]
+    best, found = chunks * times.outputs, 0
     for segments in range(2, MOST_SEGMENTS + 1):
         length = -(-chunks // segments)
-        moves = (segments - 1) * ctas * (columns + head_dim_k // 64)
-        time = length * HEAD_TRANSITION_CHUNK * -(-moves // num_sms)
-        time += length * HEAD_OUTPUT_CHUNK * -(-segments * ctas * columns // num_sms)
-        time += SEGMENT_STEP * (segments - 2) + MORE_KERNELS
+        # The first segment needs no M.
+        moves = ctas * ((segments - 1) * columns + (segments - 2) * (head_dim_k // 64))
+        time = length * times.transitions * -(-moves // num_sms)
+        time += length * times.outputs * -(-segments * ctas * columns // num_sms)
+        time += times.step * (segments - 2) + times.kernels
         if time < best:
             best, found = time, length
     return found
@@ -107,29 +159,8 @@ def has_bulk_copies(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
-def chunks_per_segment(
-    *, sequences: int, tokens: int, heads: int, head_dim_v: int, packed: bool, num_sms: int
-) -> int:
-    """Chunks of a segment, or 0 where sequences are not split.
-
-    `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these CTAs leave
-    most SMs idle, splitting sequences into segments is faster.
-
-    Args:
-        tokens: tokens of each sequence, or of all packed sequences together.
-    """
-    columns = heads * (head_dim_v // 64)
-    ctas = int(CTAS_PER_SM * num_sms)
-    if ctas // (sequences * columns) < 2:
-        return 0
-    # The host only knows the total length of packed sequences, which bounds their segments.
-    segments = min(ctas // (columns if packed else sequences * columns), MOST_SEGMENTS)
-    chunks = -(-tokens // CHUNK)
-    length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
-    return length if length < chunks else 0
-
-
 def chunks_per_start(
+    kind: str,
     *,
     sequences: int,
     tokens: int,
@@ -137,19 +168,29 @@ def chunks_per_start(
     head_dim_v: int,
     packed: bool,
     num_sms: int,
-    per_head: bool,
 ) -> int:
     """Chunks of a segment that may start from a state of zero (see `starts`), for a call that
     splits sequences. These segments need no transitions, so there are enough for all SMs.
 
     Args:
+        kind: as for `chunks_per_segment`.
         tokens: tokens of each sequence, or of all packed sequences together.
-        per_head: whether the passes are those of `per_head`.
     """
-    ctas = num_sms if per_head else int(CTAS_PER_SM * num_sms)
+    ctas = int(CTAS_PER_SM * num_sms) if kind == "channel" else num_sms
     columns = heads * (head_dim_v // 64) * (1 if packed else sequences)
     segments = min(max(ctas // columns, 1), MOST_SEGMENTS)
     return max(FEWEST_CHUNKS_OF_A_START, -(-tokens // (CHUNK * segments)))
+
+
+def only_starts(kind: str, *, head_dim_k: int, **sizes: Any) -> int:
+    """All chunks of a call, if its segments may start from zero but do not pay for exact
+    transitions; otherwise 0. Heads whose gates are weak then are one segment. Arguments are those
+    of `chunks_per_segment`."""
+    del head_dim_k
+    chunks = -(-sizes["tokens"] // CHUNK)
+    length = chunks_per_start("channel" if kind == "shared" else kind, **sizes)
+    sequences = sizes["sequences"] if sizes["packed"] else 1
+    return chunks if (FEWEST_STARTS - 1) * length * sequences < chunks else 0
 
 
 def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

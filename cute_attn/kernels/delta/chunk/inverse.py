@@ -1,7 +1,8 @@
 """(I + L)^-1 of a chunk, L strictly lower triangular, 64 by 64 in blocks of 16 by 16.
 
-`invert_diagonal` inverts a block on the diagonal by forward substitution in float32, with one
-column in each lane. `invert` computes the other blocks of the inverse X, from 16 to 32 to 64, by
+`invert_diagonal` inverts a block on the diagonal in halves of 8 by 8, by forward substitution in
+float32 with one column in each lane. `invert` computes the other blocks of the inverse X, from 16
+to 32 to 64. Both use
 
     [ A  0 ]^-1   [  A^-1            0    ]
     [ B  C ]    = [ -C^-1 B A^-1    C^-1  ]
@@ -44,6 +45,8 @@ from .sub_chunks import (
     tile_unit,
 )
 
+HALF = SUB_CHUNK // 2  # rows of half of a block
+
 
 def split(x: Any) -> tuple[Any, Any]:
     """Split x into two tf32 operands whose sum is x to 21 bits. The first is x's upper 19 bits,
@@ -75,25 +78,61 @@ class Inverse:
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
         self.exact = exact
 
-    @cute.jit
-    def invert_diagonal(self, smem: Int32, b: Int32) -> None:
-        """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1."""
-        lane = cute.arch.lane_idx()
-        n = lane & (SUB_CHUNK - 1)
-        block = smem + self.memory["blocks"] + block_offset(b, b)
-        column = self._substituted(block, n)
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(1, SUB_CHUNK):
-            if lane < i:
-                store_shared(Float32, block + block_element(i, n), [column[i]])
+    def invert_diagonal(self, smem: Any, b: Any) -> None:
+        """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1. A whole
+        warp calls this method.
 
-    def _substituted(self, block: Any, n: Any) -> list[Any]:
-        """Return column n of the inverse."""
+        The block is [A 0; B C], with halves of 8 by 8. Of four groups of 8 lanes, with a column in
+        each lane, groups 0 and 2 have A^-1, and groups 1 and 3 have C^-1. Then group g has rows g
+        and g + 4 of B A^-1 and of -C^-1 B A^-1."""
+        lane = cute.arch.lane_idx()
+        block = smem + self.memory["blocks"] + block_offset(b, b)
+        n, group = lane & (HALF - 1), lane >> 3
+        first = (group & 1) * HALF
+        column = self._substituted(block, n, first)
+        a = [cute.arch.shuffle_sync(x, n) for x in column]
+        own = []
+        for half in range(2):
+            at = HALF + group + 4 * half
+            row = [
+                *load_shared(Float32, block + block_element(at, 0), 4),
+                *load_shared(Float32, block + block_element(at, 4), 4),
+            ]
+            x = row[0] * a[0]
+            for k in range(1, HALF):
+                x = cute.math.fma(row[k], a[k], x)
+            own.append(Float32(x))
+        cute.arch.sync_warp()
+        self._store_columns(block, lane, first, n, column)
+        cute.arch.sync_warp()
+        y = [cute.arch.shuffle_sync(own[k >> 2], ((k & 3) << 3) + n) for k in range(HALF - 1)]
+        for half in range(2):
+            row_index = group + 4 * half
+            c: list[Any] = []
+            for j in range(0, 4 * half + 3, 4):
+                c += load_shared(Float32, block + block_element(HALF + row_index, HALF + j), 4)
+            x = own[half]
+            for k in range(4 * half + 3):
+                # The product of a later row may be NaN.
+                x = x + cutlass.select_(k < row_index, c[k] * y[k], Float32(0.0))
+            store_shared(Float32, block + block_element(HALF + row_index, n), [-x])
+
+    @cute.jit
+    def _store_columns(
+        self, block: Int32, lane: Int32, first: Int32, n: Int32, column: Any
+    ) -> None:
+        for i in cutlass.range_constexpr(1, HALF):
+            if n < i and lane < 2 * HALF:
+                store_shared(Float32, block + block_element(first + i, first + n), [column[i]])
+
+    def _substituted(self, block: Any, n: Any, first: Any) -> list[Any]:
+        """Return column n of the inverse of half of a block, on the diagonal from row `first`
+        on."""
         column: list[Any] = []
-        for i in range(SUB_CHUNK):
+        for i in range(HALF):
             row: list[Any] = []
             for j in range(0, i, 4):
-                row += load_shared(Float32, block + block_element(i, j), 4)
+                row += load_shared(Float32, block + block_element(first + i, first + j), 4)
             x = cutlass.select_(n == i, Float32(1.0), Float32(0.0))
             for j in range(i):
                 x = cute.math.fma(-row[j], column[j], x)

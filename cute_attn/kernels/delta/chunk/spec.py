@@ -28,7 +28,8 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
     "copies": ("cp_async", "bulk"),
     "products": ("mma", "wgmma"),
-    "segments": ("none", "transitions", "outputs"),
+    "segments": ("none", "transitions", "outputs", "spans"),
+    "cluster": (1, 2),
 }
 
 
@@ -102,10 +103,12 @@ class PrepareSpec(InputsSpec):
         for_backward: a backward will use the records. A beta too near 0 to divide by is replaced
             (`gates.nonzero_beta`). With l2norm, the inverse norms of q and k are a result.
         bounds: whether `prepare` also writes bounds of the transitions (see `starts`).
+        starts_next: whether the next kernel of the stream may start before the end of `prepare`.
     """
 
     for_backward: bool = False
     bounds: bool = False
+    starts_next: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,9 +140,14 @@ class PassSpec(ChunkSpec):
         num_stages: stages of the ring in shared memory; a stage holds one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
-        segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
+        segments: "none", one of the two passes over split sequences ("transitions", "outputs"), or
+            "spans", which computes the whole transition of each sequence (see `chunk_pass`).
         short_starts: whether segments may start from a state of zero (see `starts`); without
             segments it has no effect.
+        cluster: 1, or 2 CTAs of a value head that share copies of what both read.
+        dependent: whether the pass starts before the end of the stream's previous kernel, and waits
+            for this end (programmatic dependent launch, sm_90 and newer). A pass of transitions
+            then lets the next kernel start as early.
     """
 
     state_v_first: bool
@@ -151,10 +159,22 @@ class PassSpec(ChunkSpec):
     products: str
     segments: str
     short_starts: bool = field(default=False, kw_only=True)
+    cluster: int = field(default=1, kw_only=True)
+    dependent: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.segments == "transitions" and self.head_dim_k % self.tile_v:
+        if self.cluster > 1 and (self.head_dim_k % 128 or self.head_dim_v % 128):
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}, "
+                f"head_dim_v={self.head_dim_v}"
+            )
+        if self.cluster > 1 and (self.copies != "bulk" or self.tile_v != 64):
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 with copies={self.copies!r}, "
+                f"tile_v={self.tile_v}"
+            )
+        if self.of_transitions and self.head_dim_k % self.tile_v:
             raise ValueError(
                 f"tile_v is {self.tile_v}, must divide head_dim_k={self.head_dim_k} too"
             )
@@ -166,6 +186,11 @@ class PassSpec(ChunkSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of {unit} that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+    @property
+    def of_transitions(self) -> bool:
+        """Whether the pass computes transitions, and no results of chunks."""
+        return self.segments in ("transitions", "spans")
 
 
 @dataclass(frozen=True)
@@ -197,6 +222,8 @@ class PoolPassSpec(StatePassSpec, SlotsSpec):
         super().__post_init__()
         if self.store_states or not (self.has_initial_state and self.has_final_state):
             raise ValueError("a pool has the initial and the final states, and no backward")
+        if self.segments == "spans":
+            raise ValueError('segments is "spans", must be another value with a pool')
 
 
 @dataclass(frozen=True)
@@ -206,6 +233,7 @@ class HeadPrepareSpec(InputsSpec):
     Attributes:
         for_backward: as in `PrepareSpec`.
         bounds: as in `PrepareSpec`.
+        starts_next: as in `PrepareSpec`.
         ctas_per_sm: CTAs that share an SM. With three, a thread has 80 registers.
         last_first: whether the last chunks come first, so that L2 has the chunks with which the
             pass begins.
@@ -213,6 +241,7 @@ class HeadPrepareSpec(InputsSpec):
 
     for_backward: bool = False
     bounds: bool = False
+    starts_next: bool = False
     ctas_per_sm: int = 3
     last_first: bool = True
 
@@ -242,23 +271,12 @@ BOUNDS = slice(4 * CHUNK + 1, 4 * CHUNK + 1 + HALVES)
 
 @dataclass(frozen=True)
 class HeadPassSpec(StatePassSpec):
-    """The pass of the state through chunks for one decay a head (`per_head.state_pass`).
+    """The pass of the state through chunks for one decay a head (`per_head.state_pass`)."""
 
-    Attributes:
-        cluster: 1, or 2 CTAs of a value head that share copies of what both read.
-    """
-
-    cluster: int = 1
-
-    ALLOWED = PoolPassSpec.ALLOWED | {"cluster": (1, 2)}
+    ALLOWED = PoolPassSpec.ALLOWED
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster > 1 and (self.head_dim_k % 128 or self.head_dim_v % 128):
-            raise ValueError(
-                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}, "
-                f"head_dim_v={self.head_dim_v}"
-            )
         if self.copies != "bulk":
             raise ValueError(f'copies is "{self.copies}", must be "bulk" with one decay a head')
         if self.tile_v != 64:
@@ -289,8 +307,6 @@ class GradientsSpec(InputsSpec):
     grouped: bool
     cluster: int
     copies: str
-
-    ALLOWED = ALLOWED | {"cluster": (1, 2)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -473,6 +489,7 @@ class SegmentsSpec(CheckedSpec):
         tile_v: columns of V of a CTA.
         num_stages: stages of the ring in shared memory, each of one transition matrix.
         short_starts: as in `PassSpec`.
+        dependent: as in `PassSpec`, for a pass of transitions.
     """
 
     head_dim_k: int
@@ -481,6 +498,7 @@ class SegmentsSpec(CheckedSpec):
     tile_v: int
     num_stages: int
     short_starts: bool = False
+    dependent: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

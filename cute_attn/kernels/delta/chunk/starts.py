@@ -5,8 +5,8 @@ the transition's norm is at most the largest decay of the token's channels. So t
 largest decays bounds what is left of an earlier state. The product of each channel's own decays is
 no bound, because I - beta k k^T moves a state from channel to channel.
 
-`prepare` stores the base-2 logarithm of this bound for each half of a chunk. A half has +inf if the
-bound does not hold: a beta is out of range, or keys are not normalised.
+`prepare` stores the base-2 logarithm of this bound as two numbers, whose sum counts. A warp of 32
+tokens stores one of them, or +inf if the bound does not hold: a beta is out of range.
 
 A boundary between two segments is negligible if some chunks before the boundary, at most
 `longest_warm_up`, have a bound of at most 2^NEGLIGIBLE. The segment after the boundary then starts
@@ -113,8 +113,7 @@ def short_start(
 
 @cute.jit
 def half_bound(log2_decay: Float32, beta: Float32) -> Any:
-    """Return `log2_decay`, the logarithm of the bound of a warp's 32 tokens. Return +inf if beta of
-    one of the tokens is out of range."""
+    """Return `log2_decay`, or +inf if beta of one of the warp's 32 tokens is out of range."""
     outside = Boolean(not (beta >= 0.0 and beta <= 2.0))
     outside = cute.arch.vote_any_sync(outside)
     return Float32(cutlass.select_(outside, Float32.inf, log2_decay))

@@ -45,7 +45,7 @@ class KdaAdjointPass(ChunkPass):
             scores=True,
             starts=spec.has_final_state,
             ends=spec.has_initial_state,
-            store_states=spec.segments != "transitions",
+            store_states=not spec.of_transitions,
             store_v_new=False,
         )
 

@@ -46,6 +46,7 @@ from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.convert import pack_all
+from ....common.ptx.grids import start_dependents
 from ....common.ptx.memory import (
     load_shared,
     shared_address,
@@ -269,6 +270,8 @@ class KdaPrepare:
     @cute.kernel
     def kernel(self, x: Arguments, by: Divisors) -> None:
         thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.spec.starts_next):
+            start_dependents()
         if cutlass.const_expr(self.spec.bounds):
             self.chunk_or_bound(x, by, thread)
         else:

@@ -27,6 +27,7 @@ from ....common.arguments import fake_matrices, fake_offsets
 from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import split_tf32
+from ....common.ptx.grids import start_dependents, wait_for_previous
 from ....common.ptx.memory import load_shared, shared_address, store_shared
 from ....common.ptx.mma import mma_tf32
 from ....common.smem import Buffer, SharedMemory
@@ -97,10 +98,14 @@ class KdaSegments:
             smem=self.smem_bytes,
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.spec.dependent,
         )
 
     @cute.kernel
     def kernel(self, x: Arguments) -> None:
+        if cutlass.const_expr(self.spec.dependent):
+            start_dependents()
+            wait_for_previous(x.segment_states.iterator.toint())
         tile, head, sequence = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)

@@ -36,7 +36,7 @@ class KdaStatePass(ChunkPass):
     """The kernel for one StatePassSpec; see the module's docstring."""
 
     def __init__(self, spec: StatePassSpec):
-        self.outputs = spec.segments != "transitions"
+        self.outputs = not spec.of_transitions
         super().__init__(
             spec,
             rows_step=KD_STEP,

@@ -40,6 +40,7 @@ from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.ptx.compiler import keep_branch, opaque
 from ....common.ptx.convert import pack_all, unpack
+from ....common.ptx.grids import start_dependents
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_shared, shared_address, store_global, store_shared
 from ....common.ptx.mma import mma
@@ -65,7 +66,7 @@ from ..sub_chunks import (
     tile_unit,
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, copy_rows, left_fragment, right_fragments_of_rows
-from .head_gates import HeadGates, decay_between, log2_between
+from .head_gates import HeadGates, decay_between
 
 assert MOST_HEADS_PER_CTA == NUM_WARPS
 
@@ -202,6 +203,8 @@ class HeadPrepare:
 
     @cute.kernel
     def kernel(self, x: Arguments, by: Divisors) -> None:
+        if cutlass.const_expr(self.spec.starts_next):
+            start_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
@@ -442,11 +445,9 @@ class HeadPrepare:
                 factors[4 * CHUNK] = decay_exp2(last[0] + last[1])
             if cutlass.const_expr(self.spec.bounds):
                 warp = token // WARP_SIZE
-                between = self.gates.sums(smem, n, CHUNK // 2 - 1)[0]
-                log2_decay = between[0] + between[1]
-                if warp == 1:
-                    log2_decay = log2_between(last, between)
-                bound = half_bound(log2_decay, beta)
+                # The first half has the decay of the whole chunk, which takes fewer registers.
+                of_chunk = cutlass.select_(warp == 0, last[0] + last[1], Float32(0.0))
+                bound = half_bound(Float32(of_chunk), beta)
                 if token % WARP_SIZE == 0:
                     factors[BOUNDS.start + warp] = bound
 

@@ -120,8 +120,8 @@ class HeadStatePass(KdaStatePass):
 
     def __init__(self, spec: HeadPassSpec):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
-        self.outputs = spec.segments != "transitions"
-        self.transitions = not self.outputs
+        self.outputs = not spec.of_transitions
+        self.transitions, self.spans = not self.outputs, spec.segments == "spans"
         self.short_starts = spec.short_starts and spec.segments != "none"
         self.scores = self.outputs or self.backwards  # whether the pass reads q and Aqk
         self.starts, self.ends = spec.has_initial_state, spec.has_final_state
@@ -185,7 +185,7 @@ class HeadStatePass(KdaStatePass):
                 result=matrices(self.ends),
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 **self.fake_workspace(sequences, heads),
-                **self.fake_segments(heads, slots),
+                **self.fake_segments(heads, slots, sequences),
             )
         )
 
@@ -230,8 +230,7 @@ class HeadStatePass(KdaStatePass):
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         # Two CTAs of transitions fit an SM, if all of its memory is shared memory.
-        more = {"cluster": [self.cluster, 1, 1], "preferred_smem_carveout": 100}
-        return super().launch_config(a) | more
+        return super().launch_config(a) | {"preferred_smem_carveout": 100}
 
     # -- the warp that copies -----------------------------------------------------------------
 
@@ -313,10 +312,6 @@ class HeadStatePass(KdaStatePass):
         cute.arch.sync_warp()
 
     # -- the warps that carry the state -------------------------------------------------------
-
-    def release(self, barriers: Barriers, stage: Int32) -> None:
-        for owner in range(self.cluster) if self.cluster > 1 else (None,):
-            cute.arch.mbarrier_arrive(barriers.stage_pointer("chunk_empty", stage), owner)
 
     def hold(self, state: cute.Tensor) -> Held:
         """Return S and o of the previous chunk, both rounded to 16 bits."""
