@@ -187,7 +187,7 @@ def test_every_family_has_tests_with_the_oldest_versions(family: Family) -> None
 
 
 def test_benchmarks_of_a_folder_are_of_its_family() -> None:
-    studies = {"async_copy", "ladder"}
+    studies = {"async_copy", "ladder", "launch_times", "rates"}
     for name, listed in BENCHMARKS.items():
         folder, dot, _ = listed.module.partition(".")
         of = {family.name for family in FAMILIES if name in family.benchmarks}

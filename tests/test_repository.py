@@ -36,6 +36,7 @@ CHECKOUT_ONLY = (
     "cute_attn.kernels.async_copy",
     "cute_attn.kernels.ladder",
     "cute_attn.machine_code",
+    "cute_attn.timing",
 )
 
 
@@ -381,6 +382,16 @@ FORBIDDEN = {
         "cute_attn.bench",
         "cute_attn.cache",
         "cute_attn.emulator",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.ops",
+        "cute_attn.reference",
+    },
+    "cute_attn/timing": {
+        "cutlass",
+        "torch",
+        "cute_attn.bench",
+        "cute_attn.cache",
         "cute_attn.kernels",
         "cute_attn.launch",
         "cute_attn.ops",

@@ -14,6 +14,7 @@ from typing import Any
 from . import library, machine, trace
 from .host import HostFunction, Launch, aligned_copies, tensors_in
 from .program import Program
+from .recording import Recording
 from .report import Finding, FindingsError, LaunchRecord, Report
 
 SCHEDULES = ("fair", "random", "adversarial")
@@ -56,6 +57,8 @@ class Emulator:
             plain float32. None: "fast" if `checks` is "none", else "exact".
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         traced: keep the events that `trace` writes.
+        record: keep the steps of every so many clusters in `recordings`, for `cute_attn.timing`; 0
+            keeps none. Turns the check `counters` on.
         progress: function that is called from time to time with numbers of clusters, as
             progress(done, total).
 
@@ -77,6 +80,7 @@ class Emulator:
         numerics: str | None = None,
         spurious_cancel: bool = False,
         traced: bool = False,
+        record: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         _one_of("schedule", schedule, SCHEDULES)
@@ -84,11 +88,17 @@ class Emulator:
         _one_of("numerics", numerics, (None, "exact", "fast"))
         if type(num_sms) is not int or num_sms < 1:
             raise ValueError(f"num_sms is {num_sms!r}, must be a positive integer")
+        if type(record) is not int or record < 0:
+            raise ValueError(f"record is {record!r}, must be an integer of at least 0")
         chosen = _checks(checks)
         if numerics is None:
             numerics = "exact" if chosen else "fast"
+        if record:
+            chosen |= {"counters"}
         self.num_sms = num_sms
         self.report = Report()
+        self.recordings: list[Recording] = []
+        self._record = record
         self._seed = seed
         self._raise = on_findings == "raise"
         self._progress = progress
@@ -103,6 +113,7 @@ class Emulator:
             numerics=int(numerics == "exact"),
             spurious_cancel=spurious_cancel,
             tracing=traced,
+            record_every=record,
         )
 
     def load(self, compiled: Any, names: Names | None = None) -> EmulatedFunction:
@@ -201,7 +212,7 @@ class Emulator:
             self._machine.name_warps(first, last, name)
             self._roles.update(dict.fromkeys(range(first, last + 1), name))
 
-    def _launch(self, program: Program, launch: Launch) -> None:
+    def _launch(self, program: Program, launch: Launch, image: bytes) -> None:
         parameters = _parameter_block(program, launch)
         # Each launch makes different random choices, so that repeated calls find more.
         self._machine.reseed(self._seed + len(self.report.launches))
@@ -218,6 +229,8 @@ class Emulator:
         )
         seconds = time.perf_counter() - started
         self._account(program, launch, run, seconds)
+        if self._record:
+            self.recordings.append(_recording(program, launch, image, self._record, run.stream))
         errors = [f for f in run.findings if f.severity == "error"]
         if errors and (self._raise or run.stopped):
             raise FindingsError(run.findings)
@@ -263,6 +276,7 @@ class EmulatedFunction:
         self._emulator = emulator
         self._names = names
         self._programs = machine.programs(ptx, image)
+        self._image = image
         self._host = HostFunction(
             image,
             function,
@@ -312,7 +326,24 @@ class EmulatedFunction:
         self._host(*arguments)
 
     def _launched(self, launch: Launch) -> None:
-        self._emulator._launch(self._programs[launch.kernel], launch)
+        self._emulator._launch(self._programs[launch.kernel], launch, self._image)
+
+
+def _recording(
+    program: Program, launch: Launch, image: bytes, every: int, steps: bytes
+) -> Recording:
+    return Recording(
+        kernel=launch.kernel,
+        program=program,
+        image=image,
+        grid=launch.grid,
+        block=launch.block,
+        cluster=launch.cluster,
+        shared_bytes=program.static_shared + launch.dynamic_shared,
+        registers=program.header[8],
+        every=every,
+        steps=steps,
+    )
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str | None]) -> None:

@@ -38,6 +38,7 @@ CHECKS = (
 MAX_WARPS = 32
 SEVERITIES = ("error", "note")
 EVENT_KINDS = ("wait", "async", "mma", "instant")
+STEP_BYTES = 40  # of a Step of stream.c
 PROGRESS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
 _POINTER = ctypes.c_void_p
 STRING = ctypes.c_char_p
@@ -112,6 +113,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "emu_events": (_INT, (_POINTER, ctypes.POINTER(ctypes.POINTER(EventRecord)))),
     "emu_events_clear": (None, (_POINTER,)),
+    "emu_stream": (ctypes.c_int64, (_POINTER, ctypes.POINTER(_POINTER))),
+    "emu_stream_clear": (None, (_POINTER,)),
     "emu_output": (STRING, (_POINTER,)),
     "emu_output_clear": (None, (_POINTER,)),
     "emu_wait_name": (STRING, (_INT,)),

@@ -19,6 +19,7 @@ from .library import (
     MAX_WARPS,
     PROGRESS,
     SEVERITIES,
+    STEP_BYTES,
     STRING,
     EventRecord,
     FindingRecord,
@@ -99,6 +100,7 @@ class Run:
     mma: list[tuple[str, tuple[int, int, int], int]] = field(default_factory=list)
     output: str = ""
     events: list[TraceEvent] = field(default_factory=list)
+    stream: bytes = b""
 
     @property
     def errors(self) -> list[Finding]:
@@ -120,6 +122,7 @@ class Machine:
         numerics: arithmetic of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         tracing: keep the events of each launch.
+        record_every: keep the stream of steps of every such cluster; 0 keeps none.
         max_findings: number of findings kept; further findings are only counted.
         slice: instructions that a warp runs before the next warp's turn.
     """
@@ -134,6 +137,7 @@ class Machine:
         numerics: int = 1,
         spurious_cancel: bool = False,
         tracing: bool = False,
+        record_every: int = 0,
         max_findings: int = 100,
         slice: int = 64,  # noqa: A002 - the engine's word
     ) -> None:
@@ -151,6 +155,7 @@ class Machine:
             "numerics": numerics,
             "spurious_cancel": int(spurious_cancel),
             "tracing": int(tracing),
+            "record_every": record_every,
             "max_findings": max_findings,
             "slice": slice,
         }
@@ -246,6 +251,7 @@ class Machine:
         library.emu_findings_clear(handle)
         library.emu_counters_clear(handle)
         library.emu_events_clear(handle)
+        library.emu_stream_clear(handle)
         library.emu_output_clear(handle)
         library.emu_regions_clear(handle)
         variables = ((*region[:3], True, region[3]) for region in program.memory.regions())
@@ -296,7 +302,15 @@ class Machine:
             run.mma.append(((kind.value or b"").decode(), sizes, times))
         run.output = (library.emu_output(handle) or b"").decode("utf-8", "replace")
         run.events = self._events(program)
+        run.stream = self._stream()
         return run
+
+    def _stream(self) -> bytes:
+        pointer = ctypes.c_void_p()
+        count = self._library.emu_stream(self._handle, ctypes.byref(pointer))
+        steps = ctypes.string_at(pointer, count * STEP_BYTES) if count else b""
+        self._library.emu_stream_clear(self._handle)
+        return steps
 
     def _findings(self, program: Program) -> list[Finding]:
         found = []

@@ -43,8 +43,9 @@ def find_nvdisasm() -> Path:
     )
 
 
-def disassemble(cubin: bytes, nvdisasm: Path) -> str:
-    """The listing of a cubin, with encodings.
+def disassemble(cubin: bytes, nvdisasm: Path, *, ptx_lines: bool = False) -> str:
+    """The listing of a cubin, with encodings. With `ptx_lines`, each instruction follows the line
+    of PTX that it comes from, if the cubin has line information.
 
     Raises:
         DisassemblyError: this nvdisasm does not support the architecture.
@@ -53,7 +54,7 @@ def disassemble(cubin: bytes, nvdisasm: Path) -> str:
         file.write(cubin)
         file.flush()
         done = subprocess.run(
-            [nvdisasm, "-c", "-hex", file.name],
+            [nvdisasm, "-c", "-hex", *(["-gp"] if ptx_lines else []), file.name],
             capture_output=True,
             text=True,
             timeout=120,

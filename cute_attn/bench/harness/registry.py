@@ -38,6 +38,15 @@ _OF_NO_FAMILY = {
     "launch-overhead": Listed(
         "launch_overhead", "host time of a launch, by layer, beside torch.mul"
     ),
+    "launch-times": Listed(
+        "launch_times.study", "times of single launches, which judge the timing model"
+    ),
+    "predictions": Listed(
+        "launch_times.predictions", "the timing model's predictions of launches; needs no GPU"
+    ),
+    "rates": Listed(
+        "rates.study", "rates and latencies of the GPU's units, which the timing model reads"
+    ),
     "sass": Listed(
         "sass", "static analysis of a kernel's machine code beside FlashAttention-4's; needs no GPU"
     ),

@@ -32,6 +32,7 @@ void submit(AsyncOp *op) {
   e->async_last = op;
   e->async_count += !op->on_demand;
   e->counters[CT_ASYNC_OPS]++;
+  stream_event(op->warp, op->insn, STEP_ISSUE, op->number, 0, 0);
 }
 
 void free_async(AsyncOp *op) {
@@ -54,7 +55,10 @@ void retire(AsyncOp *op) {
 
 static void run_stage(AsyncOp *op) {
   Emu *e = op->emu;
+  AsyncOp *outer = e->running;
+  e->running = op;
   op->run(op, op->stage++);
+  e->running = outer;
   progress(e);
   if (op->stage < op->stages) return;
   trace_event(e, 1, op->warp, op->insn, op->issued, e->time, op->number, 0);

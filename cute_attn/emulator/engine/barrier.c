@@ -100,7 +100,8 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
 
 // The warp arrives once all of its live lanes have come. Its groups of lanes then wait for the
 // barrier itself.
-static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
+static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red,
+                         bool waits) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];
   finish_loads(w);
@@ -115,6 +116,9 @@ static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all,
   b->gathered[w->index] = 0;
   b->warps |= 1u << w->index;
   b->arrived += 32;
+  uint64_t object = stream_object(OBJECT_NAMED, cta->linear, (uint64_t)id);
+  stream_event(w, I, STEP_ARRIVE, object, b->generation + 1, 0);
+  if (waits) stream_event(w, I, STEP_WAIT, object, b->generation + 1, 0);
   release_into(w, &b->next);
   progress(cta->emu);
   try_complete_named(cta, id);
@@ -168,7 +172,7 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
   if (g->step == BAR_GATHERING) {
     Mask missing = w->live & ~b->gathered[w->index];
     if (missing && !(I->flags & F_ALIGNED)) return wait_for(w, WAIT_CONVERGENCE, missing, 0);
-    warp_arrives(w, I, (int)id, expected, all, red);
+    warp_arrives(w, I, (int)id, expected, all, red, operands.kind != BAR_ARRIVE);
   }
   if (operands.kind == BAR_ARRIVE) return DONE;
   if (g->step == BAR_WAITING) try_complete_named(w->cta, (int)id);
@@ -240,6 +244,7 @@ static int exec_cluster_arrive(Warp *w, const Insn *I, Mask m) {
   w->cluster_arrived |= fresh;
   w->cluster_unwaited |= m;
   k->arrived += __builtin_popcount(fresh);
+  stream_event(w, I, STEP_ARRIVE, stream_object(OBJECT_CLUSTER, k->linear, 0), k->generation + 1, 0);
   if (I->mod[0] == 2) relaxed_release_into(w, &k->next);
   else release_into(w, &k->next);
   progress(k->emu);
@@ -262,6 +267,7 @@ static int exec_cluster_wait(Warp *w, const Insn *I, Mask m) {
   if (m & w->cluster_arrived)
     return wait_for(w, WAIT_CLUSTER_BARRIER, k->linear, k->generation);
   w->cluster_unwaited &= ~m;
+  stream_event(w, I, STEP_WAIT, stream_object(OBJECT_CLUSTER, k->linear, 0), k->generation, 0);
   acquire_from(w, &k->done);
   return DONE;
 }

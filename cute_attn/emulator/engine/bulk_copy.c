@@ -178,6 +178,14 @@ static void run_store(AsyncOp *op, int stage) {
   else write_linear(op, c);
 }
 
+static uint64_t first_byte(const Copy *c) {
+  if (!c->tensor) return c->global;
+  uint64_t address = c->map.address + (uint64_t)((int64_t)c->at[0] * c->map.bytes);
+  for (int d = 1; d < c->map.rank; d++)
+    address += (uint64_t)((int64_t)c->at[d] * (int64_t)c->map.stride[d]);
+  return address;
+}
+
 void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter) {
   AsyncOp *op = new_async(w, I, what, AG_BULK_WRITE, bulk_clock(w, AG_BULK_WRITE, 1));
   op->run = run_load;
@@ -187,6 +195,7 @@ void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter)
   op->access.atomic = c->reduce != NULL;
   emu_of(w)->counters[counter] += c->bytes;
   submit(op);
+  stream_event(w, I, STEP_COPY, c->bytes, c->from ? 0 : first_byte(c), 0);
 }
 
 void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter) {
@@ -208,6 +217,7 @@ void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, i
   op->data = c;
   emu_of(w)->counters[counter] += c->bytes;
   submit(op);
+  stream_event(w, I, STEP_COPY, c->bytes, first_byte(c), c->group);
 }
 
 // ---- destinations and barriers
@@ -441,6 +451,7 @@ static int exec_bulk_wait(Warp *w, const Insn *I, Mask m) {
     sources_awaited(w, l, number[l]);
   }
   if (!latest) return DONE;
+  stream_event(w, I, STEP_AWAIT, latest, sources_only, 0);
   view_add(&w->view, agent_of(w, AG_BULK_READ), bulk_clock(w, AG_BULK_READ, latest));
   if (!sources_only)
     view_add(&w->view, agent_of(w, AG_BULK_WRITE), bulk_clock(w, AG_BULK_WRITE, latest));

@@ -288,6 +288,8 @@ static int run_slice(Emu *e, Warp *w, int budget) {
       m &= I->guard_neg ? ~p : p;
     }
     if (__builtin_expect(w->branches != NULL, 0)) branches_pass(w, I, m);
+    uint64_t wavefronts = e->counters[CT_BANK_WAVEFRONTS];
+    uint64_t sectors = e->counters[CT_GLOBAL_SECTORS], atomics = e->counters[CT_ATOMICS];
     int result = DONE;
     if (m || I->flags & F_ALWAYS) {
       if (I->flags & F_ALIGNED && !aligned_ready(w, I, m))
@@ -301,6 +303,15 @@ static int run_slice(Emu *e, Warp *w, int budget) {
     e->time++;
     w->executed++;
     e->executed[I - e->program->code]++;
+    if (__builtin_expect(w->cta->recorded, 0)) {
+      wavefronts = e->counters[CT_BANK_WAVEFRONTS] - wavefronts;
+      sectors = e->counters[CT_GLOBAL_SECTORS] - sectors;
+      atomics = e->counters[CT_ATOMICS] - atomics;
+      if (wavefronts) stream_event(w, I, STEP_SHARED, wavefronts, 0, 0);
+      if (atomics) stream_event(w, I, STEP_ATOMIC, atomics, e->latest_address, 0);
+      else if (sectors) stream_event(w, I, STEP_GLOBAL, sectors, e->latest_address, 0);
+      stream_step(w, I);
+    }
     if (result == DONE) {
       g = group_of(w);
       if (g->step || g->wait_since) end_wait(e, w, g, I);
@@ -341,7 +352,7 @@ static void new_warp(Cta *c, int index) {
   Emu *e = c->emu;
   const Program *p = e->program;
   Warp *w = &c->warps[index];
-  *w = (Warp){.cta = c, .index = index, .slot = c->slot * e->warps_per_cta + index};
+  *w = (Warp){.cta = c, .index = index, .slot = c->slot * e->warps_per_cta + index, .run = -1};
   int threads = c->nthreads - index * 32;
   w->live = threads >= 32 ? ALL_LANES : (1u << threads) - 1;
   add_group(w, w->live, 0);
@@ -401,6 +412,7 @@ static Cta *new_cta(Cluster *cluster, int rank, int slot, const uint32_t id[3]) 
   c->slot = slot;
   memcpy(c->id, id, sizeof c->id);
   c->linear = (id[2] * e->grid[1] + id[1]) * e->grid[0] + id[0];
+  c->recorded = stream_records(e, cluster->linear);
   c->nthreads = (int)(e->block[0] * e->block[1] * e->block[2]);
   c->nwarps = c->live_warps = e->warps_per_cta;
   c->shared_bytes = (uint32_t)e->program->static_shared + e->dynamic_shared;
@@ -728,6 +740,7 @@ void emu_free(Emu *e) {
   free(e->reads.nodes);
   for (int i = 0; i < SCRATCH_COUNT; i++) free(e->scratch[i].memory);
   trace_free(e);
+  stream_free(e);
   free(e);
 }
 
@@ -739,6 +752,7 @@ void emu_set(Emu *e, const char *option, int64_t value) {
   else if (!strcmp(option, "seed")) e->seed = (uint64_t)value;
   else if (!strcmp(option, "spurious_cancel")) e->spurious_cancel = value != 0;
   else if (!strcmp(option, "tracing")) e->tracing = value != 0;
+  else if (!strcmp(option, "record_every")) e->record_every = (int)value;
   else if (!strcmp(option, "max_findings")) e->max_findings = (int)value;
   else if (!strcmp(option, "numerics")) e->numerics = (int)value;
 }

@@ -111,7 +111,12 @@ static int start_cp_async(Warp *w, const Insn *I, Mask m, const uint32_t *source
   c->number = (uint32_t)++w->cp_issued;
   w->agent_clock[AG_CP_ASYNC] = cp_clock(w, c->number);
   FOR_SET(l, m) state->cp_issued[l] = c->number;
-  return submit_in_turn(w, I, "cp.async", run_cp_async, c);
+  submit_in_turn(w, I, "cp.async", run_cp_async, c);
+  uint64_t bytes = 0;
+  FOR_SET(l, c->lanes) bytes += c->taken[l];
+  stream_event(w, I, STEP_COPY, bytes, c->lanes ? c->from[__builtin_ctz(c->lanes)] : 0, 0);
+  stream_event(w, I, STEP_ORDER, c->number, 0, 0);
+  return DONE;
 }
 
 static int exec_cp_async(Warp *w, const Insn *I, Mask m) {
@@ -135,6 +140,7 @@ static int wait_cp_async(Warp *w, Mask m, const uint32_t number[32], uint64_t pe
   struct Copies *state = copies_of(w);
   FOR_SET(l, m) if (state->cp_waited[l] < number[l]) state->cp_waited[l] = number[l];
   if (latest) view_add_generic(&w->view, agent_of(w, AG_CP_ASYNC), cp_clock(w, latest));
+  if (latest) stream_event(w, &emu_of(w)->program->code[group_of(w)->pc], STEP_AWAIT, latest, 0, 0);
   return DONE;
 }
 

@@ -328,6 +328,7 @@ struct Warp {
   uint64_t wgmma_group;
   int registers;           // registers of each thread (setmaxnreg)
   uint64_t executed;       // number of warp-instructions
+  int64_t run;             // the open run of instructions in the stream, or -1 (stream.c)
   uint64_t sync_epoch;     // counts bar.warp.sync and barriers, which order the lanes' accesses
   Mask cluster_arrived, cluster_unwaited;
   int register_changes;
@@ -356,6 +357,7 @@ struct Cta {
   int16_t *mbarrier_at;    // for each offset / 8: index in mbarriers, or -1
   struct Tmem *tmem;       // tcgen05.h
   struct Cell *tmem_cells; uint16_t *tmem_init;  // check.c: [groups of 16 lanes][columns]
+  bool recorded;           // its warps' steps are kept (stream.c)
   int register_pool;       // registers of the SM that setmaxnreg can still take
   bool cancel_failed_seen;
   bool exited;
@@ -410,6 +412,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
+  int record_every;                // record every such cluster's steps; 0: of none
   bool noted_inits;                // of mbarriers, by several threads
   int tcgen05_fences[2];  // before-fences, after-fences; -1: not counted, -2: none, reported
   int numerics;                    // arithmetic of tensor cores: 0 fast float, 1 bit-accurate
@@ -440,6 +443,9 @@ struct Emu {
   struct Findings *findings;
   struct SyncTable *sync;                 // release/acquire on memory words (check.c)
   struct Trace *trace;
+  struct Stream *stream;                  // steps of recorded CTAs (stream.c)
+  AsyncOp *running;                       // the operation of which a stage runs
+  uint64_t latest_address;                // of the latest access to global memory
   struct Output *output;                  // output of the kernel's printf
   Clock *slot_clocks;                     // clocks of each slot's agents
   struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
@@ -657,6 +663,35 @@ void count_mma(Emu *e, const char *kind, int m, int n, int k);
 // Trace: an interval on a row. kind: 0 wait, 1 async operation, 2 MMA, 3 instant.
 void trace_event(Emu *e, int kind, const Warp *w, const Insn *I, uint64_t start, uint64_t end,
                  uint64_t object, uint64_t detail);
+
+// --------------------------------------------------------------------------- streams (stream.c)
+//
+// What a recorded warp does, in order. Phases of mbarriers and generations of other barriers are
+// numbered so that a wait names the arrivals that it awaits.
+enum {
+  STEP_RUN,     // a: number of instructions, from `insn` on
+  STEP_ARRIVE,  // the warp signals object a, phase b
+  STEP_WAIT,    // the warp waits for phase b of object a
+  STEP_POLL,    // a test of object a failed: the warp tests again
+  STEP_ISSUE,   // the asynchronous operation of number a starts
+  STEP_COPY,    // the latest operation moves a bytes of global address b; c: its bulk group, or 0
+  STEP_ORDER,   // the latest operation has number a among the warp's of its kind
+  STEP_AWAIT,   // the warp waits for its operations up to number a, or up to bulk group a
+  STEP_SHARED,  // the next instruction takes a wavefronts of shared memory
+  STEP_GLOBAL,  // the next instruction accesses a sectors of global memory, from address b on
+  STEP_ATOMIC,  // the next instruction updates a bytes of global memory, from address b on
+  STEP_SIGNAL,  // operation c signals object a, phase b; no warp's step
+};
+enum { OBJECT_NAMED = 1, OBJECT_CLUSTER };  // in the top byte of an object; 0 is an mbarrier
+static inline uint64_t stream_object(int kind, uint64_t linear, uint64_t which) {
+  return (uint64_t)kind << 56 | linear << 32 | which;
+}
+bool stream_records(const Emu *e, uint64_t cluster);
+void stream_step(Warp *w, const Insn *I);  // an instruction has completed
+void stream_event(Warp *w, const Insn *I, int kind, uint64_t a, uint64_t b, uint64_t c);
+// A signal of the warp, or of the operation that runs.
+void stream_signal(Warp *w, const Insn *I, const Cta *cta, uint64_t object, uint64_t phase);
+void stream_free(Emu *e);
 
 // --------------------------------------------------------------------------- memory (memory.c)
 

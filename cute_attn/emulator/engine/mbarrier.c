@@ -205,6 +205,7 @@ static void take_arrivals(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int cou
     count = b->pending;
   }
   note_signal(w, I, b);
+  stream_signal(w, I, cta, stream_object(0, cta->linear, b->offset), b->clock + 1);
   b->pending -= count;
   settle(w, I, cta, b);
 }
@@ -251,6 +252,7 @@ void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t
                    mbarrier_name(w, cta, b->offset), where(b->init_insn));
     join_into(e, &b->next, from);
   }
+  stream_signal(w, I, cta, stream_object(0, cta->linear, b->offset), b->clock + 1);
   add_bytes(w, I, cta, b, -bytes);
   settle(w, I, cta, b);
 }
@@ -593,6 +595,9 @@ static int mbarrier_wait(Warp *w, const Insn *I, Mask m, WaitForm form) {
   }
   if (form.blocks && !done && !gives_up(w))
     return block_on(w, I, m, &targets[0], first, form.parity);
+  if (first)
+    stream_event(w, I, done ? STEP_WAIT : STEP_POLL,
+                 stream_object(0, targets[0].cta->linear, first->offset), first->clock, 0);
   PUTP(0, done);
   return DONE;
 }

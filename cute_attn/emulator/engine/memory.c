@@ -376,6 +376,7 @@ static void count_banks(Emu *e, const Batch *b, uint32_t bytes) {
 }
 
 static void count_sectors(Emu *e, const Runs *r, uint32_t bytes) {
+  if (r->count) e->latest_address = r->run[0].start;
   uint64_t next = 0;
   for (int i = 0; i < r->count; i++) {
     uint64_t from = r->run[i].start / SECTOR;

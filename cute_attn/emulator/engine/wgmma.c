@@ -443,6 +443,7 @@ static int issue(Warp *w, const Insn *I, Mask m, Multiply x) {
   e->counters[CT_ASYNC_OPS]++;
   count_mma(e, x.kind, 16, x.n, x.k);
   submit(op);
+  stream_event(w, I, STEP_ORDER, x.number, (uint64_t)x.n, (uint64_t)x.a_in_registers);
   progress(e);
   return DONE;
 }
@@ -549,6 +550,7 @@ static int exec_wait(Warp *w, const Insn *I, Mask m) {
     if (p) view_add(&w->view, agent_of(peer, AG_WGMMA), clock_of(peer, group));
   }
   finish_registers(w, I, group);
+  stream_event(w, I, STEP_AWAIT, end, 0, 0);
   return DONE;
 }
 

@@ -1,0 +1,1 @@
+"""Times of single launches, to judge the predictions of `cute_attn.timing`."""

@@ -1,0 +1,1 @@
+"""Rates and latencies of a GPU's units, by micro-benchmarks."""

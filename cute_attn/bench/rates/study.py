@@ -1,0 +1,383 @@
+"""Rates and latencies of the units of a GPU: what the timing model of the emulator reads.
+
+arithmetic  clocks of an instruction on one of an SM's four quarters, and until its result
+mma         mma.sync and wgmma: clocks between instructions, and until a group has finished
+shared      loads and stores of shared memory
+barriers    hand-overs between warps
+copies      bulk copies by bytes in flight, from L2 and from memory; stores and additions
+memory      plain loads, stores and additions
+launch      microseconds of a launch, and the clock under load
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ...cache import KernelDef
+from ..harness.environment import describe
+from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
+from ..harness.report import Report, Row, Verdict
+from ..harness.timing import Mode
+from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
+from .spec import KERNEL, LoopsSpec
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+CLOCKS, GBPS, MICROSECONDS, MHZ = "clocks", "GB/s", "us", "MHz"
+QUARTERS = 4  # of an SM, each with its own scheduler
+CHAINS = 8
+THROUGHPUT_WARPS = (4, 16)
+SHARED_WARPS = (1, 4, 16)
+WGMMA_N = (8, 16, 32, 64, 80, 96, 128, 160, 192, 256)
+SHORT_WGMMA_N = (64, 128, 256)
+BARRIER_WARPS = (2, 4, 8, 12)
+LATENCY_BYTES = (16, 1024, 2048, 4096, 8192, 16384, 32768)
+IN_FLIGHT_KIB = (2, 4, 8, 16, 32, 64, 128, 192)
+STORE_BYTES = (512, 2048, 8192, 16384)
+ADD_WARPS = 8
+LOAD_S = 0.25  # seconds of products before the clock is read
+EMPTY_LAUNCHES = 200
+CODE_KIB = 32
+LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
+PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
+
+Rows = Iterator[Row]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS], help="parts")
+
+
+def row(part: str, what: str, how: str, value: float, unit: str) -> Row:
+    return {"part": part, "what": what, "how": how, "value": float(value), "unit": unit}
+
+
+# ------------------------------------------------------------------------------------- parts
+
+
+def arithmetic(gpu: Machine, short: bool) -> Rows:
+    from .machine import spec_of
+
+    for name, t in gpu.times(spec_of("arithmetic", 1, 1), 32).items():
+        ops = _operations("arithmetic", 1, name)
+        yield row("arithmetic", name, "until the result", t.clocks / ops, CLOCKS)
+    for warps in THROUGHPUT_WARPS:
+        for name, t in gpu.times(spec_of("arithmetic", CHAINS, warps), 32).items():
+            each = _operations("arithmetic", CHAINS, name) * warps / QUARTERS
+            how = f"on a quarter, {warps // QUARTERS} warps"
+            yield row("arithmetic", name, how, t.clocks / each, CLOCKS)
+
+
+def mma(gpu: Machine, short: bool) -> Rows:
+    from .machine import spec_of
+
+    for chains, warps, how in (
+        (1, 1, "until the result"),
+        (4, 4, "on a quarter, 1 warp"),
+        (4, 8, "on a quarter, 2 warps"),
+    ):
+        for name, t in gpu.times(spec_of("mma.sync", chains, warps), 32).items():
+            ops = _operations("mma.sync", chains, name) * max(1, warps // QUARTERS)
+            yield row("mma", name, how, t.clocks / ops, CLOCKS)
+    few, many = WGMMA_GROUPS
+    for what, operands in (("wgmma", "SS"), ("wgmma, A in registers", "RS")):
+        for n in SHORT_WGMMA_N if short else WGMMA_N:
+            for warpgroups in (1, 2) if n in SHORT_WGMMA_N else (1,):
+                times = gpu.times(spec_of(what, n, 4 * warpgroups, shared_kib=64), 32)
+                one = times[f"group of {few}"].clocks
+                group = times[f"group of {many}"].clocks
+                name = f"m64n{n}k16 {operands}"
+                if warpgroups == 1:
+                    yield row("mma", name, "until the result", one, CLOCKS)
+                interval = (group - one) / (many - few) / warpgroups
+                yield row("mma", name, f"interval, {warpgroups} warpgroups", interval, CLOCKS)
+                how = f"group of {many}, {warpgroups} warpgroups"
+                yield row("mma", name, how, group, CLOCKS)
+                beside = times[f"group of {many} beside fma"].clocks
+                yield row("mma", name, f"{how}, beside {WGMMA_BESIDE} fma", beside, CLOCKS)
+
+
+def shared(gpu: Machine, short: bool) -> Rows:
+    from .machine import spec_of
+
+    for name, t in gpu.times(spec_of("shared memory latency"), 32).items():
+        ops = _operations("shared memory latency", 0, name)
+        yield row("shared", name, "until the result", t.clocks / ops, CLOCKS)
+    for warps in SHARED_WARPS:
+        for name, t in gpu.times(spec_of("shared memory", 0, warps), 32).items():
+            ops = _operations("shared memory", 0, name) * warps
+            yield row("shared", name, f"{warps} warps", t.clocks / ops, CLOCKS)
+
+
+def barriers(gpu: Machine, short: bool) -> Rows:
+    from .machine import spec_of
+
+    for warps in BARRIER_WARPS:
+        for name, t in gpu.times(spec_of("barriers", 0, warps), 64).items():
+            ops = _operations("barriers", 0, name)
+            yield row("barriers", name, f"{warps} warps", t.clocks / ops, CLOCKS)
+
+
+def copies(gpu: Machine, short: bool) -> Rows:
+    from .machine import L2_BYTES, MEMORY_BYTES, spec_of
+
+    spec = spec_of("bulk loads", 0, 1, shared_kib=224)
+    ways = {"L2": L2_BYTES, "memory": MEMORY_BYTES}
+    for level, size in ways.items():
+        for nbytes in LATENCY_BYTES:
+            step = nbytes if level == "L2" else 65 * 4096  # far from the copy before
+            mask = (1 if level == "L2" else size // 2**20) * 2**20 - 1
+            cold = level == "memory"
+            t = gpu.times(
+                spec, 200, size=nbytes, depth=1, step=step, mask=mask, cold=cold
+            )["load"]  # fmt: skip
+            yield row(
+                "copies", f"bulk load from {level}", f"{nbytes} bytes alone", t.clocks, CLOCKS
+            )
+    for level, size in ways.items():
+        for ctas in (1, gpu.sms):
+            for kib in IN_FLIGHT_KIB:
+                nbytes = min(16384, kib * 1024 // 2)
+                depth = kib * 1024 // nbytes
+                count = (2**29 if ctas > 1 else 2**23) // nbytes // ctas
+                t = gpu.times(
+                    spec, count, few=depth, ctas=ctas, size=nbytes, depth=depth,
+                    step=nbytes * ctas, mask=size - 1, cold=level == "memory",
+                )["load"]  # fmt: skip
+                how = f"{kib} KiB in flight, {ctas} SMs"
+                name = f"bulk load from {level}"
+                yield row("copies", name, how, nbytes / t.clocks, "bytes a clock and SM")
+                yield row("copies", name, how, ctas * nbytes / t.nanoseconds, GBPS)
+    spec = spec_of("bulk stores", 0, 1, shared_kib=20)
+    for ctas in (1, gpu.sms):
+        for nbytes in STORE_BYTES:
+            for level, size in ways.items():
+                if level == "memory" and ctas == 1:
+                    continue
+                count = (2**27 if ctas > 1 else 2**21) // nbytes // ctas
+                times = gpu.times(
+                    spec, count, ctas=ctas, size=nbytes, step=nbytes * ctas, mask=size - 1
+                )
+                for name, t in times.items():
+                    how = f"{nbytes} bytes each, {ctas} SMs"
+                    name = f"bulk {name} to {level}"
+                    yield row("copies", name, how, nbytes / t.clocks, "bytes a clock and SM")
+
+
+def memory(gpu: Machine, short: bool) -> Rows:
+    import torch
+
+    from ..async_copy.machines import Gpu
+    from ..harness.roofline import measure_copies
+    from .machine import L2_BYTES, MEMORY_BYTES, spec_of
+
+    words = gpu.memory.numel()
+    for level, footprint in (("L2", 4 * 2**20), ("memory", MEMORY_BYTES)):
+        nodes = footprint // 4096
+        order = torch.randperm(nodes - 1, device=gpu.device) + 1
+        way = torch.cat([torch.zeros(1, dtype=torch.int64, device=gpu.device), order])
+        gpu.memory[: nodes * 1024 : 1024][way] = (way.roll(-1) * 4096).int()
+        count = 64 if level == "L2" else 256
+        cold = level == "memory"
+        t = gpu.times(spec_of("global latency"), count, few=64, cold=cold)["load"]
+        yield row("memory", f"load from {level}", "until the result", t.clocks / 8, CLOCKS)
+        gpu.memory.zero_()
+    for ctas in (1, gpu.sms):
+        for level, size in (("L2", L2_BYTES), ("memory", MEMORY_BYTES)):
+            if level == "memory" and ctas == 1:
+                continue
+            for nbytes in (4, 16):
+                threads = ADD_WARPS * 32 * ctas
+                spec = spec_of("global memory", nbytes, ADD_WARPS)
+                times = gpu.times(
+                    spec, 64, ctas=ctas, size=nbytes, step=nbytes * threads, mask=size - 1
+                )
+                for name, t in times.items():
+                    moved = nbytes * ADD_WARPS * 32 * 8
+                    rate = moved / t.clocks
+                    yield row("memory", f"{name} to {level}", f"{ctas} SMs", rate,
+                              "bytes a clock and SM")  # fmt: skip
+    gpu.memory.zero_()
+    assert gpu.memory.numel() == words
+    reads = Gpu()
+    for level in ("l2", "hbm"):
+        name = {"l2": "L2", "hbm": "memory"}[level]
+        yield row("memory", f"plain loads from {name}", f"{gpu.sms} SMs", reads.read(level), GBPS)
+    for name, timing in measure_copies().items():
+        yield row("memory", f"{name} of 1 GiB", "read plus written", 2**31 / timing.median_us / 1e3,
+                  GBPS)  # fmt: skip
+
+
+def launches(gpu: Machine, short: bool) -> Rows:
+    import torch
+
+    from ... import launch
+    from ..harness.timing import time_cuda
+    from ..launch_times.measure import launches as profile
+    from .machine import REPEATS, spec_of
+
+    for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
+        spec = spec_of("nothing", 0, warps, shared_kib=kib)
+        how = f"{ctas} CTAs of {warps} warps, {kib} KiB"
+
+        times = torch.full((ctas, warps, 1, 4), -1, dtype=torch.int64, device=gpu.device)
+        function = launch.get_for(gpu.device, KERNEL, spec)
+        call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
+        many = functools.partial(_repeat, call)
+
+        [[(_, profiled)]] = profile(call, [lambda: None])
+        yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
+        for mode in LAUNCH_MODES:
+            t = time_cuda(call, mode=mode)
+            yield row("launch", f"empty kernel, {mode}", how, t.median_us, MICROSECONDS)
+        t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
+        yield row("launch", "empty kernel, one of many in a graph", how,
+                  t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
+    for warps in (1, 8):
+        spec = spec_of("code", CODE_KIB, warps, shared_kib=1)
+        for level in ("L2", "memory"):
+            first = []
+            for _ in range(REPEATS):
+                clocks: list[int] = []
+                for count in (1, 2):
+                    if level == "memory":
+                        gpu.memory.sum(dtype=torch.int32)
+                    out = gpu.run(spec, count)[0, :, 0]
+                    clocks.append(int(out[:, 1].max() - out[:, 0].min()))
+                first.append(2 * clocks[0] - clocks[1])
+            yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
+                      statistics.median(first), CLOCKS)  # fmt: skip
+    products = spec_of("wgmma", 256, 8, shared_kib=64)
+    for name, count, seconds in (
+        ("after a rest, short", SHORT_PRODUCTS, 0.0),
+        ("after a rest", PRODUCTS, 0.0),
+        ("under load", PRODUCTS, LOAD_S),
+    ):
+        gpu.run(products, 1, ctas=gpu.sms)
+        torch.cuda.synchronize()
+        time.sleep(0.3)
+        until = time.monotonic() + seconds
+        while True:
+            out = gpu.run(products, count, ctas=gpu.sms)
+            torch.cuda.synchronize()
+            if time.monotonic() >= until:
+                break
+        loop = out[..., 1, :].double()  # groups of the larger size
+        mhz = 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
+        yield row("launch", "clock during products", name, mhz, MHZ)
+
+
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(EMPTY_LAUNCHES):
+        call()
+
+
+def _operations(what: str, width: int, name: str) -> int:
+    return next(loop.operations for loop in LOOPS[what](width) if loop.name == name)
+
+
+PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
+    "arithmetic": arithmetic,
+    "mma": mma,
+    "shared": shared,
+    "barriers": barriers,
+    "copies": copies,
+    "memory": memory,
+    "launch": launches,
+}
+
+
+def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
+    """All kernels of the parts, to compile them in parallel."""
+    from .machine import spec_of
+
+    specs: dict[str, list[LoopsSpec]] = {
+        "arithmetic": [
+            spec_of("arithmetic", 1, 1),
+            *(spec_of("arithmetic", CHAINS, warps) for warps in THROUGHPUT_WARPS),
+        ],
+        "mma": [spec_of("mma.sync", chains, warps) for chains, warps in ((1, 1), (4, 4), (4, 8))]
+        + [
+            spec_of(what, n, 4 * warpgroups, shared_kib=64)
+            for what in ("wgmma", "wgmma, A in registers")
+            for n in (SHORT_WGMMA_N if short else WGMMA_N)
+            for warpgroups in ((1, 2) if n in SHORT_WGMMA_N else (1,))
+        ],
+        "shared": [
+            spec_of("shared memory latency"),
+            *(spec_of("shared memory", 0, warps) for warps in SHARED_WARPS),
+        ],
+        "barriers": [spec_of("barriers", 0, warps) for warps in BARRIER_WARPS],
+        "copies": [
+            spec_of("bulk loads", 0, 1, shared_kib=224),
+            spec_of("bulk stores", 0, 1, shared_kib=20),
+        ],
+        "memory": [
+            spec_of("global latency"),
+            *(spec_of("global memory", n, ADD_WARPS) for n in (4, 16)),
+        ],
+        "launch": [
+            *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
+            *(spec_of("code", CODE_KIB, warps, shared_kib=1) for warps in (1, 8)),
+            spec_of("wgmma", 256, 8, shared_kib=64),
+        ],
+    }
+    return [(KERNEL, spec) for part in only for spec in dict.fromkeys(specs[part])]
+
+
+def measure(
+    only: list[str], short: bool, shown: Callable[[Row], None]
+) -> tuple[list[Row], list[str]]:
+    """The rows of the parts, and the problems. A part that fails does not stop the others."""
+    from ... import launch
+    from .machine import Machine
+
+    launch.warmup(requests(short, only), progress=False)
+    gpu = Machine()
+    rows: list[Row] = []
+    problems: list[str] = []
+    for part in only:
+        problems += _run_part(part, gpu, short, rows, shown)
+    return rows, problems
+
+
+def _run_part(
+    part: str, gpu: Machine, short: bool, rows: list[Row], shown: Callable[[Row], None]
+) -> list[str]:
+    """Add the part's rows to `rows`, as far as it gets. Returns the problem, if there is one."""
+    try:
+        for one in PARTS[part](gpu, short):
+            rows.append(one)
+            shown(one)
+    except Exception as error:
+        traceback.print_exc()
+        return [f"{part}: {type(error).__name__}: {error}"]
+    return []
+
+
+def run(args: argparse.Namespace) -> Report:
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise Unavailable("measures wgmma, which only sm_90 has")
+    rows, problems = measure(args.only, args.short, lambda row: None)
+    return Report(
+        benchmark="rates",
+        title="Rates and latencies of the GPU's units",
+        environment=describe(args.argv, commit=args.commit),
+        rows=rows,
+        verdicts=[Verdict("every part ran", not problems, "; ".join(problems) or "all of them")],
+        succeeded=not problems,
+    )
+
+
+BENCHMARK = Benchmark(
+    run=run, add_arguments=add_arguments, gpu_check=(GpuCheckStage(("--only", "barriers"), 30),)
+)

@@ -1,0 +1,191 @@
+"""The numbers of the simulator, from a GPU's measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .rates import Rates
+from .simulate import Machine
+from .steps import Latencies
+
+QUARTER = "on a quarter"
+RESULT = "until the result"
+INSTRUCTION_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the simulator needs to know of a GPU."""
+
+    rates: Rates
+
+    @cached_property
+    def clock_mhz(self) -> float:
+        """The clock of a short launch: during products, or else during copies."""
+        key = "launch", "clock during products", "after a rest, short", "MHz"
+        if key in self.rates.values:
+            return self.rates.values[key]
+        how = "64 KiB in flight, 1 SMs"
+        gbps, per_clock = (
+            self.rates.value("copies", "bulk load from L2", how, unit)
+            for unit in ("GB/s", "bytes a clock and SM")
+        )
+        return 1e3 * gbps / per_clock
+
+    @cached_property
+    def launch_us(self) -> float | None:
+        """Microseconds that the profiler gives an empty kernel; None if nobody has measured it."""
+        return min(self.rates.all_of("launch", "empty kernel, profiled").values(), default=None)
+
+    @cached_property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What a prediction leaves out, because the GPU's report does not have it."""
+        parts = {"the launch": self.launch_us, "fetching instructions": self.fetch}
+        return tuple(name for name, value in parts.items() if value is None)
+
+    @cached_property
+    def unit_clocks(self) -> dict[str, float]:
+        """Clocks of a warp's instruction on a unit of its quarter."""
+
+        def clocks(what: str) -> float:
+            values = self.rates.all_of("arithmetic", what)
+            return min(v for (how, _), v in values.items() if how.startswith(QUARTER))
+
+        return {
+            "fma": clocks("fma"),
+            "alu": clocks("logic"),
+            "xu": clocks("ex2"),
+            "mma": self.rates.value("mma", "m16n8k16 bf16", "on a quarter, 2 warps"),
+            "imad": clocks("int_mad"),
+            "FMNMX": clocks("max"),
+            "F2FP": clocks("pack_bf16x2"),
+            "I2FP": clocks("from_int"),
+            "SEL": clocks("select"),
+            "PRMT": clocks("permute"),
+            "HFMA2": clocks("fma_bf16x2"),
+        }
+
+    @cached_property
+    def latencies(self) -> Latencies:
+        def clocks(part: str, what: str) -> float:
+            return self.rates.value(part, what, RESULT)
+
+        return Latencies(
+            arithmetic=clocks("arithmetic", "fma"),
+            special=clocks("arithmetic", "ex2"),
+            shuffle=clocks("arithmetic", "shuffle"),
+            mma=clocks("mma", "m16n8k16 bf16"),
+            shared=clocks("shared", "load 4 B"),
+            matrix=clocks("shared", "ldmatrix x1"),
+            from_l2=clocks("memory", "load from L2"),
+            from_memory=clocks("memory", "load from memory"),
+        )
+
+    def multiply(self, n: int, from_registers: bool) -> float:
+        """Clocks of a wgmma while others follow: measured, between measured N in proportion."""
+        operands = "RS" if from_registers else "SS"
+        known = {
+            int(what[len("m64n") : what.index("k16")]): clocks
+            for (part, what, how, unit), clocks in self.rates.values.items()
+            if part == "mma" and what.endswith(operands) and how == "interval, 1 warpgroups"
+        }
+        below = max((k for k in known if k <= n), default=min(known))
+        above = min((k for k in known if k >= n), default=max(known))
+        if below == above:
+            return known[below] * n / below
+        share = (n - below) / (above - below)
+        return known[below] * (1 - share) + known[above] * share
+
+    def multiply_latency(self, from_registers: bool) -> float:
+        """Clocks from the end of a wgmma's interval until a warp sees the result."""
+        n = 128
+        operands = "RS" if from_registers else "SS"
+        alone = self.rates.value("mma", f"m64n{n}k16 {operands}", RESULT)
+        return max(0.0, alone - self.multiply(n, from_registers))
+
+    @cached_property
+    def fetch(self) -> float | None:
+        """Clocks of a machine instruction's first execution, since its code comes from memory; None
+        if nobody has measured it."""
+        values = self.rates.all_of("launch", "instructions from memory")
+        each = []
+        for (how, _), clocks in values.items():
+            kib = int(how.partition(" KiB")[0])
+            each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
+        return min(each, default=None)
+
+    def meet(self, warps: int) -> float:
+        """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
+        few, many = (
+            self.rates.value("barriers", "bar.sync of all warps", f"{n} warps") for n in (4, 12)
+        )
+        return max(0.0, few + (many - few) / 8 * (warps - 4))
+
+    def machine(self, loading: float, storing: float, memory_share: float) -> Machine:
+        """The SM that has the most to do, of `loading` and `storing` SMs like it, which share the
+        rates of L2 and memory. Memory is read for `memory_share` of the bytes that an SM waits
+        for."""
+        rates = self.rates
+
+        def stream(level: str) -> tuple[float, float]:
+            """Bytes a clock of one SM alone, and of one of all SMs."""
+            name, unit = f"bulk load from {level}", "bytes a clock and SM"
+            values = rates.all_of("copies", name)
+
+            def best(ctas: int) -> float:
+                return max(
+                    v
+                    for (how, u), v in values.items()
+                    if u == unit and how.endswith(f", {ctas} SMs")
+                )
+
+            return best(1), best(rates.sms)
+
+        def latency(level: str) -> float:
+            values = rates.all_of("copies", f"bulk load from {level}")
+            return values["16 bytes alone", "clocks"]
+
+        def out(what: str) -> float:
+            values = rates.all_of("copies", f"bulk {what} to L2")
+            unit = "bytes a clock and SM"
+            one = max(v for (how, u), v in values.items() if u == unit and how.endswith(", 1 SMs"))
+            every = max(
+                v
+                for (how, u), v in values.items()
+                if u == unit and how.endswith(f", {rates.sms} SMs")
+            )
+            return min(one, every * rates.sms / storing)
+
+        shared = {}
+        for level in ("L2", "memory"):
+            one, every = stream(level)
+            share = memory_share if level == "memory" else 1.0
+            shared[level] = min(one, every * rates.sms / loading / share)
+        shared["memory"] = min(shared["memory"], shared["L2"])
+        known: dict[tuple[int, bool], float] = {}
+
+        def multiply(n: int, from_registers: bool) -> float:
+            key = n, from_registers
+            if key not in known:
+                known[key] = self.multiply(n, from_registers)
+            return known[key]
+
+        barrier = "mbarrier, two hand-overs between two warps"
+        hand_over = rates.value("barriers", barrier, "2 warps") / 2
+        return Machine(
+            multiply=multiply,
+            multiply_latency=self.multiply_latency,
+            hand_over=hand_over,
+            meet=self.meet,
+            # Measured until a warp goes on, which the simulator adds.
+            l2_latency=latency("L2") - hand_over,
+            memory_latency=latency("memory") - hand_over,
+            l2_rate=shared["L2"],
+            memory_rate=shared["memory"],
+            store_rate=out("store"),
+            add_rate=out("add"),
+            store_latency=latency("L2"),
+            wavefront=rates.value("shared", "store 4 B", "16 warps"),
+            fetch=self.fetch or 0.0,
+        )

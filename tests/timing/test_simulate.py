@@ -1,0 +1,153 @@
+"""The simulated SM: warps share units, products and copies queue, phases wait for all arrivals."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from cute_attn.timing.simulate import Machine, Result, Stuck, simulate
+from cute_attn.timing.steps import (
+    Arrive,
+    Await,
+    Copy,
+    LaunchItems,
+    Multiply,
+    Wait,
+    WarpItems,
+    Work,
+)
+
+MACHINE = Machine(
+    multiply=lambda n, from_registers: n / 2,
+    multiply_latency=lambda from_registers: 50.0 if from_registers else 60.0,
+    hand_over=50.0,
+    meet=lambda warps: 10.0 * warps,
+    l2_latency=400.0,
+    memory_latency=800.0,
+    l2_rate=64.0,
+    memory_rate=16.0,
+    store_rate=32.0,
+    add_rate=8.0,
+    store_latency=300.0,
+    wavefront=1.0,
+    fetch=2.0,
+)
+MBARRIER, NAMED = 0x100, 1 << 56
+
+
+def work(*, alu: float = 0.0, latency: float = 0.0, wavefronts: int = 0, loaded: int = 0) -> Work:
+    return Work((alu / 2, 0.0, 0.0, alu, 0.0, 0.0), latency, wavefronts, loaded, 0, 0, 0)
+
+
+def run(*warps: list[object], signals: dict[int, list[tuple[int, int]]] | None = None) -> Result:
+    """Simulate one CTA with these warps; the arrivals are counted."""
+    signals = signals or {}
+    contributions = Counter(
+        (item.object, item.phase) for items in warps for item in items if isinstance(item, Arrive)
+    )
+    contributions.update(key for keys in signals.values() for key in keys)
+    listed = [WarpItems(0, number, list(items)) for number, items in enumerate(warps)]
+    return simulate(LaunchItems(listed, signals, contributions, 1.0), MACHINE, {0: 0})
+
+
+def test_a_warp_alone_takes_its_latency_or_its_unit() -> None:
+    assert run([work(alu=100, latency=300)]).ends[0] == pytest.approx(300)
+    assert run([work(alu=500, latency=300)]).ends[0] == pytest.approx(500)
+
+
+def test_warps_of_a_quarter_share_its_units() -> None:
+    """Warps 0 and 4 are on one quarter, warp 1 is on another."""
+    both = run([work(alu=100)], [], [], [], [work(alu=100)])
+    assert both.ends[0] == pytest.approx(200)
+    apart = run([work(alu=100)], [work(alu=100)])
+    assert apart.ends[0] == pytest.approx(100)
+    hidden = run([work(alu=100, latency=300)], [], [], [], [work(alu=100, latency=300)])
+    assert hidden.ends[0] == pytest.approx(300)
+
+
+def test_wavefronts_of_all_quarters_queue() -> None:
+    result = run([work(latency=10, wavefronts=100)], [work(latency=10, wavefronts=100)])
+    assert result.ends[0] == pytest.approx(200)
+    assert result.busy["shared memory"] == pytest.approx(200)
+
+
+def test_a_wait_ends_after_the_last_arrival() -> None:
+    result = run(
+        [work(latency=100), Arrive(MBARRIER, 1)],
+        [work(latency=300), Arrive(MBARRIER, 1)],
+        [Wait(MBARRIER, 1, 0), work(latency=10)],
+    )
+    assert result.ends[0] == pytest.approx(300 + 50 + 10)
+    assert result.waits["barrier", MBARRIER] == pytest.approx(350)
+
+
+def test_named_barriers_take_their_own_time() -> None:
+    meeting = [work(latency=100), Arrive(NAMED, 1), Wait(NAMED, 1, 0)]
+    assert run(meeting, meeting).ends[0] == pytest.approx(120)
+
+
+def test_the_phase_before_the_first_is_complete() -> None:
+    assert run([Wait(MBARRIER, 1, 0), work(latency=10)]).ends[0] == pytest.approx(10)
+
+
+def test_products_of_warpgroups_take_turns() -> None:
+    products = [Multiply(1, 128, False, 0), Multiply(2, 128, False, 0), Await("wgmma", 2, 0)]
+    assert run(*[products] * 4).ends[0] == pytest.approx(2 * 64 + 60)
+    two = run(*[products] * 8)
+    assert two.ends[0] == pytest.approx(4 * 64 + 60)
+    assert two.busy["tensor cores"] == pytest.approx(4 * 64)
+
+
+def test_a_product_starts_when_all_four_warps_have_come() -> None:
+    product = [Multiply(1, 128, False, 0), Await("wgmma", 1, 0)]
+    late = [work(latency=500), *product]
+    assert run(product, product, product, late).ends[0] == pytest.approx(500 + 64 + 60)
+
+
+@pytest.mark.parametrize(("missed", "clocks"), [(False, 6400 / 64 + 400), (True, 6400 / 16 + 800)])
+def test_a_copy_signals_when_its_bytes_are_there(missed: bool, clocks: float) -> None:
+    result = run(
+        [Copy("load", 7, 6400, missed, 0), Wait(MBARRIER, 1, 0)], signals={7: [(MBARRIER, 1)]}
+    )
+    assert result.ends[0] == pytest.approx(clocks + 50)
+
+
+def test_bytes_of_copies_queue_and_latencies_overlap() -> None:
+    copies = [Copy("load", number, 6400, False, 0) for number in (1, 2)]
+    result = run([*copies, Wait(MBARRIER, 1, 0)], signals={1: [(MBARRIER, 1)], 2: [(MBARRIER, 1)]})
+    assert result.ends[0] == pytest.approx(2 * 100 + 400 + 50)
+
+
+def test_a_store_is_awaited_by_its_group() -> None:
+    stores = [Copy("store", 1, 3200, False, 1), Copy("store", 2, 3200, False, 2)]
+    assert run([*stores, Await("bulk read", 1, 0)]).ends[0] == pytest.approx(100 + 300)
+    assert run([*stores, Await("bulk", 2, 0)]).ends[0] == pytest.approx(200 + 400)
+
+
+def test_loads_of_a_warp_take_the_port() -> None:
+    assert run([work(latency=10, loaded=6400)]).ends[0] == pytest.approx(100 + 400)
+
+
+def test_code_is_fetched_once_for_an_sm() -> None:
+    first = work(latency=100)._replace(runs=((0, 3),))
+    warps = [WarpItems(0, number, [first, first]) for number in range(2)]
+    launch = LaunchItems(warps, {}, Counter(), 1.0, [1.0, 5.0, 4.0])
+    result = simulate(launch, MACHINE, {0: 0})
+    assert result.busy["instruction fetch"] == pytest.approx(20)
+    assert result.ends[0] == pytest.approx(220)
+
+
+def test_sms_share_rates_by_their_bytes() -> None:
+    """Of 100 CTAs on 132 SMs, every second has nothing to load, and all store the same."""
+    stores = Copy("store", 1, 1024, False, 1)
+    warps = [WarpItems(cta, 0, [work(loaded=4096 * (cta % 2)), stores]) for cta in range(10)]
+    launch = LaunchItems(warps, {}, Counter(), 1.0)
+    assert launch.sharers(132, 100) == (pytest.approx(50), pytest.approx(100))
+    assert launch.sharers(40, 100) == (40, 40)
+
+
+def test_warps_that_wait_for_each_other_are_reported() -> None:
+    other = MBARRIER + 8
+    with pytest.raises(Stuck, match="2 warps never end"):
+        run([Wait(MBARRIER, 1, 0), Arrive(other, 1)], [Wait(other, 1, 0), Arrive(MBARRIER, 1)])
