@@ -178,7 +178,11 @@ class Emulator:
     # -- for scripts/launches.py
 
     def launch_within(
-        self, regions: Iterable[tuple[int, int, str]], program: Program, launch: Launch
+        self,
+        regions: Iterable[tuple[int, int, str]],
+        program: Program,
+        launch: Launch,
+        image: bytes,
     ) -> None:
         """Run one launch of a program whose memory is known by address alone.
 
@@ -186,6 +190,7 @@ class Emulator:
             regions: address, bytes and name of each piece of device memory.
             program: the kernel.
             launch: the launch.
+            image: the machine code of the kernel's module, for recordings.
 
         Raises:
             FindingsError: as a call of an `EmulatedFunction`.
@@ -194,7 +199,7 @@ class Emulator:
             self._machine.clear_regions()
             for base, size, name in regions:
                 self._machine.add_region(base, size, name)
-            self._launch(program, launch)
+            self._launch(program, launch, image)
 
     # -- for EmulatedFunction
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,6 +248,26 @@ def test_exit_status(tmp_path: Path, arguments: list[str], status: int) -> None:
 
 
 @pytest.mark.slow
+def test_times_are_predicted(tmp_path: Path) -> None:
+    """A line for each launch, a graph's replays included."""
+    pytest.importorskip("cute_attn.timing")
+    calls = """
+x = torch.zeros(128).cuda()
+y = x.clone()
+reverse(from_dlpack(x), from_dlpack(y))
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    reverse(from_dlpack(x), from_dlpack(y))
+graph.replay()
+"""
+    (tmp_path / "program.py").write_text(f"{HEADER}{KERNELS}\n{calls}")
+    done = emulated("--time", "--checks", "none", "program.py", directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"reverse\S*: predicted ([0-9.]+) us on NVIDIA H100", done.stderr)
+    assert len(found) == 2 and all(float(us) > 0 for us in found), done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(5)", 5), ("raise ValueError('why')", 1)])
 def test_the_program_s_own_exit_status(tmp_path: Path, end: str, status: int) -> None:
     (tmp_path / "program.py").write_text(f"import sys\n{end}\n")
@@ -263,6 +284,7 @@ def test_the_program_s_own_exit_status(tmp_path: Path, end: str, status: int) ->
         (["--schedules", "0", "x.py"], "--schedules: '0' is not a positive integer"),
         (["--resident", "many", "x.py"], "--resident: 'many' is not a positive integer"),
         (["--on-findings", "warn", "x.py"], "--on-findings: invalid choice: 'warn'"),
+        (["--arch", "sm_80", "--time", "x.py"], "--time is for --arch sm_90a"),
         (["--unknown", "x.py"], "unrecognized arguments: --unknown"),
         (["/nowhere/x.py"], "there is no file /nowhere/x.py"),
         ([], "required: SCRIPT"),

@@ -155,7 +155,7 @@ def _graphs(launches: Launches) -> tuple[type, type]:
 
         def replay(self) -> None:
             for one in self._launches:
-                launches.run(one.program, one.launch)
+                launches.run(one.program, one.launch, one.code)
 
         def reset(self) -> None:
             self._launches = []

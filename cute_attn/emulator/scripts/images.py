@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import build, machine
@@ -44,17 +45,25 @@ def register(ptx: str | bytes | None, code: str | bytes | None) -> None:
     Path(scratch).replace(target)
 
 
-def programs(image: int) -> dict[str, Program]:
-    """The kernels of the module whose machine code is at an address, by symbol.
+@dataclass(frozen=True)
+class Module:
+    """A compiled module: its kernels by symbol, and an object file with its machine code."""
+
+    programs: dict[str, Program]
+    code: bytes
+
+
+def module(image: int) -> Module:
+    """The module whose machine code is at an address.
 
     Raises:
         UnknownModule: the module was compiled elsewhere, or its machine code is compressed.
     """
-    return _programs(_code(image))
+    return _module(_code(image))
 
 
 @functools.cache
-def _programs(code: bytes) -> dict[str, Program]:
+def _module(code: bytes) -> Module:
     kept = _store() / hashlib.sha256(code).hexdigest()
     if not kept.exists():
         raise UnknownModule(
@@ -63,7 +72,7 @@ def _programs(code: bytes) -> dict[str, Program]:
             "loads the kernel, so that it is compiled again"
         )
     # A byte before the code: `register_uses` looks for code inside of an object file.
-    return machine.programs(kept.read_text(), b"\0" + code)
+    return Module(machine.programs(kept.read_text(), b"\0" + code), b"\0" + code)
 
 
 def _code(image: int) -> bytes:

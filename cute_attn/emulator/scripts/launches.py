@@ -33,6 +33,7 @@ class Recorded:
 
     program: Program
     launch: Launch
+    code: bytes
     kept: tuple[Any, ...]
 
 
@@ -57,6 +58,7 @@ class Launches:
                 options.checks,
                 on_findings="raise" if options.on_findings == "raise" else "collect",
                 progress=self._progress,
+                record=int(options.time and schedule == "fair"),
             )
             for schedule, seed in _schedules(options)
         ]
@@ -73,11 +75,12 @@ class Launches:
             launch = Launch.requested(kernel, dims, arguments)
             if launch.cooperative and math.prod(launch.grid) > self.options.device.resident(launch):
                 return _TOO_LARGE
-            program = images.programs(image)[launch.kernel]
+            module = images.module(image)
+            program = module.programs[launch.kernel]
             if self.recording is not None:
-                self.recording.append(_recorded(program, launch))
+                self.recording.append(_recorded(program, launch, module.code))
             else:
-                self.run(program, launch)
+                self.run(program, launch, module.code)
         except BaseException as error:  # exceptions cannot pass through the host code
             if self._callers:
                 self._errors.append(error)
@@ -102,8 +105,9 @@ class Launches:
         if self._errors:
             raise self._errors.pop()
 
-    def run(self, program: Program, launch: Launch) -> None:
-        """Run a launch under every schedule; the last one's results stay.
+    def run(self, program: Program, launch: Launch, code: bytes) -> None:
+        """Run a launch of a kernel with this machine code under every schedule; the last one's
+        results stay.
 
         Raises:
             FindingsError: a check found an error, and errors are raised; or a deadlock.
@@ -117,7 +121,7 @@ class Launches:
             printed = len(emulator.report.output)
             self._progress.begin(launch)
             try:
-                emulator.launch_within(regions, program, launch)
+                emulator.launch_within(regions, program, launch, code)
             finally:
                 self._progress.end()
                 if emulator is self._emulators[-1]:
@@ -175,6 +179,15 @@ class Launches:
         text = "\n".join(by_cause(self.errors_found))
         return "\n".join([*(f"emulator: {line}" for line in text.splitlines()), self.counts()])
 
+    def predictions(self) -> str:
+        """The predicted time of each launch. Where a launch cannot be predicted, the reason."""
+        from ...timing import predict
+
+        try:
+            return "\n".join(map(str, predict(self._emulators[-1])))
+        except (ValueError, RuntimeError) as error:
+            return f"emulator: no times are predicted: {error}"
+
     def write(self, path: Path) -> None:
         """Write a report in JSON."""
         options = asdict(self.options) | {"report": str(path)}
@@ -210,7 +223,7 @@ def _schedules(options: Options) -> list[tuple[str, int]]:
     return [*random, *adversarial, ("fair", options.seed)]
 
 
-def _recorded(program: Program, launch: Launch) -> Recorded:
+def _recorded(program: Program, launch: Launch, code: bytes) -> Recorded:
     kept = tuple(
         ctypes.create_string_buffer(
             ctypes.string_at(launch.arguments[i], parameter.bytes), parameter.bytes
@@ -219,7 +232,7 @@ def _recorded(program: Program, launch: Launch) -> Recorded:
     )
     addresses = (ctypes.c_void_p * max(1, len(kept)))(*map(ctypes.addressof, kept))
     sizes = launch.grid, launch.block, launch.cluster, launch.dynamic_shared, launch.cooperative
-    return Recorded(program, Launch(launch.kernel, *sizes, addresses), kept)
+    return Recorded(program, Launch(launch.kernel, *sizes, addresses), code, kept)
 
 
 class Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..library import CHECKS
 from .device import DEVICES, Device
 
 DEFAULT_ARCH = "sm_90a"
+TIMED_ARCH = "sm_90a"  # of the GPUs whose rates have been measured
 ON_FINDINGS = ("collect", "raise", "ignore")
 
 
@@ -28,6 +30,7 @@ class Options:
         report: file for a report in JSON.
         num_sms: the number of SMs that the program sees.
         resident: the number of CTAs that are resident at a time.
+        time: whether the time of each launch on a GPU is predicted.
     """
 
     arch: str = DEFAULT_ARCH
@@ -38,6 +41,7 @@ class Options:
     report: Path | None = None  # absolute, since a program may change its directory
     num_sms: int | None = None
     resident: int = 4
+    time: bool = False
 
     @property
     def device(self) -> Device:
@@ -130,10 +134,19 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write launches and findings to FILE, as JSON"
     )
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="predict the time of each launch on an H100 (sm_90a, in a checkout)",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     parser.add_argument("program", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     given = parser.parse_args(arguments)
+    if given.time and given.arch != TIMED_ARCH:
+        parser.error(f"--time is for --arch {TIMED_ARCH}, and the architecture is {given.arch}")
+    if given.time and importlib.util.find_spec("cute_attn.timing") is None:
+        parser.error("--time needs a checkout of cute_attn, which has the rates of GPUs")
     options = Options(
         given.arch,
         given.checks,
@@ -143,6 +156,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         given.report and given.report.absolute(),
         given.num_sms,
         given.resident,
+        given.time,
     )
     program = [given.program, *given.arguments]
     return options, given.program if given.module else None, program

@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     status = _run(module, program)
     if launches.count:
         say(launches.summary())
+        if options.time:
+            say(launches.predictions())
     else:
         say("emulator: no kernel was launched")
     if status == 0 and launches.errors_found and options.on_findings != "ignore":

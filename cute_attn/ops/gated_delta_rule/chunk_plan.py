@@ -162,7 +162,9 @@ def _head_path(
 ) -> list[launch.Request]:
     """The kernels of `kernels.delta.chunk.per_head`."""
     fields = call.base | call.state_fields | head_pass_config(**call.dims)
-    prepare = HeadPrepareSpec(**call.inputs)
+    # With float16, the inverse of exact products takes more than the 80 registers of three CTAs.
+    ctas_per_sm = 2 if call.base["dtype"] == "float16" else 3
+    prepare = HeadPrepareSpec(**call.inputs, ctas_per_sm=ctas_per_sm)
     if pool is not None:
         spec: PassSpec = HeadPoolPassSpec(**fields, **pool)
         whole, *split = call.with_segments(table.HEAD_POOL_PASS, spec)
