@@ -51,6 +51,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class FailuresAtOnce:
+    """Names each failed test when it fails, so that a run that is cut short has told it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"failed: {report.nodeid}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Point the kernel cache to a directory of this test run, before any test module is imported.
 
@@ -61,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(durations.Recorder(config))
     if hasattr(config, "workerinput"):
         return
+    config.pluginmanager.register(FailuresAtOnce(config))
     for name in CACHE_SETTINGS:
         os.environ.pop(name, None)
     if config.getoption("keep_kernels"):  # safe: the cache's keys cover the kernels' sources
