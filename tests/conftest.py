@@ -60,8 +60,7 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(f"failed: {report.nodeid}")
+            terminal.write(f"\nfailed: {report.nodeid}\n", flush=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
