@@ -181,7 +181,7 @@ def plan_mla_decode(
         head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
         queries: queries of a sequence.
         heads: query heads. With queries, they are rows of the kernel's tiles of 64: only whether
-            queries is 1, and whether the number of tiles is even, matters.
+            queries is 1, and whether there are two tiles, matters.
         causal: as the operator's.
         page_size: tokens of a page, a multiple of 16.
         return_lse: as the operator's.

@@ -67,6 +67,7 @@ class Server:
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
             "log_level": "error",
+            "max_mamba_cache_size": 32,  # or states of linear layers take most of the memory
             "max_running_requests": 8,
             "max_total_tokens": 2048,
             "page_size": 16,

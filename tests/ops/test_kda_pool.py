@@ -606,7 +606,7 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
             )
     models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
     built = set(plan_file(models, "sm_90a"))
-    assert len(loaded) == 6 * len(calls) + 2 * state_v_first
+    assert len(loaded) == 7 * len(calls) + 2 * state_v_first
     missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
     assert not missing
 

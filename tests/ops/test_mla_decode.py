@@ -47,7 +47,7 @@ CASES = {
     "pairs of CTAs, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
     "pairs of CTAs, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
     "pairs of CTAs, 128 heads": Case((200, 0, 5), heads=128),
-    "pairs of CTAs, 4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
+    "4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
     "320 columns, float16": Case(
         (70, 129), queries=3, heads=7, head_dim=320, head_dim_v=256, dtype=torch.float16,
         page_size=32,
@@ -288,7 +288,7 @@ def test_other_architectures_are_refused():
 
 
 def test_plans_depend_on_tiles_of_rows():
-    """With an even number of tiles of 64 rows, pairs of CTAs have two tiles each."""
+    """Pairs of CTAs have two tiles of 64 rows, if there are no more."""
     (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4)
     assert not one[1].causal and several[1].causal
     assert one[1].cluster == several[1].cluster == 1
@@ -298,3 +298,4 @@ def test_plans_depend_on_tiles_of_rows():
     (pairs,) = plan_mla_decode(ARCH, heads=128)
     assert pairs[1].cluster == 2
     assert plan_mla_decode(ARCH, heads=65) == [pairs]
+    assert plan_mla_decode(ARCH, queries=2, heads=128) == [several]

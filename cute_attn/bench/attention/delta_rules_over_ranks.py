@@ -8,12 +8,10 @@ would take longer, because the pass of the state has few CTAs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..harness.report import Row
-
-if TYPE_CHECKING:
-    from .context_parallel import Clock
+from .clock_of_ranks import Clock
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 

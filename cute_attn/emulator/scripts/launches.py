@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import json
 import math
+import pkgutil
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from .options import Options
 
 QUIET_SECONDS = 5.0
 """A launch that takes longer shows its progress."""
+PREDICT = "cute_attn.timing:predict"  # in a checkout, and itself a user of the emulator
 _TOO_LARGE = 720  # cudaErrorCooperativeLaunchTooLarge
 _REPEAT_SECONDS = 30.0  # between two lines of progress, where lines cannot be overwritten
 
@@ -181,8 +183,7 @@ class Launches:
 
     def predictions(self) -> str:
         """The predicted time of each launch. Where a launch cannot be predicted, the reason."""
-        from ...timing import predict
-
+        predict = pkgutil.resolve_name(PREDICT)
         try:
             return "\n".join(map(str, predict(self._emulators[-1])))
         except (ValueError, RuntimeError) as error:
