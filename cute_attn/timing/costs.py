@@ -57,10 +57,14 @@ class Cost:
     Attributes:
         units: clocks of each of `UNITS`.
         stall: clocks for which the machine code stalls the warp after issuing.
+        block: the number of the basic block.
+        copies: how often the machine code repeats the block, since the assembler unrolls loops.
     """
 
     units: tuple[float, ...]
     stall: float
+    block: int = 0
+    copies: float = 1.0
 
 
 def unit_of(base: str) -> str | None:
@@ -89,7 +93,8 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
         if line is not None and instruction.base not in (*_TENSOR, *_FREE):
             by_line[line].append(instruction)
     sharing = Counter(i.line for i in program.instructions)
-    copies = _copies(program, by_line)
+    blocks = _blocks(program)
+    copies = _copies(program, by_line, blocks)
     found = []
     for index, ptx in enumerate(program.instructions):
         units, stall = [0.0] * len(UNITS), 0.0
@@ -102,7 +107,9 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]
-        found.append(Cost(tuple(u / share for u in units), stall / share))
+        found.append(
+            Cost(tuple(u / share for u in units), stall / share, blocks[index], copies[index])
+        )
     return found
 
 
@@ -134,10 +141,11 @@ def _function(program: Program, image: bytes) -> tuple[Function, dict[int, int]]
     raise NoLines(f"the object file has no machine code of {program.name}")
 
 
-def _copies(program: Program, by_line: dict[int, list[Instruction]]) -> list[float]:
+def _copies(
+    program: Program, by_line: dict[int, list[Instruction]], blocks: list[int]
+) -> list[float]:
     """How many copies of each PTX instruction's block the machine code has: the assembler unrolls
     loops."""
-    blocks = _blocks(program)
     seen: dict[int, list[int]] = defaultdict(list)
     for index, ptx in enumerate(program.instructions):
         for prefix, base in _ONCE.items():

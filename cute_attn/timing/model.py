@@ -107,13 +107,14 @@ class Model:
     @cached_property
     def fetch(self) -> float | None:
         """Clocks of a machine instruction's first execution, since its code comes from memory; None
-        if nobody has measured it."""
+        if nobody has measured it. A time of zero or less says that a cache still had the code."""
         values = self.rates.all_of("launch", "instructions from memory")
         each = []
         for (how, _), clocks in values.items():
             kib = int(how.partition(" KiB")[0])
             each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
-        return min(each, default=None)
+        least = min(each, default=0.0)
+        return least if least > 0 else None
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""

@@ -174,6 +174,7 @@ class Simulator:
         self._own: dict[tuple[int, str], list[tuple[int, float, float]]] = defaultdict(list)
         self._ends: dict[int, float] = {}
         self._floor = [0.0] * len(self._warps)
+        self._written = [0.0] * len(self._warps)  # until a warp's stores have arrived
         self._starts = [0.0] * len(self._warps)
         self._busy: dict[str, float] = defaultdict(float)
         self._waits: dict[tuple[str, int], float] = defaultdict(float)
@@ -231,7 +232,7 @@ class Simulator:
             elif isinstance(item, Await) and self._await(index, item, now):
                 return
         cta = self._warps[index].cta
-        self._ends[cta] = max(self._ends.get(cta, 0.0), now)
+        self._ends[cta] = max(self._ends.get(cta, 0.0), now, self._written[index])
         self._live -= 1
 
     def _work(self, index: int, work: Work, now: float) -> None:
@@ -254,6 +255,7 @@ class Simulator:
             clocks = work.stored / self._m.store_rate + work.added / self._m.add_rate
             sm.out = max(sm.out, now) + clocks
             self._busy["stores"] += clocks
+            self._written[index] = sm.out + self._m.l2_latency
         fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
         self._busy["instruction fetch"] += fetching
         self._floor[index] = until
@@ -392,6 +394,7 @@ class Simulator:
             rate = m.store_rate if item.kind == "store" else m.add_rate
             sm.out = max(sm.out, now) + item.nbytes / rate
             self._busy["stores"] += item.nbytes / rate
+            self._written[index] = sm.out + m.l2_latency
             read = sm.out + m.store_latency
             self._own[index, "bulk"].append((item.order, sm.out + m.l2_latency, read))
             return

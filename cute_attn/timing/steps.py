@@ -393,21 +393,30 @@ class _Instructions:
         self, runs: tuple[tuple[int, int], ...], cold: frozenset[int]
     ) -> tuple[tuple[float, ...], float]:
         units = [0.0] * len(UNITS)
-        stall = longest = 0.0
+        stall = longest = issued = latest = 0.0
         ready: dict[Any, float] = {}
+        block, executed = -1, 1.0
         for start, count in runs:
             for index in range(start, start + count):
                 cost = self._costs[index]
+                if cost.block != block or index == start:
+                    # The assembler reorders a block and its unrolled copies. Blocks issue in order.
+                    executed = executed + 1 if cost.block == block else 1.0
+                    if executed == 1 or executed > cost.copies:
+                        issued, executed = latest, 1.0
+                    block = cost.block
                 for i, clocks in enumerate(cost.units):
                     units[i] += clocks
                 stall += cost.stall
                 written, read, latency = self._edges[index]
                 if index in cold:
                     latency = self._latencies.from_memory
-                begin = 0.0
+                begin = issued
                 for name in read:
                     if (at := ready.get(name, 0.0)) > begin:
                         begin = at
+                if begin > latest:
+                    latest = begin
                 end = begin + latency
                 for name in written:
                     ready[name] = end

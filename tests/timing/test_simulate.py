@@ -121,8 +121,14 @@ def test_bytes_of_copies_queue_and_latencies_overlap() -> None:
 
 def test_a_store_is_awaited_by_its_group() -> None:
     stores = [Copy("store", 1, 3200, False, 1), Copy("store", 2, 3200, False, 2)]
-    assert run([*stores, Await("bulk read", 1, 0)]).ends[0] == pytest.approx(100 + 300)
-    assert run([*stores, Await("bulk", 2, 0)]).ends[0] == pytest.approx(200 + 400)
+    read = run([*stores, Await("bulk read", 1, 0)])
+    assert read.waits["bulk read", 0] == pytest.approx(100 + 300)
+    assert run([*stores, Await("bulk", 2, 0)]).waits["bulk", 0] == pytest.approx(200 + 400)
+
+
+def test_a_launch_ends_when_its_stores_have_arrived() -> None:
+    assert run([Copy("store", 1, 3200, False, 1)]).ends[0] == pytest.approx(100 + 400)
+    assert run([work(latency=10)._replace(stored=3200)]).ends[0] == pytest.approx(100 + 400)
 
 
 def test_loads_of_a_warp_take_the_port() -> None:

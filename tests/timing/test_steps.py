@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,8 +39,14 @@ def recorded(text: str, threads: int, dynamic_shared: int = 0, arguments: bytes 
     )
 
 
-def items(recording: Recording) -> list[WarpItems]:
-    costs = [Cost((1.0,) + (0.0,) * (len(UNITS) - 1), 1.0)] * len(recording.program.instructions)
+def items(recording: Recording, loop: int | None = None, copies: int = 1) -> list[WarpItems]:
+    """The warps' items. A second block begins at the instruction `loop`, and has `copies`."""
+    first = loop or len(recording.program.instructions)
+    one = Cost((1.0,) + (0.0,) * (len(UNITS) - 1), 1.0)
+    costs = [
+        replace(one, block=1, copies=copies) if i >= first else one
+        for i in range(len(recording.program.instructions))
+    ]
     return launch_items(recording, costs, LATENCIES, Memory()).warps
 
 
@@ -117,6 +124,29 @@ def test_the_longest_chain_is_the_latency() -> None:
     ((one,),) = ([i for i in w.items if isinstance(i, Work)] for w in items(recording))
     # shl, add, load, add; moves are free
     assert one.latency == pytest.approx(4 + 4 + 30 + 4)
+
+
+@pytest.mark.parametrize(("copies", "clocks"), [(1, 8 + 30 + 30 + 4), (2, 8 + 30 + 4)])
+def test_loads_overlap_within_a_block_and_its_copies(copies: int, clocks: int) -> None:
+    """A loop of two iterations, each of which loads and uses the value."""
+    text = SHARED.replace(
+        "st.shared.b32 [%r2], %r0;",
+        """st.shared.b32 [%r2], %r0;
+  mov.u32 %r1, 2;
+again:
+  ld.shared.b32 %r3, [%r2];
+  add.s32 %r0, %r3, 1;
+  sub.s32 %r1, %r1, 1;
+  setp.ne.s32 %p0, %r1, 0;
+  @%p0 bra again;""",
+    ).replace(".reg .b32 %r<4>;", ".reg .b32 %r<4>; .reg .pred %p<1>;")
+    recording = recorded(text, 32)
+    opcodes = [i.opcode for i in recording.program.instructions]
+    loop = opcodes.index("ld.shared.b32")
+    ((one,),) = (
+        [i for i in w.items if isinstance(i, Work)] for w in items(recording, loop, copies)
+    )
+    assert one.latency == pytest.approx(clocks)
 
 
 def test_the_first_touch_of_a_line_misses_until_the_launch_ends() -> None:
