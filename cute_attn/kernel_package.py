@@ -17,7 +17,7 @@ __all__ = ["write"]
 
 PACKAGE = Path(__file__).parent
 # Only a checkout has these: pyproject.toml leaves them out of a wheel.
-LEFT_OUT = ("bench", "machine_code", "kernels/async_copy", "kernels/ladder")
+LEFT_OUT = ("bench", "machine_code", "timing", "kernels/async_copy", "kernels/ladder")
 # What `kernels` knows of the requirements.
 KNOWN = {"cuda": ["nvidia-cutlass-dsl", "tvm-ffi"], "cpu": ["tvm-ffi"]}
 
