@@ -126,6 +126,13 @@ class Run:
         assert found is not None
         return found.reshape(shape)
 
+    def copy_empty(self, into: Tensor, states: Tensor) -> None:
+        """On rank 0, copy the states of sequences without tokens, which no rank's kernels carry."""
+        if self.plan.rank == 0:
+            for sequence, length in enumerate(self.plan.lengths):
+                if length == 0:
+                    into[:, sequence].copy_(states[:, sequence])
+
     def as_given(self, x: Tensor) -> Tensor:
         """The inverse of `matrices`, as a contiguous tensor."""
         x = x.flatten(0, 1)
@@ -184,10 +191,7 @@ def forward(
     by_span = held.by_span(local, batch)
     ends, sequences = held.forward.ends
     sequences.put(final, ends.take(by_span))
-    if run.plan.rank == 0:
-        for sequence, length in enumerate(run.plan.lengths):
-            if length == 0:
-                final[:, sequence].copy_(first[:, sequence])
+    run.copy_empty(final, first)
     dist.all_reduce(final, group=run.plan.all_ranks)
     return o, run.as_given(final), kept
 
@@ -208,10 +212,7 @@ def backward(
         for part in parts[1:]:
             last = last + part
     dinitial = torch.zeros_like(last)
-    if plan.rank == 0:
-        for sequence, length in enumerate(plan.lengths):
-            if length == 0:
-                dinitial[:, sequence].copy_(last[:, sequence])
+    run.copy_empty(dinitial, last)
     if not held.pieces:
         local = v.new_empty(0, v.shape[2], *dims)
         held.backward.states(plan.all_ranks, None, last, held.by_span(local, batch)).wait()

@@ -1,4 +1,4 @@
-"""Times of calls that all ranks of a process group make together."""
+"""Times and memory of calls that all ranks of a process group make together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 3  # a time is the median of so many rounds
 
 
 class Clock:
-    """Times of calls that all ranks make."""
+    """Times and memory of calls that all ranks make."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,3 +59,16 @@ class Clock:
             for name, call in calls.items():
                 found[name].append(self.run(call, counts[name]))
         return {name: statistics.median(times) for name, times in found.items()}
+
+    def peak_mib(self, call: Callable[[], None]) -> float | None:
+        """The most memory that a call allocates beside its inputs; None without a GPU."""
+        import torch
+
+        if self.device.type == "cpu":
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20

@@ -153,19 +153,6 @@ class Timed:
         o, _ = self.attend()
         torch.autograd.grad(o, self.leaves, self.do)
 
-    def peak_mib(self, call: Callable[[], None]) -> float | None:
-        """The most memory that a call allocates beside its inputs."""
-        import torch
-
-        if self.q.device.type == "cpu":
-            return None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
 
 def plan_of(case: Case, mode: str) -> Any:
     """The plan of a mode; "mesh" has 2 parts of the tokens."""
@@ -224,8 +211,8 @@ def measured(
             "base_both_ms": base_both,
             "both_ms": over_both,
             "share_of_ideal_both": base_both / over_both if base_both and over_both else None,
-            "forward_peak_mib": over.peak_mib(over.forward),
-            "both_peak_mib": None if forward_only else over.peak_mib(over.both),
+            "forward_peak_mib": clock.peak_mib(over.forward),
+            "both_peak_mib": None if forward_only else clock.peak_mib(over.both),
         }
         del over, calls
         if device.type == "cuda":

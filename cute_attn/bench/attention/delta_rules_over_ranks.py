@@ -108,12 +108,7 @@ def measured(case: DeltaCase, clock: Clock) -> Row:
     world = torch.distributed.get_world_size()
     plan = context_parallel(seqlen=case.tokens, layout=case.layout)
     over = calls_of(case, plan.tokens, cp=plan)
-    peaks = {}
-    for name, call in over.items():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    peaks = {name: clock.peak_mib(call) for name, call in over.items()}
     base = calls_of(case, case.tokens // world)
     times = clock.times(over | {f"base_{name}": call for name, call in base.items()})
     row: Row = {
