@@ -101,7 +101,7 @@ def name_of(change: dict[str, Any]) -> str:
     return "-".join(change) or "plain"
 
 
-@pytest.mark.parametrize("change", GOOD, ids=name_of)
+@pytest.mark.parametrize("change", [*GOOD, {"chunk_size": 32}], ids=name_of)
 def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict[str, Any]):
     with pytest.raises(ValueError, match="q is on cpu, must be on a CUDA device"):
         cute_attn.chunk_kda(**call(**change))
@@ -216,8 +216,13 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
             ValueError,
             r"cu_seqlens_cpu\[3\] is 6, must be at most T, 5",
         ),
-        ({"chunk_size": 32}, NotImplementedError, "chunk_size is 32, there are kernels for .* 64"),
-        ({"chunk_size": None}, NotImplementedError, "chunk_size is None"),
+        ({"chunk_size": 16}, ValueError, r"chunk_size is 16, must be one of \(32, 64\)"),
+        ({"chunk_size": None}, ValueError, "chunk_size is None"),
+        (
+            {"chunk_size": 32, "return_intermediate_states": True},
+            NotImplementedError,
+            "chunk_size is 32, must be 64 with return_intermediate_states",
+        ),
         ({"cp_context": object()}, NotImplementedError, "cp_context is given, must be None"),
         ({"no_such_name": None}, TypeError, "unexpected keyword argument 'no_such_name'"),
     ],
@@ -959,7 +964,7 @@ def test_signature_is_flash_linear_attentions():
         "pad_slot_id", "out",
     }  # fmt: skip
     of_their_kwargs = {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
-    assert set(ours) - set(positional) == of_their_kwargs | of_pools
+    assert set(ours) - set(positional) == of_their_kwargs | of_pools | {"cp"}
     assert shared == [argument.arg for argument in theirs.args]
     required = len(theirs.args) - len(theirs.defaults)
     for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):

@@ -33,9 +33,9 @@ from ..kda.arguments import (
 )
 from ..kda.chunk_arguments import (
     ChunkArguments,
+    check_chunks_and_contexts,
     check_sequences,
     over_ranks,
-    refuse_chunks_and_contexts,
 )
 from ..kda.chunk_backward import SAVED, Backward, BackwardArguments, Ready
 from ..kda.chunk_passes import (
@@ -140,7 +140,7 @@ def chunk_gated_delta_rule(
         A_log: HV numbers of any shape and floating-point dtype.
         dt_bias: HV numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias are
             ignored without use_gate_in_kernel.
-        chunk_size: must be 64.
+        chunk_size: 16, 32 or 64: no effect, since chunks have 64 tokens.
         state_indices: `[N]` int32 or int64, with any stride: the slot of the pool that each
             sequence uses, see below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
@@ -176,11 +176,11 @@ def chunk_gated_delta_rule(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists supported
-            dimensions), another chunk_size, a cp_context, a second derivative, or a tensor that
+            dimensions), a cp_context, a second derivative, or a tensor that
             requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
-        refuse_chunks_and_contexts(chunk_size)
+        check_chunks_and_contexts(chunk_size, cp_context, (16, 32, 64))
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if cp is not None:
