@@ -245,6 +245,12 @@ def test_autograd_is_refused(name: str):
         cute_attn.gated_delta_rule_decode(**args)
 
 
+def test_both_decodes_take_the_same_arguments():
+    names = ("kda_decode", "gated_delta_rule_decode")
+    ours, kdas = (inspect.signature(getattr(cute_attn, name)) for name in names)
+    assert ours == kdas
+
+
 def test_fake_tensors_get_the_results():
     with FakeTensorMode():
         args = faked(arguments(tokens=3, slots=5))
