@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -145,12 +145,13 @@ def _decays_of_channels(q: Any, v: Any, g: Any, gk: Any, gated: Any) -> Tensor:
         check_tensor(name, x)
     check_dtype("gk", gk, GATE_DTYPES)
     check_shapes({"gk": gk}, {"gk": (*v.shape[:-1], q.shape[-1])})
-    if g is None:
-        return cast("Tensor", gk)
-    check_tensor("g", g)
-    check_dtype("g", g, GATE_DTYPES)
-    check_shapes({"g": g}, {"g": v.shape[:-1]})
-    return gk.float() + g.float().unsqueeze(-1)
+    decays: Tensor = gk
+    if g is not None:
+        check_tensor("g", g)
+        check_dtype("g", g, GATE_DTYPES)
+        check_shapes({"g": g}, {"g": v.shape[:-1]})
+        decays = gk.float() + g.float().unsqueeze(-1)
+    return decays
 
 
 def _defaults(
