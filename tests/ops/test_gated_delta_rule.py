@@ -142,6 +142,20 @@ def test_gradients_by_the_kernels_for_sm_90a():
 
 @pytest.mark.everywhere
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_initial_states_in_16_bits_are_converted(device: str, dtype: torch.dtype):
+    args = Case(SMALL, (70,)).arguments(device)
+    args["initial_state"] = args["initial_state"].to(dtype)
+    whole = args | {"initial_state": args["initial_state"].float()}
+    assert same(args, run(args), run(whole))
+    of = weights(args)
+    found, expected = differentiated(args, of), differentiated(whole, of)
+    expected["initial_state"] = expected["initial_state"].to(dtype)
+    assert same_gradients(found, expected)
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
 @pytest.mark.parametrize("gates", GATES)
 def test_gates_of_any_kind(device: str, gates: str):
     for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
@@ -452,6 +466,10 @@ class Theirs(NamedTuple):
             "beta": normal(*of_heads) if self.sigmoid else uniform(*of_heads).sigmoid(),
             "initial_state": torch.zeros(sequences, self.HV, self.D, self.D),
         }
+        if self.lengths:
+            found["initial_state"].normal_(generator=generator)
+            if not self.gate:
+                found["initial_state"] = found["initial_state"].to(self.dtype)
         if self.gate:
             found["A_log"] = normal(self.HV)
             if self.bias:

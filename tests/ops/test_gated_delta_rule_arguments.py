@@ -66,7 +66,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
         ({**GATED, "dt_bias": f32(256)}, ValueError, r"dt_bias has .* must have HV = 4 elements"),
         ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval is True, must be False without"),
         ({"initial_state": f32(3, 4, 64, 128)}, ValueError, r"here \[2, 4, 64, 128\]"),
-        ({"initial_state": f32(2, 4, 64, 128).half()}, TypeError, "initial_state has dtype"),
+        ({"initial_state": f32(2, 4, 64, 128).double()}, TypeError, "initial_state has dtype"),
         ({"cu_seqlens": offsets(0, 5)}, ValueError, r"there are 2 batches \(B\), must be 1 where"),
         ({"chunk_size": 48}, ValueError, r"chunk_size is 48, must be one of \(16, 32, 64\)"),
         ({"chunk_size": "64"}, ValueError, r"chunk_size is '64', must be one of \(16, 32, 64\)"),

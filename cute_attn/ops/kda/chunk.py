@@ -136,7 +136,7 @@ def chunk_kda(
             sign.
         scale: factor of q; None is K ** -0.5. 0, or 2**-60 to 2**60 in size (with float16 q and
             use_qk_l2norm_in_kernel, 2**-10 to 2**15).
-        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+        initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
