@@ -28,7 +28,7 @@ from ..ops.kda.limits import (
     DTYPES,
     GATE_DTYPES,
     HEAD_DIMS,
-    STATE_DTYPES,
+    INITIAL_STATE_DTYPES,
     STEP_DTYPES,
     STEP_HEAD_DIMS,
     STEP_PARAMETER_DTYPES,
@@ -62,13 +62,13 @@ def register() -> None:
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
     on the GPU's architecture, chunks of 32, intermediate states of packed sequences without
     `cu_seqlens_cpu`, a beta for each channel, a `scale` or `lower_bound` that is a tensor, a
-    `lower_bound` that is not negative, initial states of other dtypes than float32 and bfloat16 or
-    of another number than the sequences, in-place states of packed sequences, or that are not
-    contiguous and aligned, and gradients of the recurrent functions. Keywords that the library
-    ignores are ignored.
+    `lower_bound` that is not negative, initial states of other dtypes than float32, bfloat16 and
+    float16 or of another number than the sequences, in-place states of packed sequences, or that
+    are not contiguous and aligned, and gradients of the recurrent functions. Keywords that the
+    library ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
-    not 0; and the chunked functions convert an initial state in bfloat16, which the library's
+    not 0; and the chunked functions convert an initial state in 16 bits, which the library's
     `chunk_kda` refuses.
 
     The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; a call that the
@@ -294,7 +294,7 @@ def _declines_chunk_gated_delta_rule(given: Arguments) -> Reason:
     return (
         _declines_chunks_and_contexts(given)
         or _declines_dtypes_and_sizes(given)
-        or _declines_state(given, STATE_DTYPES)
+        or _declines_state(given, INITIAL_STATE_DTYPES)
         or _declines_gradients_of_chunks(given, decays="head")
     )
 
@@ -310,7 +310,7 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
             return "the number of chunks may change from replay to replay (use_graph)"
     return (
         _declines_dtypes_and_sizes(given)
-        or _declines_state(given, STATE_DTYPES)
+        or _declines_state(given, INITIAL_STATE_DTYPES)
         or _declines_gradients_of_chunks(given, decays="channel")
     )
 
@@ -323,7 +323,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
     elif given.get("out") is not None:
         reason = f"{NAME} takes an out with a state in place only"
     else:
-        reason = _declines_state(given, STATE_DTYPES)
+        reason = _declines_state(given, INITIAL_STATE_DTYPES)
     return (
         reason
         or _declines_gradients(given)

@@ -109,7 +109,7 @@ def attention_gradients(device: str) -> Iterator[Named]:
         call = differentiate(function, given | {"deterministic": True}, ATTENTION_INPUTS)
         always = outputs_start_as_zeros()(call)
         yield f"{title}, deterministic", always
-        if table.has("backward_ds_dq", target.arch, target.head_dim):
+        if table.has("backward_ds_dq", target.arch, target.head_dim, target.head_dim_v):
             with workspace(0):
                 yield f"{title}, without a workspace for dS", always
             long = on_device(LONG_KEYS.arguments(), device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,9 +152,24 @@ def over_ranks(
     )
 
 
-def refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:
-    if chunk_size != CHUNK:
+def check_chunks_and_contexts(
+    chunk_size: Any, cp_context: Any, sizes: tuple[int, ...], *, returns_chunks: Any = False
+) -> None:
+    """Raise the documented exception for a chunk_size or a cp_context that no call takes.
+
+    Args:
+        sizes: what flash-linear-attention takes as chunk_size.
+        returns_chunks: whether a result has a state for each chunk.
+    """
+    if not isinstance(chunk_size, int) or chunk_size not in sizes:
+        raise ValueError(f"chunk_size is {chunk_size!r}, must be one of {sizes}")
+    if returns_chunks and chunk_size != CHUNK:
         raise NotImplementedError(
-            f"chunk_size is {chunk_size}, there are kernels for chunks of {CHUNK}"
+            f"chunk_size is {chunk_size}, must be {CHUNK} with return_intermediate_states: there "
+            f"is a state for each {CHUNK} tokens"
         )
-    raise NotImplementedError("cp_context is given, must be None: there is no context parallelism")
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context is given, must be None: for context parallelism give a plan of "
+            "cute_attn.distributed.context_parallel as cp"
+        )
