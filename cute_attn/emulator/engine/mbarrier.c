@@ -119,9 +119,9 @@ static void check_waits(const Insn *I, Cta *cta, const Mbarrier *b) {
     const Wait *wait = &b->waits[i];
     if (!(b->waited >> i & 1) || b->done.vc[agent_of(v, AG_FLOW)] >= wait->clock) continue;
     finding_with(v, wait->insn, I, CK_BARRIER, SEV_ERROR,
-                 "waits for phase %u of %s, and nothing makes the end of phase %u wait for this: "
-                 "threads that look late miss phase %u, and wait for phase %u", wait->phase,
-                 address_name(cta, b->offset), wait->phase + 1, wait->phase, wait->phase + 2);
+                 "waits for phase %u of %s, but phase %u ends without it: where this warp looks "
+                 "later than that, it misses both phases, and waits for phase %u", wait->phase,
+                 address_name(cta, b->offset), wait->phase + 1, wait->phase + 2);
   }
 }
 
