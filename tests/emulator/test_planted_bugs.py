@@ -1006,7 +1006,9 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.before(LOOP, load)), [load]
 
 
-@whole("gemm sm_100 pairs", "fences behind the inits dropped", "proxy-fence barrier", severity="note")
+@whole(
+    "gemm sm_100 pairs", "fences behind the inits dropped", "proxy-fence barrier", severity="note"
+)
 def _(p: Ptx) -> Planted:
     return p.drop(*p.all(r"fence\.mbarrier_init")), [
         *p.all(LOAD),

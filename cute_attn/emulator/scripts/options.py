@@ -106,8 +106,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         type=positive,
         default=1,
         metavar="N",
-        help="run each launch under N schedules: fair, adversarial, then starving and random ones in "
-        "turn (default: 1)",
+        help="run each launch under N schedules: fair, adversarial, then starving and random "
+        "ones in turn (default: 1)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the random schedules (default: 0)"
