@@ -1,5 +1,5 @@
-"""Waits that an mbarrier may lap: the next phase ends without the waiting warp, which then finds the
-parity changed twice. An early version of the latent decode hung on an H100 for this reason."""
+"""Waits that an mbarrier may lap: the next phase ends without the waiting warp, which then finds
+the parity changed twice. An early version of the latent decode hung on an H100 for this reason."""
 
 from __future__ import annotations
 
