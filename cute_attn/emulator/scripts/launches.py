@@ -121,12 +121,14 @@ class Launches:
                 for base, content in before:
                     ctypes.memmove(base, content, len(content))
             printed = len(emulator.report.output)
+            ended = False
             self._progress.begin(launch)
             try:
                 emulator.launch_within(regions, program, launch, code)
+                ended = True
             finally:
                 self._progress.end()
-                if emulator is self._emulators[-1]:
+                if not ended or emulator is self._emulators[-1]:
                     sys.stdout.write(emulator.report.output[printed:])
                     sys.stdout.flush()
 
