@@ -54,9 +54,9 @@ def read_again() -> None:
 def test_a_program_with_all_is_emulated_by_the_hook(environment: pytest.MonkeyPatch):
     environment.setenv("CUTE_ATTN_EMULATE", "all")
     with pytest.raises(ValueError, match="the emulator did not start this process"):
-        assert settings().emulate
+        cute_attn.reload_settings()
     environment.setenv("CUTE_ATTN_EMULATED_PROCESS", str(os.getpid()))
-    assert not settings().emulate
+    assert not cute_attn.reload_settings().emulate
 
 
 def test_the_workspace_is_a_number_of_mib(environment: pytest.MonkeyPatch):
