@@ -1,10 +1,10 @@
 """Bugs in programs of other packages: docs/bugs_found.md tells of them.
 
-    python -m tests.emulator.bugs_in_scripts [--cutlass CHECKOUT] [--flashinfer DIRECTORY] [NAME ...]
+    python -m tests.emulator.bugs_in_scripts [--cutlass CHECKOUT] [--flashinfer WHEEL] [NAME ...]
 
-runs each program in the emulator, unmodified, and prints its errors; then the same for a copy of the
-sources with a small change. CHECKOUT is a checkout of NVIDIA/cutlass, DIRECTORY an unpacked wheel of
-FlashInfer. Both are read, never written.
+runs each program in the emulator, unmodified, and prints its errors; then the same for a copy of
+the sources with a small change. CHECKOUT is a checkout of NVIDIA/cutlass, WHEEL an unpacked wheel
+of FlashInfer. Both are read, never written.
 """
 
 from __future__ import annotations
@@ -186,16 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             scratch, folder = Path(directory), program.folder(package.resolve())
-            for title, where in (
-                ("as released", lambda: folder),
-                ("mended", lambda: program.mended(folder, scratch)),
-            ):
-                errors = program.errors(where(), scratch)
-                ours = [x for x in errors if x.split(":")[0] in program.checks]
-                print(f"{name}, {title}: {len(ours)} errors of {sorted(program.checks)}, "
-                      f"{len(errors) - len(ours)} others", flush=True)  # fmt: skip
-                for line in errors[:4]:
-                    print(f"  {line}", flush=True)
+            show(f"{name}, as released", program, program.errors(folder, scratch))
+            mended = program.mended(folder, scratch)
+            show(f"{name}, mended", program, program.errors(mended, scratch))
+
+
+def show(title: str, program: Program, errors: list[str]) -> None:
+    """Print the numbers of errors, and the first few."""
+    ours = sum(x.split(":")[0] in program.checks for x in errors)
+    print(f"{title}: {ours} errors of {sorted(program.checks)}, {len(errors) - ours} others")
+    for line in errors[:4]:
+        print(f"  {line}", flush=True)
 
 
 if __name__ == "__main__":
