@@ -3,7 +3,7 @@
     python -m cute_attn.emulator --arch sm_100a tests/emulator/flashinfer_mqa.py FLASHINFER
 
 FLASHINFER is the folder `flashinfer` of an unpacked wheel. Only the kernel's own module is
-imported. Two sequences have 512 and 256 keys; each of two CTAs has a part of the first and what follows.
+imported. Two sequences have 512 and 256 keys, and two CTAs share the work.
 """
 
 import importlib
