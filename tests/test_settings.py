@@ -141,7 +141,7 @@ def test_architectures_that_there_are_none_of(
     arch.forget()
     with pytest.raises(error, match=message):
         launch.arch_of(0)
-    with pytest.raises(error, match=message), cute_attn.emulated():
+    with pytest.raises(error, match=f"CUTE_ATTN_ARCH is '{name}': {message}"), cute_attn.emulated():
         pass
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -122,13 +121,6 @@ def check_disable_recompute(disable_recompute: Any, return_intermediate_states: 
         )
 
 
-@lru_cache
-def _rule(module: str, name: str) -> Any:
-    return getattr(import_module(f"..{module}", __package__), name)
-
-
-# A graph break: torch.compile cannot trace messages.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def over_ranks(
     cp: Any, module: str, rule: str, tensors: tuple[Any, ...], initial_state: Any,
     options: dict[str, Any], unsupported: dict[str, Any],
@@ -144,7 +136,7 @@ def over_ranks(
             f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
         )
     return cp.chunk_delta_rule(
-        _rule(module, rule),
+        getattr(import_module(f"..{module}", __package__), rule),
         dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), tensors, strict=True)),
         initial_state,
         options,
