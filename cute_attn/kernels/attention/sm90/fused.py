@@ -251,7 +251,7 @@ class LoadWarp:
             keys.load("k", x, work, taken)
             stats_start = padded_start(tiles.queries, work.sequence)
             walk = self.order.walk(tiles, work, first, end)
-            tile, head = walk.start, work.head
+            tile, head = walk.start, walk.head
             for i in cutlass.range((end - first) * tiles.group, unroll=1):
                 row = stats_start + tile * self.spec.tile_m
                 queries.load("q", x, work, tile, head, row, n)
