@@ -28,7 +28,7 @@ from ...kernels.attention.heuristics import (
     invariant_splits,
     num_splits_of_forward,
 )
-from ...kernels.attention.spec import LARGEST_SCALE
+from ...kernels.attention.spec import LARGEST_SCALE, SHARING_CTAS
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
@@ -423,6 +423,8 @@ def requests_of(
         tree_mask=a.tree_mask is not None,
     )
     cluster = table.find("forward", arch, head_dim, head_dim_v).cluster
+    if getattr(requests[0][1], "shared_keys", False):
+        cluster = SHARING_CTAS
     return requests, cluster, launch.num_clusters(a.q.device, cluster)
 
 
