@@ -199,7 +199,12 @@ class TileMap(Carried):
         at_once = Int32(cutlass.max(1, cutlass.min(fit, self.heads * self.batch)))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
-        return OrderedTileMap(**values, order=order)
+        found = OrderedTileMap(**values, order=order)
+        if found.alternates and self.divided.cu_seqlens is None:
+            # Groups that all fall end as groups of a causal call without an order do.
+            last = Int32(cutlass.select_(self.group > 1, LAST_TILES * clusters, 0))
+            found = replace(found, last_tiles=last)
+        return found
 
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""
@@ -325,7 +330,9 @@ class OrderedTileMap(TileMap):
         rising       all tiles are rising
         alternating  the groups of heads that share L2 alternate, and the last group is falling.
                      In causal calls, CTAs that end a rising group with its shortest tiles begin the
-                     next group with its longest tiles. Packed sequences alternate instead of groups
+                     next group with its longest tiles. Packed sequences alternate instead of
+                     groups. With several query heads of a K/V head, all tiles are falling, so that
+                     CTAs of a K/V head are at the same tile of queries; see `uses.HeadsInside`
 
     Attributes:
         order: the name.
@@ -345,10 +352,11 @@ class OrderedTileMap(TileMap):
         """1 for falling tiles, 0 for rising tiles. The head counts the heads of all sequences."""
         if not self.alternates:
             return Int32(0)
+        several = cutlass.select_(self.group > 1, 1, 0)
         if self.divided.cu_seqlens is not None:
-            return (self.batch - sequence) & 1
+            return Int32((self.batch - sequence) & 1) | several
         last = (self.heads * self.batch - 1) // self.heads_at_once
-        return (last - head // self.heads_at_once + 1) & 1
+        return Int32((last - head // self.heads_at_once + 1) & 1) | several
 
     def falls_of(self, work: Work) -> Int32:
         """`falls` of a work."""

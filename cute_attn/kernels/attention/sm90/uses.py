@@ -79,10 +79,18 @@ class FixedOrder(QueryOrder):
         assert isinstance(tiles, OrderedTileMap)
         falls = tiles.falls_of(work)
         start = Int32(cutlass.select_(falls != 0, end - 1, first))
+        if tiles.alternates:
+            # All tiles of keys begin with the same head: a CTA comes to a sum soon after the CTA of
+            # the smaller number.
+            return GroupWalk(
+                start, work.head + tiles.group, None, work.head, 1 - 2 * falls, tiles.group
+            )
         end = Int32(cutlass.select_(falls != 0, first - 1, end))
         return OrderedWalk(start, end, None, work.head, 1 - 2 * falls)
 
     def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
+        if isinstance(walk, GroupWalk):
+            return walk.first_use(tiles_of_head, **of_use)
         assert isinstance(walk, OrderedWalk)
         return OrderedUse(tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use)
 
@@ -119,9 +127,7 @@ class HeadsInside(QueryOrder):
 
     def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
         assert isinstance(walk, GroupWalk)
-        first = of_use["head_sums"]
-        end = first + (walk.end - walk.head) * tiles_of_head
-        return GroupUse(tile=walk.start, first=first, end=end, step=walk.step, **of_use)
+        return walk.first_use(tiles_of_head, **of_use)
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,12 @@ class GroupWalk(Walk):
 
     step: Int32
     group: Int32
+
+    def first_use(self, tiles_of_head: Int32, **of_use: Any) -> GroupUse:
+        """The use at the start of the walk; for `QueryOrder.use`."""
+        first = of_use["head_sums"]
+        end = first + (self.end - self.head) * tiles_of_head
+        return GroupUse(tile=self.start, first=first, end=end, step=self.step, **of_use)
 
     def following(self, tile: Int32, head: Int32) -> tuple[Int32, Int32]:
         return following_head(tile, head, self.head, self.end, self.step, self.group, Int32(1))
