@@ -85,7 +85,7 @@ class SplitCosts:
 # Multiply-adds per tile: 4 x 128 x 256 x 256, by two SMs of SM100 or one SM of SM90.
 ESTIMATED = SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
 # Costs of the fused kernels at 1.6 GHz, and of the partial sums of 128 keys at 4.2 TB/s.
-MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.8, 0.98) for dim in (64, 128)}
+MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.1, 0.98) for dim in (64, 128)}
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ class ForwardRow(Row):
         held: columns of Q that a thread holds in registers.
         turns: whether the warpgroups of `tile` take turns to start products.
         v_stages: the number of V tiles in shared memory at once; 0: as many as K tiles.
+        shared_keys: in long sequences whose queries all see the same keys, a cluster of two CTAs
+            loads K and V once for two tiles.
         fma_step: one of every `fma_step` exponentials is computed on the FMA units; 0: none.
         sums_by_product: the product P V may compute the row sums of P, as further columns.
         fp8: the tiles where k and v are fp8; None: there is no such kernel.
@@ -147,6 +149,7 @@ class ForwardRow(Row):
     held: int = 0
     turns: bool = True
     v_stages: int = 0
+    shared_keys: bool = False
     fma_step: int = 0
     sums_by_product: bool = False
     fp8: Fp8Tiles | None = None
@@ -211,7 +214,7 @@ FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
         tile=Tile(192, 128, 3), few=Tile(64, 128, 4), pieces=Tile(128, 128, 4), capped_m=128,
-        most_packed_heads=32, page_keys=128, fma_step=8, sums_by_product=True,
+        most_packed_heads=32, page_keys=128, shared_keys=True, fma_step=8, sums_by_product=True,
         fp8=Fp8Tiles(Tile(128, 128, 2), Tile(64, 128, 3), 3, 4, held=64, k_warps_few=4),
     ),
     # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
@@ -230,7 +233,7 @@ FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), pieces=Tile(128, 64, 2), most_packed_heads=32,
-        page_keys=64, held=64,
+        page_keys=64, held=64, shared_keys=True,
         fp8=Fp8Tiles(Tile(128, 64, 2), Tile(64, 64, 2), 1, 2, held=0, k_warps_few=4),
     ),
     ForwardRow(

@@ -188,8 +188,14 @@ class Sm90ForwardSpec(ForwardSpec):
         super().__post_init__()
         row = find("forward", "sm_90a", self.head_dim, self.head_dim_v)
         if self.shared_keys and (
-            self.window_left or self.window_right or self.ragged_q or self.ragged_k or self.split
-            or self.scheduler != "counter" or self.fp8 != "none" or row.cluster > 1
+            self.window_left
+            or self.window_right
+            or self.ragged_q
+            or self.ragged_k
+            or self.split
+            or self.scheduler != "counter"
+            or self.fp8 != "none"
+            or row.cluster > 1
         ):
             raise ValueError(
                 "shared_keys is True, it needs the scheduler 'counter', a head_dim of one CTA, and "

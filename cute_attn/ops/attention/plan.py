@@ -56,6 +56,7 @@ def plan_attention(
     num_splits: int = 1,
     return_lse: bool = False,
     short: bool | None = None,
+    long: bool | None = None,
     few: bool | None = None,
     pieces: bool | None = None,
     kv_dtype: str | None = None,
@@ -90,6 +91,9 @@ def plan_attention(
         return_lse: as the operator's.
         short: True for at most 128 queries in each sequence (decode), False for more (prefill),
             None for both: these are two kernels if heads_k < heads.
+        long: True for at least 4096 queries in each sequence, False for fewer, None for both. These
+            are two kernels on Hopper at head_dim 64 and 256, without a window or a causal mask,
+            packed sequences, used lengths, pages, splits and fp8.
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
@@ -163,9 +167,11 @@ def plan_attention(
                 k_descale=k_descale,
                 v_descale=v_descale,
                 tree_mask=tree_mask,
+                long=is_long,
             ),
         )
         for packing, few_rows, has_pieces in tiles
+        for is_long in (((False, True) if long is None else (long,)) if not short else (False,))
         for way in _ways(num_splits, has_pieces, False if batch_invariant else pieces)
     ]
     requests = list(dict.fromkeys(requests))

@@ -135,6 +135,8 @@ def parameters(
         tiles = tiles.ordered(spec.order, a.num_ctas)
     else:
         tiles = tiles.balanced(spec, a.num_ctas)
+        if spec.window_right and not spec.window_left:
+            tiles = tiles.in_halves(a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()

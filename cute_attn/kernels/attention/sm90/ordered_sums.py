@@ -178,4 +178,7 @@ class OrderedAdditions(Carried):
         keys = self.keys
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
         assert isinstance(keys.tiles, OrderedTileMap) and isinstance(use, OrderedUse | GroupUse)
-        return keys.tiles.place(work.block, first, end, use.step < 0)
+        falls = use.step < 0
+        if keys.tiles.alternates:  # earlier keys add first, whichever way their CTA walks
+            falls |= keys.tiles.group > 1
+        return keys.tiles.place(work.block, first, end, falls)

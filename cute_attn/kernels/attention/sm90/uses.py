@@ -78,13 +78,13 @@ class FixedOrder(QueryOrder):
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
         assert isinstance(tiles, OrderedTileMap)
         falls = tiles.falls_of(work)
-        start = Int32(cutlass.select_(falls != 0, end - 1, first))
         if tiles.alternates:
             # All tiles of keys begin with the same head: a CTA comes to a sum soon after the CTA of
             # the smaller number.
-            return GroupWalk(
-                start, work.head + tiles.group, None, work.head, 1 - 2 * falls, tiles.group
-            )
+            upper = 2 * work.block >= tiles.blocks(work.seqlen_k)
+            falls &= Int32(cutlass.select_((tiles.group > 1) & upper, 0, 1))
+            return HeadsInside().down_or_up(tiles, work, first, end, falls, work.head)
+        start = Int32(cutlass.select_(falls != 0, end - 1, first))
         end = Int32(cutlass.select_(falls != 0, first - 1, end))
         return OrderedWalk(start, end, None, work.head, 1 - 2 * falls)
 
@@ -112,18 +112,27 @@ class OrderedWalk(Walk):
 class HeadsInside(QueryOrder):
     """All heads of a group take a tile of queries, before the walk goes to the next tile.
 
-    With several heads the walk begins at the last tile of queries, which all tiles of keys of a
-    causal call see. So CTAs of a K/V head are at about the same tile at the same time, and read Q
-    and dO from L2. Tiles of keys begin with different heads, so that fewer CTAs add to the same
-    sums at the same time."""
+    A tile of keys of the first half walks down from the last tile of queries, which all keys see. A
+    tile of the second half walks up, from the first tile of queries that sees its keys. A CTA takes
+    a tile of keys of each half, and a longer tile is followed by a shorter tile. So the CTAs of a
+    K/V head are at about the same tile of queries at the same time, and read Q and dO from L2:
+    first all of them on the way down, then more and more of them on the way up.
+
+    Tiles of keys begin with different heads, so that fewer CTAs add to the same sums at the same
+    time. A group of one head has no halves: all tiles walk up."""
 
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
-        several = tiles.group > 1
-        return GroupWalk(
-            Int32(cutlass.select_(several, end - 1, first)), work.head + tiles.group, None,
-            work.head + work.block % tiles.group, Int32(cutlass.select_(several, -1, 1)),
-            tiles.group,
-        )  # fmt: skip
+        blocks = tiles.blocks(work.seqlen_k)
+        falls = (tiles.group > 1) & (2 * work.block < blocks)
+        head = work.head + work.block % tiles.group
+        return self.down_or_up(tiles, work, first, end, Int32(cutlass.select_(falls, 1, 0)), head)
+
+    def down_or_up(
+        self, tiles: TileMap, work: Work, first: Int32, end: Int32, falls: Int32, head: Int32
+    ) -> Walk:
+        """A walk that begins with `head`, down if `falls` is 1, up if `falls` is 0."""
+        start = Int32(cutlass.select_(falls != 0, end - 1, first))
+        return GroupWalk(start, work.head + tiles.group, None, head, 1 - 2 * falls, tiles.group)
 
     def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
         assert isinstance(walk, GroupWalk)
