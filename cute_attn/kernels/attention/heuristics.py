@@ -40,8 +40,9 @@ from .spec import (
 )
 
 SHORT_SEQLEN_Q = TILE_M // 2
-# Queries of a sequence from which on two CTAs share K and V. Measured on an H100, dense calls of 16k
-# tokens: 1.03 to 1.07 times as fast at head_dim 64, 1.01 to 1.05 at 256; at 1024 up to 5 % slower.
+# Queries of a sequence from which on two CTAs share K and V. Measured on an H100, dense calls of
+# 16k tokens: 1.03 to 1.07 times as fast at head_dim 64, 1.01 to 1.05 at 256. At 1024 queries calls
+# are up to 5 % slower.
 LONG_SEQLEN_Q = 4096
 # Maxima over the rows that have a tile for few query rows of a K/V head.
 FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
