@@ -54,7 +54,7 @@ def test_a_walk_takes_every_tile_of_every_head_once(
         found = steps(order.walk(tiles, work, first, end), group, end - first)
         heads = range(2 * group, 3 * group)
         assert sorted(found) == [(tile, head) for tile in range(first, end) for head in heads]
-        if group > 1 and not type(order) is QueryOrder:
+        if group > 1 and type(order) is not QueryOrder:
             of_tiles = [tile for tile, _ in found]
             assert of_tiles == sorted(of_tiles, reverse=2 * block < tiles.blocks(tokens))
 
