@@ -185,6 +185,8 @@ class BackwardRow(Row):
             where the numbers depend on head_dim.
         v_stages: the number of V tiles in shared memory at once; 0: as many as K tiles.
         costs: the costs of splitting the query heads of a group.
+        ordered_queries: calls whose sequences have at most so many queries, on average, add to the
+            sums of dQ in a fixed order, as deterministic calls do.
     """
 
     _: KW_ONLY
@@ -192,6 +194,7 @@ class BackwardRow(Row):
     registers: tuple[int, int] | None = None
     v_stages: int = 0
     costs: SplitCosts | None = None
+    ordered_queries: int = 0
 
     def tile_m(self, softcap: bool) -> int:
         """Query rows of a tile, with or without a softcap."""
@@ -278,14 +281,15 @@ BACKWARD = _by_key(
         )
         for dim in (64, 128)
     ),
-    # Kernels of dK, dV and sums of dQ.
+    # Kernels of dK, dV and sums of dQ. A fixed order needs no zeros in the sums, which saves 8 to
+    # 16 % of calls of 1024 queries on an H100 at head_dim 128, and up to 8 % at 64.
     BackwardRow(
         "backward_fused", SM90, 64, 64, kernel="sm90_backward", scheduler="counter",
-        tile=Tile(128, 128), capped_m=64, costs=MEASURED[64],
+        tile=Tile(128, 128), capped_m=64, costs=MEASURED[64], ordered_queries=1024,
     ),
     BackwardRow(
         "backward_fused", SM90, 128, 128, kernel="sm90_hd128_backward", scheduler="counter",
-        tile=Tile(64, 128), capped_m=0, costs=MEASURED[128],
+        tile=Tile(64, 128), capped_m=0, costs=MEASURED[128], ordered_queries=1024,
     ),
     # Kernels of dK and dV.
     BackwardRow(

@@ -241,6 +241,7 @@ def plan_attention_backward(
     keeps_ds: bool | None = None,
     rows_without_keys: bool | None = None,
     negative_left: bool = False,
+    short: bool | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
     float32_dkdv: bool = False,
@@ -274,6 +275,8 @@ def plan_attention_backward(
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.
         negative_left: whether window_size has a negative number to the left, other than -1.
+        short: True for sequences of at most 1024 queries on average, False for longer ones, None
+            for both: these are two kernels on Hopper at head_dim 64 and 128.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
         batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
@@ -293,6 +296,7 @@ def plan_attention_backward(
         for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
         for of_keys in ((False, True) if ds and not varlen_k else (False,))
         for unseen in ((False, True) if rows_without_keys is None else (rows_without_keys,))
+        for in_order in ((False, True) if short is None else (short,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -315,7 +319,7 @@ def plan_attention_backward(
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
             negative_left=negative_left,
-            deterministic=deterministic or batch_invariant,
+            deterministic=deterministic or batch_invariant or in_order,
             batch_invariant=batch_invariant,
             float32_dkdv=float32_dkdv,
         )
