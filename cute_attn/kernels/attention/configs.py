@@ -70,6 +70,8 @@ class SplitCosts:
         sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
             one split.
         drift: extra work of the busiest cluster, in units of (longest block - mean block).
+        lag: in a fixed order of additions, extra work of blocks of keys in halves, see
+            `uses.HeadsInside`, as a share of the work with one query head.
         least_gain: heads are split only if the splits take at most this share of the clocks without
             splits, because partial sums take memory.
     """
@@ -80,12 +82,13 @@ class SplitCosts:
     sums: int
     drift: float
     least_gain: float
+    lag: float = 0.0
 
 
 # Multiply-adds per tile: 4 x 128 x 256 x 256, by two SMs of SM100 or one SM of SM90.
 ESTIMATED = SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
 # Costs of the fused kernels at 1.6 GHz, and of the partial sums of 128 keys at 4.2 TB/s.
-MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.1, 0.98) for dim in (64, 128)}
+MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.1, 0.98, 0.5) for dim in (64, 128)}
 
 
 @dataclass(frozen=True)

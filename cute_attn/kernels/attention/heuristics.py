@@ -427,6 +427,7 @@ def num_splits(
     tile: tuple[int, int],
     costs: SplitCosts,
     most_splits: int | None = None,
+    ordered: bool = False,
 ) -> int:
     """Return into how many parts of equal size the query heads of a K/V head are split.
 
@@ -440,6 +441,8 @@ def num_splits(
         tile: queries and keys of a cluster's tile.
         costs: the kernel's costs; see `configs`.
         most_splits: the most splits whose partial sums have memory; None: there is no limit.
+        ordered: whether blocks of keys add to the sums of dQ in a fixed order. Where each of
+            several query heads sees the keys in halves, a block is behind the block before.
     """
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
     if not (blocks and heads and clusters):
@@ -447,8 +450,12 @@ def num_splits(
     group = heads // heads_k
     most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right, tile)
 
+    halves = ordered and window_right is not None and window_left is None
+
     def clocks(splits: int) -> float:
-        of_block = group // splits * costs.tile
+        of_block: float = group // splits * costs.tile
+        if halves and splits < group:
+            of_block += costs.lag * costs.tile
         epilogue = costs.epilogue if splits == 1 else costs.partial_epilogue
         waves = _waves(blocks * splits / clusters, most, mean, costs.drift)
         sums = 0 if splits == 1 else splits * blocks * costs.sums

@@ -145,6 +145,7 @@ class BackwardArguments(NamedTuple):
             tile=row.tile[:2],
             costs=row.costs,
             most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
+            ordered=fused and adds_in_order(self),
         )
         return self.parts_with_ds(splits)
 
