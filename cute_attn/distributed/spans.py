@@ -18,7 +18,6 @@ from ..ops.kda.chunk_spans import chain
 from .exchange import Messages, Rows, send
 from .layout import Layout, Piece, Range
 
-
 NOTHING = -1  # in a step of a chain: no matrix to take, or no place to write
 
 
