@@ -77,7 +77,9 @@ def check(
         gradients = {name: found[name] for name in INPUTS if name in found}
         assert_gradients_agree(whole, gradients, do, dlse)
     for other in results[1:]:
-        assert all(torch.equal(other[name], x) for name, x in found.items())
+        assert all(
+            torch.equal(other[name].nan_to_num(), x.nan_to_num()) for name, x in found.items()
+        )
     return found
 
 
@@ -92,6 +94,16 @@ CASES: dict[str, dict[str, Any]] = {
     "capped": {"lengths": (90,), "causal": True, "softcap": 3.0},
     "heads": {"lengths": (90,), "heads": 4, "heads_k": 2, "causal": True},
 }
+PACKED = {"lengths": (33, 0, 17, 40), "batch": None}
+# Sequences that use some tokens: (queries, keys); one number is for both.
+USED: dict[str, dict[str, Any]] = {
+    "equal": {**PACKED, "causal": True, "used": (20, 0, 17, 31)},
+    "equal-window": {**PACKED, "window_size": (9, 0), "used": (33, 5, 2, 40)},
+    "more-queries": {**PACKED, "causal": True, "used": ((30, 0, 17, 33), (12, 3, 0, 40))},
+    "more-keys": {**PACKED, "window_size": (20, 0), "used": ((3, 0, 99, 9), (33, 3, 2, 40))},
+    "queries": {**PACKED, "causal": True, "used": ((5, 0, 17, 39), None), "sink": True},
+    "keys": {**PACKED, "used": (None, (20, 0, 1, 25)), "sink": True},
+}
 EMULATED = {
     **CASES,
     "wide": {**CASES["heads"], "dim": 128, "deterministic": True},
@@ -104,6 +116,8 @@ def check_case(
 ) -> None:
     options = dict(case)
     lengths = options.pop("lengths")
+    if (used := options.pop("used", None)) is not None:
+        options |= seqused(*(used if isinstance(used[0], tuple | None) else (used, used)))
     if layout is LISTED and sum(lengths) != 90:
         pytest.skip("the listed ranges are of 90 tokens")
     if mode == "heads":
@@ -112,6 +126,14 @@ def check_case(
         options["dim"] = 256  # what stands in has no other
     args, do, dlse = inputs(lengths, **options)
     check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=emulated)
+
+
+def seqused(queries: Any, keys: Any) -> dict[str, Any]:
+    """The arguments seqused_q and seqused_k, which are one tensor if the numbers are equal."""
+    used_q, used_k = (
+        None if x is None else torch.tensor(x, dtype=torch.int32) for x in (queries, keys)
+    )
+    return {"seqused_q": used_q, "seqused_k": used_q if queries == keys else used_k}
 
 
 LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
@@ -125,6 +147,22 @@ MODES = pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
 def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
     """With float64 in place of the kernels."""
     check_case(two, mode, CASES[case], layout, emulated=False)
+
+
+@pytest.mark.in_turn("mode")
+@LAYOUTS
+@pytest.mark.parametrize("case", USED)
+@MODES
+def test_used_tokens(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, USED[case], layout, emulated=False)
+
+
+@pytest.mark.slow
+@LAYOUTS
+@pytest.mark.parametrize("case", USED)
+@pytest.mark.parametrize("mode", ["gather", "heads"])
+def test_used_tokens_emulated(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, USED[case], layout, emulated=True)
 
 
 @pytest.mark.slow
