@@ -163,8 +163,9 @@ class Messages:
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the messages. With NCCL, the host does not
-        wait."""
-        for work in self._works:
+        wait. Only the first call waits, because gloo takes no second wait for a message."""
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
 
 

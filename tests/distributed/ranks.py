@@ -7,6 +7,7 @@ function of this module, which every rank calls with equal arguments, or with `o
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,8 @@ def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None
         try:
             pipe.send(globals()[name](**arguments))
         except Exception as error:
+            # Other ranks may wait for this rank until the group's time is over.
+            print(f"rank {rank} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             pipe.send(RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     dist.destroy_process_group()
     os._exit(0)  # threads of gloo may wait for ranks that are gone
