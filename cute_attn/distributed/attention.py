@@ -244,9 +244,7 @@ def _window(causal: bool, window_size: Any) -> Window:
     return Window(left, 0 if causal else right)
 
 
-def _used(
-    plan: Plan, q: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None
-) -> Used | None:
+def _used(plan: Plan, q: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None) -> Used | None:
     """The used tokens, None if all are used."""
     sequences = len(plan.lengths)
     for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):

@@ -50,13 +50,14 @@ class Route:
                 held, gathered = shared_rows(layout.ranges[rank], self.needs.ranges)
                 self.own = (Rows(held), Rows(gathered)) if held else None
                 continue
-            rows, _ = shared_rows(layout.ranges[rank], layout.needs(other, window, whole=whole).ranges)
+            rows, _ = shared_rows(
+                layout.ranges[rank], layout.needs(other, window, whole=whole).ranges
+            )
             if rows:
                 self.sent[other] = Rows(rows)
             _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
             if rows:
                 self.received[other] = Rows(rows)
-
 
     def counts(self, of: Pass, used: Used | None, keys: Tensor, *, local: bool) -> Counts | None:
         """How many rows of each rectangle of a pass are used; None: all rows. `keys` are the

@@ -92,7 +92,9 @@ def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None
             pipe.send(globals()[name](**arguments))
         except Exception as error:
             # Other ranks may wait for this rank until the group's time is over.
-            print(f"rank {rank} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True
+            )
             pipe.send(RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     dist.destroy_process_group()
     os._exit(0)  # threads of gloo may wait for ranks that are gone
