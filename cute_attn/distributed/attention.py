@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import launch
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
+from ..ops.attention.plan import has_fused_dq
 from . import gather, ring
 from .calls import Options
 from .choose import Shape, choose
@@ -32,13 +34,23 @@ class Run(NamedTuple):
     def route(self) -> Route:
         return self.plan.route(self.options.window, whole=self.whole)
 
+    @property
+    def hops(self) -> ring.Ring:
+        return self.plan.ring(self.options.window.right == 0)
+
+    def returns_by_hops(self, q: Tensor, v: Tensor) -> bool:
+        """Whether the backward is by hops, for which a kernel must compute all gradients."""
+        return self.mode == "ring" and has_fused_dq(
+            launch.arch_for(q.device), q.shape[-1], v.shape[-1],
+            softcap=bool(self.options.softcap), dq=True, dkdv=True,
+        )  # fmt: skip
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, used: Used | None
     ) -> tuple[Tensor, Tensor | None]:
         tensors = q, k, v, sink, self.options, self.need_lse
         if self.mode == "ring":
-            hops = self.plan.ring(self.options.window.right == 0)
-            return ring.forward(hops, self.plan.group, *tensors)
+            return ring.forward(self.hops, self.plan.group, *tensors)
         return gather.forward(self.route, self.plan.group, *tensors, used)
 
 
@@ -62,10 +74,13 @@ class _Attention(torch.autograd.Function):
         if do is None:
             do = torch.zeros_like(o)
         of_sink = sink if ctx.needs_input_grad[3] else None
-        found = gather.backward(
-            run.route, run.plan.group, q, k, v, o, lse, do, dlse, of_sink, run.options,
-            Used(*used) if ctx.used else None,
-        )  # fmt: skip
+        tensors = q, k, v, o, lse, do, dlse, of_sink, run.options
+        if run.returns_by_hops(q, v):
+            found = ring.backward(run.hops, run.plan.group, *tensors)
+        else:
+            found = gather.backward(
+                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None
+            )
         return (*found, None, None, None)
 
 

@@ -182,6 +182,39 @@ def gradients(
     Returns:
         (rows, dk, dv, dsink): dk and dv are float32, for the keys `rows.k` to `rows.k_end - 1`.
     """
+    rows, call, sequences = _backward(of, q, k, v, o, lse, do, dlse, sink, options, counts)
+    if sequences is None:
+        dk, dv, dsink = BACKWARD.into(call, dq[:, rows.q : rows.q_end])
+        return rows, dk, dv, dsink
+    to = dq if first or sequences.seqused_q is None else torch.empty_like(dq)
+    dk, dv, dsink = BACKWARD.into(call, to.flatten(0, 1))
+    if to is not dq:
+        _copy(of, dq, to, 1, whole=False)
+    dk, dv = (x.view(len(q), -1, *x.shape[1:]) for x in (dk, dv))
+    return rows, dk, dv, dsink
+
+
+def float32_gradients(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options,
+) -> tuple[Rectangle, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(rows, dq, dk, dv, dsink) of a pass, in float32; arguments as for `gradients`. dq, dk and dv
+    are of the queries and keys in `rows`. Of queries that are not in the pass, dq is 0."""
+    rows, call, sequences = _backward(
+        of, q, k, v, o, lse, do, dlse, sink, options, None, float32_dq=True
+    )
+    *found, dsink = BACKWARD.forward(*call)
+    if sequences is not None:
+        found = [x.view(len(q), -1, *x.shape[1:]) for x in found]
+    dq, dk, dv = found
+    return rows, dq, dk, dv, dsink
+
+
+def _backward(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, counts: Counts | None, **more: Any,
+) -> tuple[Rectangle, BackwardArguments, Packed | None]:  # fmt: skip
+    """The rows of a pass's call, the call, and its packed sequences if the call has any."""
     shared: dict[str, Any] = {
         **_shared(of, options),
         "deterministic": options.deterministic,
@@ -189,6 +222,7 @@ def gradients(
         "learnable_sink": sink,
         "need_dsink": sink is not None,
         "float32_dkdv": True,
+        **more,
     }
     shared["window_left"], shared["window_right"] = shared.pop("window_size")
     batch, rows, _heads, _ = q.shape
@@ -200,22 +234,15 @@ def gradients(
             do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
             **shared,
         )  # fmt: skip
-        dk, dv, dsink = BACKWARD.into(call, dq[:, queries])
-        return r, dk, dv, dsink
+        return r, call, None
     sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
-    lses = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
-    flat_lse, flat_dlse = lses
+    flat_lse, flat_dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     assert flat_lse is not None
     q_rows, k_rows, v_rows, o_rows, do_rows = (x.flatten(0, 1) for x in (q, k, v, o, do))
     call = BackwardArguments(
         q_rows, k_rows, v_rows, o_rows, do_rows, flat_lse, flat_dlse, **sequences.lengths, **shared
     )
-    to = dq if first or sequences.seqused_q is None else torch.empty_like(dq)
-    dk, dv, dsink = BACKWARD.into(call, to.flatten(0, 1))
-    if to is not dq:
-        _copy(of, dq, to, 1, whole=False)
-    dk, dv = (x.view(batch, -1, *x.shape[1:]) for x in (dk, dv))
-    return Rectangle(0, rows, 0, k.shape[1]), dk, dv, dsink
+    return Rectangle(0, rows, 0, k.shape[1]), call, sequences
 
 
 def _shared(of: Pass, options: Options) -> dict[str, Any]:

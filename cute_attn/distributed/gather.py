@@ -219,7 +219,7 @@ def _return(
         if local.sums is not None:
             parts.insert(0, (Rows([(local.first.start, local.first.stop)]), [local.sums[i]]))
         if all(rows.in_pieces(out.shape[0]) for rows, _ in parts):
-            _add_ranges(out, parts)
+            add_ranges(out, parts)
             continue
         total = torch.zeros_like(out, dtype=torch.float32)
         for rows, pieces in parts:
@@ -227,7 +227,7 @@ def _return(
         out.copy_(total)
 
 
-def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
+def add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
     """Write the sums of parts to `out`, range by range of rows. The last addition of a range also
     rounds its sum, which saves a pass over memory."""
     cuts = {0, out.shape[1], *(end for rows, _ in parts for both in rows.ranges for end in both)}
