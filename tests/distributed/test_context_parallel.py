@@ -258,13 +258,33 @@ def test_a_mesh_of_tokens_and_heads(mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4, 8])
 def test_more_ranks(world: int) -> None:
-    with ranks(world, timeout=600) as group:  # ranks compile different kernels meanwhile
+    """With a backward on three ranks, whose modes have it in common with more ranks."""
+    with ranks(world, timeout=900) as group:  # ranks compile different kernels meanwhile
         for mode in ("gather", "ring"):
-            args, do, dlse = inputs((75,), causal=True)
-            check(group, args, do, dlse, (75,), layout="zigzag", mode=mode)
-        lengths = (2, 40, 0, 31)
+            args, do, dlse = inputs((5 * world + 3,), causal=True)
+            upstream = (do, dlse) if world == 3 else (None, None)
+            check(group, args, *upstream, (5 * world + 3,), layout="zigzag", mode=mode)
+        lengths = (2, 4 * world, 0, 9)
         args, do, dlse = inputs(lengths, batch=None, window_size=(11, 0))
-        check(group, args, do, dlse, lengths, layout="contiguous", mode=None)
+        check(group, args, None, None, lengths, layout="contiguous", mode=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+def test_gradients_on_more_ranks(world: int) -> None:
+    """With float64 in place of the kernels."""
+    with ranks(world, timeout=300) as group:
+        for mode, layout, lengths in (
+            ("gather", "zigzag", (75,)),
+            ("ring", "zigzag", (75,)),
+            ("heads", "contiguous", (75,)),
+            ("gather", "documents", (2, 40, 0, 31)),
+        ):
+            packed = len(lengths) > 1
+            args, do, dlse = inputs(
+                lengths, batch=None if packed else 1, causal=True, dim=256, heads=8, heads_k=8
+            )
+            check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=False)
 
 
 @settings(max_examples=100 if FULL else 12, deadline=None)
