@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import launch
+from ..kernels.attention.heuristics import has_fused_dq
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
-from ..ops.attention.plan import has_fused_dq
 from . import gather, ring
 from .calls import Options
 from .choose import Shape, choose

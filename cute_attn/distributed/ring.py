@@ -184,7 +184,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
     halves = _halves(q.shape[2], k.shape[2])
-    sums, dsinks = [_Sums() for _ in halves], []
+    sums = [_Sums() for _ in halves]
+    dsinks: list[Tensor] = []
 
     def own(half: int) -> None:
         heads, heads_k = halves[half]
@@ -197,7 +198,8 @@ def backward(
             )  # fmt: skip
             sums[half].add_queries(rows, dq)
             sums[half].add_keys((rows.k, rows.k_end), dk, dv)
-            dsinks.append(dsink)
+            if dsink is not None:
+                dsinks.append(dsink)
 
     def start(hop: int) -> tuple[list[Tensor], Messages]:
         """Start to receive the keys of a hop."""
@@ -227,9 +229,9 @@ def backward(
             of_half.add_keys(of.rows, *(x[:, :, heads_k] for x in of.found))
     results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for (heads, heads_k), of_half in zip(halves, sums, strict=True):
-        parts_of = of_half.dq, of_half.dk, of_half.dv
-        for out, of_heads, parts in zip(results, (heads, heads_k, heads_k), parts_of, strict=True):
-            add_ranges(out[:, :, of_heads], parts)
+        found = (heads, of_half.dq), (heads_k, of_half.dk), (heads_k, of_half.dv)
+        for out, (of_heads, of_out) in zip(results, found, strict=True):
+            add_ranges(out[:, :, of_heads], of_out)
     dq, dk, dv = results
     if sink is None:
         return dq, dk, dv, None

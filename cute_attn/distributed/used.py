@@ -65,7 +65,7 @@ class UsedRows:
             past = token_of(held, r.q) - first_key
             keys.append((sequence, past, first_key - start, r.k_end - r.k))
 
-        def table(rows: list[tuple[int, ...]]) -> Tensor:
+        def table(rows: list[tuple[int, int, int, int]]) -> Tensor:
             return torch.tensor(rows, dtype=torch.int32).view(-1, 4).to(device)
 
         self.queries, self.keys = table(queries), table(keys)
