@@ -22,12 +22,16 @@ from ..ops.attention.partial import combine_partial
 from .calls import Options, attend_in_float32, float32_gradients
 from .exchange import Messages, Rows, beside, event, send
 from .gather import add_ranges
-from .layout import Layout, Pass, Range, Rectangle
+from .layout import Layout, Pass, Range
 
 MOST_PARTS = 4  # the most float32 results that are kept at once
+MOST_SUMS = 3  # the most parts of a gradient that are kept at once
 # Buffers of K and V. Kernels of this hop read one, and the next hop's keys arrive in another. The
 # third may still be in use by the hop before.
 BUFFERS = 3
+
+
+_Part = tuple[Rows, list[Tensor]]
 
 
 class Ring:
@@ -148,24 +152,36 @@ def forward(
 
 
 class _Sums:
-    """The parts of dQ, dK and dV of some of the rank's heads, in float32."""
+    """The parts of dQ, dK and dV of some of the rank's heads, in float32, in the order in which
+    they are added. At most `MOST_SUMS` parts of each are kept."""
 
-    def __init__(self) -> None:
-        self.dq: list[tuple[Rows, list[Tensor]]] = []
-        self.dk: list[tuple[Rows, list[Tensor]]] = []
-        self.dv: list[tuple[Rows, list[Tensor]]] = []
+    def __init__(self, rows: int) -> None:
+        """`rows` is the number of the rank's tokens."""
+        self.rows = rows
+        self.dq: list[_Part] = []
+        self.dk: list[_Part] = []
+        self.dv: list[_Part] = []
 
-    def add_queries(self, rows: Rectangle, dq: Tensor) -> None:
-        self.dq.append((Rows([(rows.q, rows.q_end)]), [dq]))
+    def add_queries(self, rows: Range, dq: Tensor) -> None:
+        self._add(self.dq, rows, dq)
 
     def add_keys(self, rows: Range, dk: Tensor, dv: Tensor) -> None:
-        self.dk.append((Rows([rows]), [dk]))
-        self.dv.append((Rows([rows]), [dv]))
+        self._add(self.dk, rows, dk)
+        self._add(self.dv, rows, dv)
+
+    def _add(self, parts: list[_Part], rows: Range, part: Tensor) -> None:
+        parts.append((Rows([rows]), [part]))
+        if len(parts) <= MOST_SUMS:
+            return
+        total = part.new_zeros(part.shape[0], self.rows, *part.shape[2:])
+        for of, pieces in parts:
+            of.add(total, pieces)
+        parts[:] = [(Rows([(0, self.rows)]), [total])]
 
 
 class _Returns:
-    """The messages of a hop's dK and dV to the rank that holds the keys, and of other ranks' dK and
-    dV for this rank's keys."""
+    """The messages of a hop's dK and dV to the rank that holds the keys, and of another rank's dK
+    and dV of this rank's keys."""
 
     def __init__(
         self, ring: Ring, group: Any, hop: int, parts: list[Tensor], like: tuple[Tensor, Tensor]
@@ -177,6 +193,12 @@ class _Returns:
         with beside(like[0].device):
             self.messages = send(group, {ring.sources[hop]: parts}, {ring.targets[hop]: self.found})
 
+    def add_to(self, sums: list[_Sums], halves: list[tuple[slice, slice]]) -> None:
+        """Wait for the messages, and add the received parts."""
+        self.messages.wait()
+        for (_, heads_k), of_half in zip(halves, sums, strict=True):
+            of_half.add_keys(self.rows, *(x[:, :, heads_k] for x in self.found))
+
 
 def backward(
     ring: Ring, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
@@ -184,7 +206,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
     halves = _halves(q.shape[2], k.shape[2])
-    sums = [_Sums() for _ in halves]
+    sums = [_Sums(q.shape[1]) for _ in halves]
     dsinks: list[Tensor] = []
 
     def own(half: int) -> None:
@@ -196,7 +218,7 @@ def backward(
                 lse[:, heads], do[:, :, heads], None if dlse is None else dlse[:, heads], of_sink,
                 options,
             )  # fmt: skip
-            sums[half].add_queries(rows, dq)
+            sums[half].add_queries((rows.q, rows.q_end), dq)
             sums[half].add_keys((rows.k, rows.k_end), dk, dv)
             if dsink is not None:
                 dsinks.append(dsink)
@@ -213,20 +235,20 @@ def backward(
 
     ahead = start(1) if ring.world > 1 else None
     own(0)
-    returns: list[_Returns] = []
+    returned = None
     for hop in range(1, ring.world):
         assert ahead is not None
         keys, messages = ahead
         messages.wait()
         ahead = start(hop + 1) if hop + 1 < ring.world else None
         parts = _hop(ring, hop, q, keys, o, lse, do, dlse, options, sums, halves)
-        returns.append(_Returns(ring, group, hop, parts, (k, v)))
+        if returned is not None:
+            returned.add_to(sums, halves)
+        returned = _Returns(ring, group, hop, parts, (k, v))
     if len(halves) > 1:
         own(1)
-    for of in returns:
-        of.messages.wait()
-        for (_, heads_k), of_half in zip(halves, sums, strict=True):
-            of_half.add_keys(of.rows, *(x[:, :, heads_k] for x in of.found))
+    if returned is not None:
+        returned.add_to(sums, halves)
     results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for (heads, heads_k), of_half in zip(halves, sums, strict=True):
         found = (heads, of_half.dq), (heads_k, of_half.dk), (heads_k, of_half.dv)
@@ -258,7 +280,7 @@ def _hop(
         of = Pass(tuple(moved), of.window)
         rows, dq, *found, _ = float32_gradients(of, q, k, v, o, lse, do, dlse, None, options)
         for (heads, _), of_half in zip(halves, sums, strict=True):
-            of_half.add_queries(rows, dq[:, :, heads])
+            of_half.add_queries((rows.q, rows.q_end), dq[:, :, heads])
         if (rows.k, rows.k_end) == (0, k.shape[1]) and not parts:
             parts = found
             continue

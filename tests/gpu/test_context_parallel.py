@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,30 +216,48 @@ def test_memory_does_not_grow() -> None:
 
 
 def peak(tokens: int, heads: int, heads_k: int, dim: int) -> None:
-    """The most memory of a forward beside its inputs is what docs/context_parallel.md says."""
+    """The most memory of a forward and of a backward, beside their inputs, is at most what
+    docs/context_parallel.md says."""
     world = dist.get_world_size()
     n, columns = tokens // world, 2 * heads_k * dim
-    o = 2 * n * heads * dim
-    inputs = o + 2 * n * columns  # of q, k and v
+    o, kv = 2 * n * heads * dim, 2 * n * columns
+    # The backward's kernels: sums of dq, and statistics of rows. Then dq, dk and dv.
+    kernels = 4 * n * heads * (dim + 2) + o + kv
     expected = {
-        "gather": 2 * tokens * columns + o,
-        "ring": 2 * n * columns * min(3, world - 1) + 4 * n * heads * dim * min(world, 4) + o,
-        "heads": inputs + 3 * o,
+        "gather": (world * kv + o, 5 * world * kv + 2 * (world - 1) * kv + kernels),
+        "ring": (
+            kv * min(3, world - 1) + 2 * o * min(world, 4) + o,
+            min(world - 1, 2) * 5 * kv + 4 * kv + 6 * o + kernels,
+        ),
+        "heads": (o + kv + 3 * o, 2 * (o + kv + 3 * o) + 2 * kv + kernels),
     }
-    for mode, most in expected.items():
+    for mode, (most, most_backward) in expected.items():
         plan = plan_of("zigzag", (tokens,), False, mode)
-        q, k, v = (
-            torch.randn(1, n, x, dim, device="cuda", dtype=torch.bfloat16)
+        inputs = [
+            torch.randn(1, n, x, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
             for x in (heads, heads_k, heads_k)
-        )
+        ]
+        do = torch.randn_like(inputs[0])
+        attention = partial(cute_attn.flash_attn_func, *inputs, causal=True, cp=plan)
         for _ in range(2):
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
-            torch.cuda.synchronize()
-        found = torch.cuda.max_memory_allocated() - before
+            with torch.no_grad():
+                found = most_memory(attention)
+            out, _ = attention()
+            of_backward = most_memory(partial(torch.autograd.grad, out, inputs, do))
+            del out
         assert found <= 1.03 * most + 2**21, (mode, found / 2**20, most / 2**20)
+        sizes = (of_backward / 2**20, most_backward / 2**20)
+        assert of_backward <= 1.03 * most_backward + 2**23, (mode, "backward", sizes)
+
+
+def most_memory(call: Callable[[], Any]) -> int:
+    """The most bytes that a call allocates at once."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("world", WORLDS)
