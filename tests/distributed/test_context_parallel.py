@@ -287,6 +287,18 @@ def test_gradients_on_more_ranks(world: int) -> None:
             check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=False)
 
 
+@pytest.mark.parametrize("mode", ["gather", pytest.param("heads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [pytest.param("compile", marks=pytest.mark.slow), "checkpoint"])
+def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
+    """torch.compile breaks its graph at the call, and activation checkpointing calls twice."""
+    args, do, _ = inputs((22,), dim=256, heads_k=2)
+    shared: dict[str, Any] = {"args": args, "do": do, "mode": mode, "seqlen": 22}
+    for plain, other in zip(
+        *(two.call("wrapped", way=x, **shared) for x in ("", way)), strict=True
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
+
+
 @settings(max_examples=100 if FULL else 12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
