@@ -33,5 +33,11 @@ def test_what_has_no_kernel_is_refused() -> None:
             flash_mla_with_kvcache(*shared, is_fp8_kvcache=True)
         with pytest.raises(NotImplementedError, match="indices is given"):
             flash_mla_with_kvcache(*shared, indices=given["block_table"])
+        for name in (
+            "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length",
+            "extra_topk_length",
+        ):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=f"{name} is given, must be None"):
+                flash_mla_with_kvcache(*shared, **{name: given["cache_seqlens"]})
         with pytest.raises(ValueError, match="q has shape"):
             flash_mla_with_kvcache(q[0], *shared[1:])

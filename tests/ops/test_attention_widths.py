@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -73,3 +76,22 @@ def test_a_head_dim_has_one_width_of_v(way: str):
     """The keys of warm calls hold no width of v; the compiled host code refuses any other."""
     shapes = configs.shapes(way)
     assert len(dict(shapes)) == len(shapes)
+
+
+def test_the_table_of_the_pairs_is_that_of_the_kernels():
+    """docs/operators.md says which pair of head dimensions has which kernels where."""
+    page = (Path(__file__).parents[2] / "docs/operators.md").read_text()
+    section = page.split("### Head dimensions")[1].split("\n### ")[0]
+    found = {
+        (int(of_q), int(of_v)): cells
+        for of_q, of_v, *cells in re.findall(
+            r"^\| (\d+) \| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE
+        )
+    }
+    pairs = configs.shapes("forward")
+    assert tuple(found) == pairs
+    for pair in pairs:
+        archs = [arch for way, arch, *of in configs.ROWS if (way, *of) == ("forward", *pair)]
+        of_fp8 = [arch for arch in archs if configs.has_fp8(arch, *pair)]
+        backward = [arch for arch in archs if configs.has("backward_dq", arch, *pair)]
+        assert found[pair] == [", ".join(x) or "no" for x in (archs, of_fp8, backward)]

@@ -10,13 +10,12 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, TypeVar
 
+from ..common.spec import BOX
 from .statistics import STATS_ROWS
 
 # Columns of a row of a piece's results, beside o: a log-sum-exp for each CTA of a pair, and padding
 # to 16 bytes.
 PART_COLUMNS = 4
-
-BOX = 64  # columns that TMA loads at a time
 
 SM90 = ("sm_90a",)
 SM100 = ("sm_100a", "sm_103a")

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import check_flags
-from .arguments import check_length
+from .arguments import Arguments, check_length
 from .call import attend
+from .forward import FORWARD
 
 Window = tuple[int | None, int | None]
 
@@ -261,6 +262,16 @@ def flash_attn_varlen_func(
         page_table, k_descale, v_descale, tree_mask, softmax_scale, causal, left, right,
         learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic, batch_invariant,
     )  # fmt: skip
+
+
+def refuse_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, window_size: Window, max_seqlen_q: Any, **others: Any
+) -> None:
+    """Raise what `flash_attn_varlen_func`, without a gradient, raises before its launch."""
+    left, right = _pair(window_size)
+    rows = None if max_seqlen_q is None else _length_on_the_host("max_seqlen_q", max_seqlen_q)
+    bounds = {"window_left": left, "window_right": right}
+    FORWARD.refuse(Arguments(q, k, v, max_seqlen_q=rows, **bounds, **others))
 
 
 def _over_ranks(

@@ -24,7 +24,7 @@ from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.numbers import INF
 from ...common.ptx.convert import pack
-from ...common.ptx.memory import load_global, store_global
+from ...common.ptx.memory import load_global, load_global_where, store_global
 from ...common.sequences import Sequences
 from ..parts.arguments import FakeArguments
 from ..parts.work import TileMap
@@ -112,20 +112,18 @@ class BackwardPostprocess:
                 at += part * layout.row_blocks * layout.part
                 at += row_block % layout.row_blocks * layout.part
                 at += inside * (VECTORS * VECTOR) + lane_row * (LANES * VECTOR)
+                places = [source + (at + VECTOR * lane) * 4 for lane in range(LANES)]
                 if cutlass.const_expr(self.spec.ordered):
                     tiles_of_head = x.sums.shape[1] // layout.tile_m
                     counter = (Int64(head) * tiles_of_head + tile) * counters_of_tile(layout.tile_m)
                     has_sum = x.counters[counter] != 0
-                vectors = [
-                    load_global(Float32, source + (at + VECTOR * lane) * 4, VECTOR)
-                    for lane in range(LANES)
-                ]
+                    vectors = [load_global_where(has_sum, Float32, y, VECTOR) for y in places]
+                else:
+                    vectors = [load_global(Float32, y, VECTOR) for y in places]
                 for half in cutlass.range_constexpr(2):
                     token = block * STATS_ROWS + row + half * LANE_ROWS
                     if token < length:
                         lse = x.stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
-                        if cutlass.const_expr(self.spec.ordered):
-                            lse = cutlass.select_(has_sum, lse, Float32(INF))
                         words = []
                         for v in vectors:
                             pair = [
