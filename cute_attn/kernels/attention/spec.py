@@ -315,7 +315,7 @@ class PostprocessSpec(Spec):
     """The compile-time parameters of the SM90 backward's last kernel, which rounds dq.
 
     Attributes:
-        dtype: dtype of dq.
+        dtype: dtype of dq; float32 for a part of dq, which is not rounded.
         varlen_q: dq is packed sequences, with cu_seqlens.
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
@@ -329,7 +329,7 @@ class PostprocessSpec(Spec):
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "dtype": DTYPES,
+        "dtype": (*DTYPES, "float32"),
         "head_dim": head_dims("backward_fused", SM90),
     }
 

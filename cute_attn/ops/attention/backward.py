@@ -110,6 +110,7 @@ class BackwardArguments(NamedTuple):
     deterministic: bool = False
     batch_invariant: bool = False
     float32_dkdv: bool = False
+    float32_dq: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -260,7 +261,12 @@ class Backward(Operator[BackwardArguments]):
         check(a.forward, given)
         check_tiles(a.forward, STATS_ROWS)
         check_flags(need_dq=a.need_dq, need_dkdv=a.need_dkdv, need_dsink=a.need_dsink)
-        check_flags(float32_dkdv=a.float32_dkdv)
+        check_flags(float32_dkdv=a.float32_dkdv, float32_dq=a.float32_dq)
+        if a.float32_dq and not a.is_fused:
+            raise NotImplementedError(
+                "float32_dq is True, it needs a kernel that computes dq, dk and dv: head_dim 64 or "
+                "128 on Hopper, without softcap"
+            )
         if not (a.need_dq or a.need_dkdv or a.need_dsink):
             raise ValueError("need_dq, need_dkdv and need_dsink are False, one must be True")
         if a.need_dsink and a.learnable_sink is None:
@@ -307,6 +313,7 @@ class Backward(Operator[BackwardArguments]):
             deterministic=adds_in_order(a),
             batch_invariant=bool(a.batch_invariant),
             float32_dkdv=bool(a.float32_dkdv),
+            float32_dq=bool(a.float32_dq),
         )
 
         def load(request: launch.Request | None) -> _Function | None:
@@ -370,6 +377,7 @@ class Backward(Operator[BackwardArguments]):
             adds_in_order(a),
             bool(a.batch_invariant),
             a.float32_dkdv,
+            a.float32_dq,
             parts.splits,
             parts.heads > 0,
             parts.key_blocks > 0,
@@ -441,7 +449,7 @@ class Backward(Operator[BackwardArguments]):
         dk = dv = None
         if a.need_dq:
             if dq is None:
-                dq = torch.empty_like(q, memory_format=_contiguous)
+                dq = empty_dq(a)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
         if ready.dq is not None:
@@ -527,7 +535,7 @@ class Backward(Operator[BackwardArguments]):
                 )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
-        dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None
+        dq = empty_dq(a) if a.need_dq else None
         dk, dv = self.outputs_of_keys(a) if a.need_dkdv else (None, None)
         dsink = None
         if a.need_dsink and a.learnable_sink is not None:
@@ -578,6 +586,12 @@ class Backward(Operator[BackwardArguments]):
             "flash_attn_func, as flash_attn_varlen_func, has no second derivative: take the first "
             "one without create_graph=True, or use another implementation"
         )
+
+
+def empty_dq(a: BackwardArguments) -> Tensor:
+    """Memory for dq."""
+    dtype = torch.float32 if a.float32_dq else None
+    return torch.empty_like(a.q, dtype=dtype, memory_format=_contiguous)
 
 
 def is_deterministic(a: BackwardArguments) -> bool:

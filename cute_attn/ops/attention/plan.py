@@ -245,6 +245,7 @@ def plan_attention_backward(
     deterministic: bool = False,
     batch_invariant: bool = False,
     float32_dkdv: bool = False,
+    float32_dq: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
     has the kernels of the forward.
@@ -280,6 +281,7 @@ def plan_attention_backward(
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
         batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
+        float32_dq: whether dq is float32, as calls with `cp` in hops need it.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -322,6 +324,7 @@ def plan_attention_backward(
             deterministic=deterministic or batch_invariant or in_order,
             batch_invariant=batch_invariant,
             float32_dkdv=float32_dkdv,
+            float32_dq=float32_dq,
         )
         if request is not None
     ]
@@ -368,6 +371,7 @@ def backward_requests(
     deterministic: bool,
     batch_invariant: bool = False,
     float32_dkdv: bool = False,
+    float32_dq: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
     With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
@@ -431,8 +435,9 @@ def backward_requests(
     postprocess = None
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
+        dq_dtype = "float32" if float32_dq else dtype
         spec = PostprocessSpec(
-            dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
+            dq_dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
         )
         postprocess = table.find("backward_postprocess", arch, *dims).kernel, spec
     return BackwardRequests(
