@@ -383,6 +383,10 @@ SMALL_BUGS = [
     bug("CLUSTER", "init not published", "barrier", both(
         changed("hello", "arrive", "arrive.relaxed"), dropped("init_fence")
     ), "arrive", severity="note"),
+    bug("CLUSTER", "init of a whole warp not published", "barrier", both(
+        changed("hello", "arrive", "arrive.relaxed"), dropped("init_fence"),
+        changed("init_all", "@%p1 bra", "// @%p1 bra"),
+    ), "arrive", severity="note"),
     bug("CLUSTER", "one block does not arrive", "cluster", changed(
         "hello", r"barrier\.cluster\.arrive\.aligned;", SKIP_ARRIVE
     ), "hello_wait"),
