@@ -33,6 +33,7 @@ from .mutations import (
     PEEK,
     RELEASE,
     SEEDS,
+    STARVING_SEEDS,
     STMATRIX,
     STORE,
     TMEM_LOAD,
@@ -1152,7 +1153,7 @@ def test_the_kernel_is_clean(kernel: str) -> None:
 def test_the_kernel_is_clean_on_more_seeds(kernel: str) -> None:
     _, launch = kernel_of(kernel)
     run = launch(None)
-    for schedule, seed in MORE_SEEDS:
+    for schedule, seed in (*MORE_SEEDS, *STARVING_SEEDS):
         done, right = run(schedule, seed)
         assert done.errors == [] and right, (schedule, seed)
 
@@ -1190,3 +1191,5 @@ def test_the_bug_is_reported(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
 def test_the_bug_is_reported_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS)
+    if bug.kernel in SMALL:
+        check(bug, STARVING_SEEDS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..library import CHECKS
 from .device import DEVICES, Device
+from .hook import install_hook, remove_hook
 
 DEFAULT_ARCH = "sm_90a"
 TIMED_ARCH = "sm_90a"  # of the GPUs whose rates have been measured
@@ -87,9 +88,7 @@ class _Hook(argparse.Action):
     """Installs or removes the hook of CUTE_ATTN_EMULATE=all, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from . import startup
-
-        print(startup.install_hook() if self.const == "install" else startup.remove_hook())
+        print(install_hook() if self.const == "install" else remove_hook())
         parser.exit()
 
 
