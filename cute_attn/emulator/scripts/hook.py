@@ -1,9 +1,4 @@
-"""The hook of CUTE_ATTN_EMULATE=all: a file in site-packages that Python reads when Python starts.
-
-A library runs no code before a program imports it, and then it is too late: the stand-ins have to
-be loaded before all other libraries. The user installs the hook once. Without the variable the hook
-does nothing.
-"""
+"""The hook of `CUTE_ATTN_EMULATE=all`: a file in site-packages, see `startup`."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..library import CHECKS
+from . import hook
 from .device import DEVICES, Device
-from .hook import install_hook, remove_hook
 
 DEFAULT_ARCH = "sm_90a"
 TIMED_ARCH = "sm_90a"  # of the GPUs whose rates have been measured
@@ -88,7 +88,7 @@ class _Hook(argparse.Action):
     """Installs or removes the hook of CUTE_ATTN_EMULATE=all, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(install_hook() if self.const == "install" else remove_hook())
+        print(hook.install_hook() if self.const == "install" else hook.remove_hook())
         parser.exit()
 
 

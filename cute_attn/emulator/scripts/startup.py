@@ -1,6 +1,8 @@
 """CUTE_ATTN_EMULATE=all: programs that start as they always do run in the emulator.
 
-The hook in site-packages, see `hook`, calls `start` whenever Python starts with the variable.
+A library runs no code before a program imports it, and then it is too late: the stand-ins have to
+be loaded before all other libraries. So a file in site-packages, the hook, calls `start` whenever
+Python starts. The user installs the hook once; without the variable the hook does nothing.
 """
 
 from __future__ import annotations
