@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
+from cute_attn.kernels.delta.table import HEAD_FORWARD, PREPARE
 from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda import chunk_passes
@@ -127,7 +127,7 @@ def forward(
             index_dtype="none" if cu_seqlens is None else "int32",
             split=split,
         )
-        assert (requests[0][0] is HEAD_PREPARE) == (arch == "sm_90a")
+        assert (requests[0][0] is HEAD_FORWARD) == (arch == "sm_90a")
         assert (requests[0][0] is PREPARE) == (arch != "sm_90a")
         scale = q.shape[-1] ** -0.5 if x["scale"] is None else x["scale"]
         ChunkForward.load(q.device, requests).run(

@@ -51,15 +51,15 @@ class ChunkForward(NamedTuple):
     """The loaded kernels of `plan_chunk_gated_delta_rule`.
 
     Attributes:
-        prepare: the kernel that prepares all chunks.
-        whole: the pass over whole sequences.
+        prepare: the kernel that prepares all chunks of whole sequences; None if `whole` does so.
+        whole: the pass over whole sequences, or the whole forward.
         split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
             first splits sequences.
         num_sms: the number of SMs.
         per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
 
-    prepare: Callable[..., None]
+    prepare: Callable[..., None] | None
     whole: Callable[..., None]
     split: tuple[launch.Request, ...]
     num_sms: int
@@ -67,14 +67,14 @@ class ChunkForward(NamedTuple):
 
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
-        prepare, whole, *split = requests
-        return ChunkForward(
-            launch.get_for(device, *prepare),
-            launch.get_for(device, *whole),
-            tuple(split),
-            launch.num_sms(device),
-            prepare[0] is table.HEAD_PREPARE,
-        )
+        first, *rest = requests
+        per_head = first[0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD)
+        prepare = None
+        if not per_head:
+            prepare = launch.get_for(device, *first)
+            first, *rest = rest
+        whole = launch.get_for(device, *first)
+        return ChunkForward(prepare, whole, tuple(rest), launch.num_sms(device), per_head)
 
     def run(
         self,
@@ -115,31 +115,36 @@ class ChunkForward(NamedTuple):
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.per_head:
-            prepare = launch.get_for(v.device, *self.split[0]) if length else self.prepare
+            if not length:
+                self.whole(
+                    q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale,
+                    beta_scale,
+                )  # fmt: skip
+                return
+            request, *kernels = self.split
+            prepare = launch.get_for(v.device, *request)
             tiles, factors = prepare_heads(
                 prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
-            given: tuple[Tensor, ...] = q, k, v, tiles, factors
-            if length:
-                request, *kernels = self.split
-                starts = None
-                if request[1].bounds:
-                    bounds = factors[:, :, BOUNDS]
-                    of_outputs = output_kernel(self.split, v, length)[1]
-                    starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
-                launch_segments(
-                    tuple(kernels), length, given, v, dim_k, written, carried, cu_seqlens, starts
-                )
-                return
-        else:
-            if records is None:
-                tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
-                decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
-                records = tiles, decay, None
-            scalars = scale, 0.0, beta_scale
-            if length:
-                run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
-                return
-            self.prepare(*inputs, *records, *scalars, None, None)
-            given = v, *records[:2]
+            starts = None
+            if request[1].bounds:
+                bounds = factors[:, :, BOUNDS]
+                of_outputs = output_kernel(self.split, v, length)[1]
+                starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
+            launch_segments(
+                tuple(kernels), length, (q, k, v, tiles, factors), v, dim_k, written, carried,
+                cu_seqlens, starts,
+            )  # fmt: skip
+            return
+        if records is None:
+            tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+            decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+            records = tiles, decay, None
+        scalars = scale, 0.0, beta_scale
+        if length:
+            run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
+            return
+        assert self.prepare is not None
+        self.prepare(*inputs, *records, *scalars, None, None)
+        given = v, *records[:2]
         self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)

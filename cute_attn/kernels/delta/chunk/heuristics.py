@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, MOST_HEADS_PER_CTA, HeadPassSpec, record_elements
+from .spec import CHUNK, FORWARD_STAGES, MOST_HEADS_PER_CTA, HeadPassSpec, record_elements
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -60,6 +60,12 @@ def head_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
         "products": "wgmma",
         "segments": "none",
     }
+
+
+def head_forward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a HeadForwardSpec."""
+    config = head_pass_config(arch=arch, head_dim_k=head_dim_k, head_dim_v=head_dim_v)
+    return config | {"num_stages": FORWARD_STAGES}
 
 
 class SegmentTimes(NamedTuple):

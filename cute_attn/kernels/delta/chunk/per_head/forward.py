@@ -39,7 +39,6 @@ from ....common.arguments import (
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role
-from ....common.ptx import mbarrier
 from ....common.ptx.async_copy import copy_bulk_to_peer
 from ....common.ptx.cluster import cta_rank, remote_address
 from ....common.ptx.memory import shared_address, store_shared
@@ -238,7 +237,7 @@ class HeadForward(HeadStatePass):
 
         return placeholders(
             Arguments(
-                **self.fake_inputs(heads, slots),
+                **self.fake_inputs(heads),
                 states=stored(self.has_states, spec.head_dim_v * spec.head_dim_k),
                 v_new=stored(self.has_v_new, CHUNK * spec.head_dim_v),
                 start=matrices(self.starts),
@@ -249,7 +248,7 @@ class HeadForward(HeadStatePass):
             )
         )
 
-    def fake_inputs(self, heads: Any, slots: Any) -> dict[str, Any]:
+    def fake_inputs(self, heads: Any) -> dict[str, Any]:  # type: ignore[override]
         """Placeholders of the arguments from q to o."""
         spec = self.spec
         batch, tokens, heads_qk = (cute.sym_int() for _ in range(3))
@@ -494,8 +493,8 @@ class HeadForward(HeadStatePass):
                 smem + self.memory["tokens"] + tokens * self.tokens_bytes,
                 smem + self.memory["chunk"] + stage * self.stage_bytes,
             )
-            mbarrier.wait(barriers.address("tokens_full", tokens), tokens_phase)
-            mbarrier.wait(barriers.address("chunk_full", stage), phase)
+            cute.arch.mbarrier_wait(barriers.stage_pointer("tokens_full", tokens), tokens_phase)
+            cute.arch.mbarrier_wait(barriers.stage_pointer("chunk_full", stage), phase)
             self.chunk(state, held, at, x.results, place, c, c > 0)
             self.checkpoint(state, x, place, sequence, c + 1, True)
             cute.arch.sync_warp()
