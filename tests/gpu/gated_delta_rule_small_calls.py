@@ -49,9 +49,13 @@ def by_chunks(device: str) -> Iterator[Named]:
         )
         title = f"gradients of chunk_gated_delta_rule, {name}"
         yield title, differentiate(chunked, given, INPUTS)
-    served = gated_delta_rule_cases.Case(SERVER, LENGTHS, heads=2).arguments(device)
-    pool = pool_call(served).given
-    yield "chunk_gated_delta_rule, pool", torch.inference_mode()(lambda: chunked(**pool))
+    for name, lengths, heads in (("pool", LENGTHS, 2), ("pool, split", (LONG,), 1)):
+        served = gated_delta_rule_cases.Case(SERVER, lengths, heads=heads).arguments(device)
+        pool = pool_call(served).given
+        yield (
+            f"chunk_gated_delta_rule, {name}",
+            torch.inference_mode()(lambda pool=pool: chunked(**pool)),
+        )
 
 
 CALLS: dict[str, Group] = {"by_tokens": by_tokens, "by_chunks": by_chunks}

@@ -5,7 +5,8 @@ CTA prepare later chunks, and T and Aqk never leave shared memory.
 
     CTA (64 columns of V, value head, sequence), 16 warps
       warps 0 to 3     state    the pass's method `chunk`, chunk after chunk
-      warps 4 to 11    prepare  scores, inverse and factors, as in `prepare`
+      warps 4 to 11    prepare  scores, inverse and factors, as in `prepare`; the first warp, the
+                                leader, signals for all of them
       warp 12          load     q, k and v by TMA
       warp 13          gates    sums of gates, and beta
       warps 14 and 15  none; registers are given to groups of four warps
@@ -69,7 +70,7 @@ EXCHANGES = 3  # blocks that warps exchange while they invert L
 
 STATE = Role("state", range(4))
 PREPARE = Role("prepare", range(4, 4 + NUM_WARPS))
-LEADER = Role("the first prepare", range(4, 5))
+LEADER = Role("leader", range(4, 5))  # the first warp of prepare
 LOAD = Role("load", range(12, 13))
 GATES = Role("gates", range(13, 14))
 READERS = Role("state and prepare", range(12))
@@ -439,7 +440,7 @@ class HeadForward(HeadStatePass):
             n = barriers.stage("gates_full", use)
             products = cute.make_rmem_tensor((SUB_CHUNK * CHUNK // WARP_SIZE,), Float32)
             barriers.wait("tokens_full", c)
-            self.head_scores.multiply(smem, rows, b, of_k, products)
+            self.head_scores.multiply_by_wgmma(smem, rows, b, of_k, products)
             self.meet()
             self.head_scores.normalise(smem, b, of_k, x.scale, products)
             barriers.wait("gates_full", use)

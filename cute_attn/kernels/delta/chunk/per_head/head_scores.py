@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
+from ....common.ptx import wgmma
 from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2, reciprocal_sqrt
@@ -81,11 +82,7 @@ class HeadScores:
         for step in cutlass.range_constexpr(self.spec.head_dim_k // SUB_CHUNK):
             at = left + step // 4 * SUB_TILE_BYTES
             a = left_fragment(at, b * SUB_CHUNK, step % 4)
-            if cutlass.const_expr(self.spec.l2norm):
-                for i in cutlass.range_constexpr(4):
-                    low, high = unpack(self.dtype, a[i])
-                    squares[i % 2] = cute.math.fma(low, low, squares[i % 2])
-                    squares[i % 2] = cute.math.fma(high, high, squares[i % 2])
+            self.add_squares(a, squares)
             for j in cutlass.range_constexpr(SUB_CHUNKS):
                 if j <= b:
                     right = right_fragments_of_rows(keys, SUB_CHUNK * j, step)
@@ -95,6 +92,20 @@ class HeadScores:
                         c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
                         for i in cutlass.range_constexpr(4):
                             products[n + i] = c[i]
+        self.store_norms(smem, b, of_k, squares)
+
+    def add_squares(self, a: list[Any], squares: cute.Tensor) -> None:
+        """Add the squares of a left operand's elements to the sums of the thread's two rows."""
+        if self.spec.l2norm:
+            for i in range(4):
+                low, high = unpack(self.dtype, a[i])
+                squares[i % 2] = cute.math.fma(low, low, squares[i % 2])
+                squares[i % 2] = cute.math.fma(high, high, squares[i % 2])
+
+    @cute.jit
+    def store_norms(self, smem: Int32, b: Int32, of_k: Any, squares: cute.Tensor) -> None:
+        """Store the inverse norms of the warp's rows, of which each thread has a part of the sum of
+        squares."""
         r, c = row_and_part()
         name = cutlass.select_(
             of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
@@ -109,6 +120,28 @@ class HeadScores:
             if c == 0:
                 row = b * SUB_CHUNK + r + 8 * half
                 store_shared(Float32, smem + name + row * 4, [inverse])
+
+    @cute.jit
+    def multiply_by_wgmma(
+        self, smem: Int32, rows: Int32, b: Int32, of_k: Any, products: cute.Tensor
+    ) -> None:
+        """`multiply` for warps in two warpgroups, by all rows of k."""
+        keys = rows + self.places.k
+        left = cutlass.select_(of_k, keys, rows + self.places.q)
+        steps = range(self.spec.head_dim_k // SUB_CHUNK)
+        offsets = [step // 4 * SUB_TILE_BYTES + step % 4 * 2 * SUB_CHUNK for step in steps]
+        a, k = (
+            [wgmma.rows_descriptor(at) + (offset >> 4) for offset in offsets] for at in (left, keys)
+        )
+        c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
+        squares = cute.make_rmem_tensor((2,), Float32)
+        squares.fill(0.0)
+        for step in steps:
+            at = left + step // 4 * SUB_TILE_BYTES
+            self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
+        for i, x in enumerate(wgmma.wait(c)):
+            products[i] = x
+        self.store_norms(smem, b, of_k, squares)
 
     @cute.jit
     def normalise(
