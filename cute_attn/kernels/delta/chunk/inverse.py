@@ -71,6 +71,7 @@ class Inverse:
         self, memory: Any, *, columns: str | None = None, exact: bool = True,
         rows: tuple[int, int] = (REGION["tile_kk"], REGION.nbytes),
         exchange: tuple[int, int] = (REGION["exchange"], REGION.nbytes),
+        diagonal_warps: int = 1,
         meet: Callable[[], None] = cute.arch.sync_threads,
         end: Callable[[], None] = cute.arch.sync_threads,
     ):  # fmt: skip
@@ -84,12 +85,14 @@ class Inverse:
             rows: byte offset of the result's first sub-chunk, and step to the next sub-chunk.
             exchange: byte offset of the memory through which warps exchange a block, and step to
                 the next such memory.
+            diagonal_warps: 1, or 2 warps that store the blocks on the diagonal.
             meet: a barrier of the warps that call `invert`.
             end: the barrier after the last result.
         """
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
         self.exact = exact
         self.rows, self.exchange = rows, exchange
+        self.diagonal_warps = diagonal_warps
         self.meet, self.end = meet, end
 
     def invert_diagonal(self, smem: Any, b: Any) -> None:
@@ -177,8 +180,12 @@ class Inverse:
             else:
                 cute.arch.sync_warp()  # every lane has read the block
                 self._store_rows(self._block(smem, i, j), x)
-        if part == 6:
-            for m in cutlass.range(SUB_CHUNKS, unroll=1):
+        if cutlass.const_expr(self.diagonal_warps == 1):
+            if part == 6:
+                for m in cutlass.range(SUB_CHUNKS, unroll=1):
+                    self.store_block(smem, tile, m, m, self._diagonal_transposed(smem, m))
+        elif part >= 6:
+            for m in cutlass.range(part - 6, SUB_CHUNKS, 2, unroll=1):
                 self.store_block(smem, tile, m, m, self._diagonal_transposed(smem, m))
         if part == 7:
             for row in cutlass.range_constexpr(SUB_CHUNKS):

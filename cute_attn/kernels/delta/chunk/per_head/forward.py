@@ -218,7 +218,7 @@ class HeadForward(HeadStatePass):
         self.inverse = Inverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),
             exchange=(self.memory["exchange"], 4 * SUB_CHUNK * SUB_CHUNK),
-            meet=self.meet, end=self.meet_with_tiles,
+            diagonal_warps=2, meet=self.meet, end=self.meet_with_tiles,
         )  # fmt: skip
 
     # -- arguments ----------------------------------------------------------------------------
@@ -456,7 +456,9 @@ class HeadForward(HeadStatePass):
                 ),
                 cute.make_layout(FACTORS),
             )
-            self.head_scores.store_factors(smem, n, thread, x.scale, factors)
+            # Warps of q k^T are done before warps of k k^T, which invert blocks.
+            token = (thread + CHUNK * 2) & (len(PREPARE) * WARP_SIZE - 1)
+            self.head_scores.store_factors(smem, n, token, x.scale, factors)
             self.meet()
             self.inverse.invert(smem, warp, tiles + self.stage["t"])
             if warp == 0:
