@@ -175,6 +175,53 @@ def test_the_fast_path(case: dict[str, Any]) -> None:
     check(inputs(**case), "sm_90a")
 
 
+def two_kernels(
+    x: dict[str, Any], request: launch.Request, results: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Run `prepare` and `state_pass` on the call of the kernel `request`."""
+    _, spec = request
+    kept = {
+        f.name: getattr(spec, f.name) for f in fields(HeadPassSpec) if f.name != "num_stages"
+    }
+    of_prepare = HeadPrepareSpec(**{f.name: getattr(spec, f.name) for f in fields(InputsSpec)})
+    of_pass = HeadPassSpec(**kept, num_stages=MOST_STAGES)
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    prepare, state_pass = (
+        launch.get_for(q.device, *kernel)
+        for kernel in ((HEAD_PREPARE, of_prepare), (HEAD_STATE_PASS, of_pass))
+    )
+    inputs = q, x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens
+    records = prepare_heads(prepare, inputs, v, None, q.shape[-1] ** -0.5, 1.0, 132)
+    *written, final_state = results
+    state_pass(
+        q, x["k"], v, *records, *written, x["initial_state"], final_state, cu_seqlens, None, None,
+        0, 1, None, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"lengths": [70, 1, 0, 140], "packed": True, "dims": (128, 128), "heads": (1, 1)},
+        slow(lengths=[450], dims=(128, 128), gate="raw"),
+        slow(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
+        slow(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),
+        slow(lengths=[200], dims=(128, 256), gate="weak", dtype=torch.float16, sigmoid=False),
+    ],
+)
+def test_one_kernel_has_the_results_of_two(case: dict[str, Any]) -> None:
+    """The order of products is the same, so all bits are, of what a backward reads too."""
+    x = inputs(**{"gate": "middle"} | case)
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    found = []
+    with emulated("sm_90a", Emulator(num_sms=132)):
+        (request,) = plan_chunk_gated_delta_rule(
+            "sm_90a", **options(x), gradient=True, recompute=v.dtype is torch.bfloat16, split=False
+        )
+        for run in (two_kernels, None):
+            ...
+
+
 @pytest.mark.parametrize(
     ("case", "arch"),
     [

@@ -7,17 +7,18 @@ CTA prepare later chunks, and T and Aqk never leave shared memory.
       warps 0 to 3     state    the pass's method `chunk`, chunk after chunk
       warps 4 to 11    prepare  scores, inverse and factors, as in `prepare`; the first warp, the
                                 leader, signals for all of them
-      warp 12          load     q, k and v by TMA
-      warp 13          gates    sums of gates, and beta
-      warps 14 and 15  none; registers are given to groups of four warps
+      warp 12          load     q, k and v for the state, by TMA
+      warp 13          feed     q and k for prepare, by TMA
+      warp 14          gates    sums of gates, and beta
+      warp 15          expect   announces what the other CTA copies
 
 The two CTAs of a value head form a cluster and share this work. CTA r prepares the chunks c with
 c % 2 = r, and copies T, Aqk and the factors to the other CTA's shared memory. Each CTA loads half
-of q and k to both CTAs.
+of the state's q and k to both CTAs.
 
-A chunk passes through two rings. A stage of "tokens" holds q and k, 32 KiB at K = 128. A stage of
-"chunk" holds T, Aqk, the factors and v, 26 KiB. So q and k of a chunk arrive, and its scores are
-computed, before there is room for its T and Aqk.
+q and k are loaded twice. A chunk's q and k are needed for a short time while scores are computed,
+and again when the state reaches the chunk. In between, only T, Aqk and the factors stay, 17 KiB
+instead of 32 KiB, so that the warps of prepare can be several chunks ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Numeric
 from cutlass.cute.nvgpu import cpasync
 
 from ....common.arguments import (
@@ -52,7 +53,6 @@ from ..inverse import Inverse
 from ..spec import (
     CHUNK,
     FACTORS,
-    FORWARD_STAGES,
     SUB_TILE,
     HeadForwardSpec,
     HeadPrepareSpec,
@@ -64,7 +64,7 @@ from ..tiles import LINE_BYTES, SUB_TILE_BYTES
 from .head_scores import HeadScores, Places
 from .state_pass import HeadStatePass
 
-TOKEN_STAGES = 4
+TOKEN_STAGES = 2
 GATE_STAGES = 2
 EXCHANGES = 3  # blocks that warps exchange while they invert L
 
@@ -72,8 +72,9 @@ STATE = Role("state", range(4))
 PREPARE = Role("prepare", range(4, 4 + NUM_WARPS))
 LEADER = Role("leader", range(4, 5))  # the first warp of prepare
 LOAD = Role("load", range(12, 13))
-GATES = Role("gates", range(13, 14))
-READERS = Role("state and prepare", range(12))
+FEED = Role("feed", range(13, 14))
+GATES = Role("gates", range(14, 15))
+EXPECT = Role("expect", range(15, 16))
 NUM_WARPS_OF_CTA = 16
 
 # Registers of a thread. At the launch each thread has 128.
@@ -119,6 +120,10 @@ class ForwardOperands(NamedTuple):
     k: cute.Tensor
     v_tma: cute.CopyAtom
     v: cute.Tensor
+    own_q_tma: cute.CopyAtom  # copies to this CTA alone
+    own_q: cute.Tensor
+    own_k_tma: cute.CopyAtom
+    own_k: cute.Tensor
     heads_qk: Int32
     rows: cute.Tensor
     g: cute.Tensor
@@ -135,16 +140,63 @@ class ForwardOperands(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Addresses of a chunk's stages in both rings."""
+    """Addresses of a chunk's stages in the rings that the state reads."""
 
     tokens: Any
-    chunk: Any
+    tiles: Any
+
+
+class ForwardMemory(SharedMemory):
+    """The shared memory of a CTA.
+
+    Attributes:
+        dtype: dtype of q, k and v.
+        tokens, tiles: a stage of the ring "tokens", and of the ring "tiles", which is one copy to
+            the other CTA.
+    """
+
+    def __init__(
+        self, dtype: type[Numeric], head_dim_k: int, tile_v: int, token_stages: int,
+        tile_stages: int, pipeline: Pipeline,
+    ):  # fmt: skip
+        self.dtype = dtype
+        tile = CHUNK * head_dim_k
+        self.tokens = SharedMemory(
+            Buffer("k", dtype, tile, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("q", dtype, tile),
+            Buffer("rows", dtype, CHUNK * tile_v, holds="v"),
+        )
+        self.tiles = SharedMemory(
+            Buffer("t", dtype, SUB_TILE, alignment=SWIZZLE_ALIGNMENT, holds="T"),
+            Buffer("aqk", dtype, SUB_TILE),
+            Buffer("factors", Float32, FACTORS),
+        )
+
+        def numbers(name: str, holds: str, count: int = GATE_STAGES) -> Buffer:
+            return Buffer(name, Float32, count * CHUNK, holds=holds)
+
+        super().__init__(
+            Buffer.ring("tokens", self.tokens, token_stages),
+            Buffer.ring("tiles", self.tiles, tile_stages),
+            Buffer("scored", dtype, 2 * tile, alignment=SWIZZLE_ALIGNMENT, holds="k, then q"),
+            Buffer("blocks", Float32, SUB_CHUNK * SUB_CHUNK, NUM_BLOCKS, holds="L"),
+            Buffer("exchange", Float32, SUB_CHUNK * SUB_CHUNK, EXCHANGES),
+            numbers("inverse_norm_q", "1 without l2norm", 1),
+            numbers("inverse_norm_k", "1 without l2norm", 1),
+            numbers("coarse", "see head_gates"),
+            numbers("fine", "see head_gates"),
+            numbers("beta", "0 past the chunk's end"),
+            numbers("earlier", "see head_gates", (SUB_CHUNKS - 1) * GATE_STAGES),
+            Buffer("barriers", Int64, pipeline.count, alignment=MBARRIER_BYTES),
+            limit=SMEM_BYTES["sm_90"],
+        )
 
 
 class HeadForward(HeadStatePass):
     """The kernel for one HeadForwardSpec; see the module's docstring."""
 
     spec: HeadForwardSpec
+    token_stages = TOKEN_STAGES
 
     def __init__(self, spec: HeadForwardSpec):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
@@ -156,65 +208,36 @@ class HeadForward(HeadStatePass):
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         self.num_warps = len(STATE)
         self.cluster = spec.cluster
-        self.roles = (STATE, PREPARE, LOAD, GATES)
+        self.roles = (STATE, PREPARE, LOAD, FEED, GATES, EXPECT)
         reach = Reach.EACH if self.cluster > 1 else Reach.CTA
+        token_stages, stages = self.token_stages, spec.num_stages
         self.pipeline = Pipeline(
-            Edge("tokens_full", LOAD, READERS, TOKEN_STAGES, Kind.BYTES, payload="q and k"),
-            Edge("tokens_empty", STATE, LOAD, TOKEN_STAGES, Kind.WARPS, reach, "its stage"),
-            # The load warp expects the bytes of v, and of what the other CTA copies.
-            Edge(
-                "chunk_full", LEADER, STATE, FORWARD_STAGES, Kind.BYTES | Kind.WARPS,
-                payload="T, Aqk, factors and v",
-            ),
-            Edge("chunk_empty", STATE, PREPARE, FORWARD_STAGES, Kind.WARPS, reach, "its stage"),
+            Edge("tokens_full", LOAD, STATE, token_stages, Kind.BYTES, payload="q, k and v"),
+            Edge("tokens_empty", STATE, LOAD, token_stages, Kind.WARPS, reach, "its stage"),
+            Edge("scored_full", FEED, PREPARE, 1, Kind.BYTES, payload="q and k"),
+            Edge("scored_empty", PREPARE, FEED, 1, Kind.WARPS, payload="their memory"),
+            # The warp expect arrives for the other CTA's leader.
+            Edge("tiles_full", LEADER, STATE, stages, Kind.WARPS, payload="T, Aqk and factors"),
+            Edge("tiles_empty", STATE, PREPARE, stages, Kind.WARPS, reach, "its stage"),
             Edge("gates_full", GATES, PREPARE, GATE_STAGES, Kind.WARPS, payload="gates and beta"),
             Edge("gates_empty", LEADER, GATES, GATE_STAGES, Kind.WARPS, payload="its stage"),
-        )  # fmt: skip
+        )
         self.qk_rows = BoxedRows(CHUNK, spec.head_dim_k, spec.varlen, True)
         self.v_rows = BoxedRows(CHUNK, spec.head_dim_v, spec.varlen, True)
-        tile = CHUNK * spec.head_dim_k
-        self.tokens = SharedMemory(
-            Buffer("k", self.dtype, tile, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("q", self.dtype, tile),
+        self.memory = ForwardMemory(
+            self.dtype, spec.head_dim_k, spec.tile_v, token_stages, stages, self.pipeline
         )
-        # T, Aqk and the factors are contiguous: they are one copy to the other CTA.
-        self.stage = SharedMemory(
-            Buffer("t", self.dtype, SUB_TILE, alignment=SWIZZLE_ALIGNMENT, holds="T"),
-            Buffer("aqk", self.dtype, SUB_TILE),
-            Buffer("factors", Float32, FACTORS),
-            Buffer("rows", self.dtype, CHUNK * spec.tile_v, alignment=SWIZZLE_ALIGNMENT, holds="v"),
-        )
-        self.prepared_bytes = self.stage["factors"] + 4 * FACTORS
-
-        def numbers(name: str, holds: str, count: int = GATE_STAGES) -> Buffer:
-            return Buffer(name, Float32, count * CHUNK, holds=holds)
-
-        self.memory = SharedMemory(
-            Buffer.ring("tokens", self.tokens, TOKEN_STAGES),
-            Buffer.ring("chunk", self.stage, FORWARD_STAGES),
-            Buffer("blocks", Float32, SUB_CHUNK * SUB_CHUNK, NUM_BLOCKS, holds="L"),
-            Buffer("exchange", Float32, SUB_CHUNK * SUB_CHUNK, EXCHANGES),
-            numbers("inverse_norm_q", "1 without l2norm", 1),
-            numbers("inverse_norm_k", "1 without l2norm", 1),
-            numbers("coarse", "see head_gates"),
-            numbers("fine", "see head_gates"),
-            numbers("beta", "0 past the chunk's end"),
-            numbers("earlier", "see head_gates", (SUB_CHUNKS - 1) * GATE_STAGES),
-            Buffer("barriers", Int64, self.pipeline.count, alignment=MBARRIER_BYTES),
-            limit=SMEM_BYTES["sm_90"],
-        )
+        self.tokens, self.tiles = self.memory.tokens, self.memory.tiles
         self.smem_bytes = self.memory.nbytes
-        self.tokens_bytes, self.stage_bytes = (
-            self.memory.buffers[name].stage_bytes for name in ("tokens", "chunk")
+        self.tokens_bytes, self.tiles_bytes = (
+            self.memory.buffers[name].stage_bytes for name in ("tokens", "tiles")
         )
         self.line = min(spec.tile_v * 2, 128)
-        self.rows_bytes = 2 * CHUNK * spec.tile_v
         of_prepare = HeadPrepareSpec(**{x.name: getattr(spec, x.name) for x in fields(InputsSpec)})
         step = SUB_CHUNK * LINE_BYTES
         self.head_scores = HeadScores(
-            of_prepare, self.memory, Places(self.tokens["q"], self.tokens["k"], (0, step))
+            of_prepare, self.memory, Places(2 * CHUNK * spec.head_dim_k, 0, (0, step))
         )
-        self.memory.dtype = self.dtype
         self.inverse = Inverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),
             exchange=(self.memory["exchange"], 4 * SUB_CHUNK * SUB_CHUNK),
@@ -277,10 +300,10 @@ class HeadForward(HeadStatePass):
         """Run the forward."""
         a, stream = gathered(Arguments, args)
         results = Results(a.o, a.states, a.v_new)
-        x = self.operands(a, results, a.start, a.result, None)
+        x = self.forward_operands(a, results, a.start, a.result, None)
         self.kernel(x).launch(**self.launch_config(a), stream=stream)
 
-    def operands(
+    def forward_operands(
         self, a: Any, results: Results, start: Any, result: Any, slots: Any
     ) -> ForwardOperands:
         """The operands of a call with the arguments a; for host code."""
@@ -288,7 +311,8 @@ class HeadForward(HeadStatePass):
         shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else op
         return ForwardOperands(
             *self.qk_rows.atom(shared, a.q), *self.qk_rows.atom(shared, a.k),
-            *self.v_rows.atom(op, a.rows), a.k.shape[2], a.rows, a.g, a.beta, a.A_log, a.dt_bias,
+            *self.v_rows.atom(op, a.rows), *self.qk_rows.atom(op, a.q),
+            *self.qk_rows.atom(op, a.k), a.k.shape[2], a.rows, a.g, a.beta, a.A_log, a.dt_bias,
             a.scale, a.beta_scale, results, start, result, slots, a.cu_seqlens,
         )  # fmt: skip
 
@@ -320,19 +344,24 @@ class HeadForward(HeadStatePass):
         if thread == 0:
             barriers.init()
             cute.arch.mbarrier_init_fence()
-        if thread < FORWARD_STAGES:
+        if thread < self.spec.num_stages:
             # The copy to the other CTA has a few bytes after the chunk's decay.
-            last = self.stage["factors"] + 16 * CHUNK
-            at = smem + self.memory["chunk"] + thread * self.stage_bytes + last
+            last = self.tiles["factors"] + 16 * CHUNK
+            at = smem + self.memory["tiles"] + thread * self.tiles_bytes + last
             store_shared(Float32, at, [Float32(0.0)] * (FACTORS - 4 * CHUNK))
             cute.arch.fence_view_async_shared()
         self.meet_cluster()
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                self.load_chunks(x, place, head, tile_start, smem, barriers, chunks)
+                self.load_tokens(x, place, head, tile_start, smem, barriers, chunks)
+            if warp == FEED.warps[0]:
+                self.feed_warp(x, place, head, smem, barriers, chunks)
             if warp == GATES.warps[0]:
                 self.gates_warp(x, place, head, smem, barriers, chunks)
+            if cutlass.const_expr(self.cluster > 1):
+                if warp == EXPECT.warps[0]:
+                    self.expect_warp(barriers, chunks)
         elif warp >= PREPARE.warps[0]:
             cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
             self.prepare_warps(x, smem, barriers, chunks)
@@ -355,56 +384,71 @@ class HeadForward(HeadStatePass):
         """The CTA prepares the chunks of this rank, modulo the CTAs of a cluster."""
         return cta_rank() if self.cluster > 1 else Int32(0)
 
-    # -- the warp that copies -----------------------------------------------------------------
+    # -- the warps that copy ------------------------------------------------------------------
 
     @cute.jit
-    def load_chunks(
+    def load_tokens(
         self, x: Any, place: Any, head: Int32, tile_start: Int32, smem: Int32, barriers: Barriers,
         chunks: Int32,
     ) -> None:  # fmt: skip
         spec = self.spec
         head_qk = shared_head(head, x.rows.shape[2], x.heads_qk)
         across = spec.head_dim_k // BOX
-        keys, queries = (self.ring_boxes(smem, "tokens", name, across) for name in ("k", "q"))
-        values = self.ring_boxes(smem, "chunk", "rows", spec.tile_v // BOX)
+        keys, queries = (self.token_boxes(smem, name, across) for name in ("k", "q"))
+        values = self.token_boxes(smem, "rows", spec.tile_v // BOX)
         of_sequence = place.batch, place.start, place.length
         shared = self.cluster > 1
         for c in cutlass.range(chunks, unroll=1):
             barriers.wait_previous("tokens_empty", c)
             with cute.arch.elect_one():
-                barriers.expect("tokens_full", c, 4 * CHUNK * spec.head_dim_k)
+                barriers.expect("tokens_full", c, self.tokens.nbytes)
             of_k = self.qk_rows.box(x.k, c, head_qk, *of_sequence)
             load_boxes(x.k_tma, of_k, keys, barriers, "tokens_full", c, shared)
             of_q = self.qk_rows.box(x.q, c, head_qk, *of_sequence)
             load_boxes(x.q_tma, of_q, queries, barriers, "tokens_full", c, shared)
-
-            barriers.wait_previous("chunk_empty", c)
-            nbytes = Int32(self.rows_bytes)
-            if cutlass.const_expr(shared):
-                others = (c & 1) != cta_rank()
-                nbytes = cutlass.select_(others, nbytes + self.prepared_bytes, nbytes)
-                with cute.arch.elect_one():
-                    barriers.expect("chunk_full", c, nbytes)
-                if others:
-                    # The other CTA's copy stands for the arrival of this CTA's prepare warps.
-                    with cute.arch.elect_one():
-                        barriers.arrive("chunk_full", c)
-            else:
-                with cute.arch.elect_one():
-                    barriers.expect("chunk_full", c, nbytes)
             of_v = self.v_rows.box(x.v, c, head, *of_sequence)
             of_v = cute.local_tile(of_v, (CHUNK, spec.tile_v), (0, tile_start // spec.tile_v))
-            load_boxes(x.v_tma, of_v, values, barriers, "chunk_full", c)
+            load_boxes(x.v_tma, of_v, values, barriers, "tokens_full", c)
 
-    def ring_boxes(self, smem: Int32, ring: str, name: str, across: int) -> cute.Tensor:
-        """A buffer of all stages of a ring, as boxes (rows, columns, boxes, stages)."""
-        buffer = self.memory.buffers[ring]
-        assert buffer.inside is not None
+    def token_boxes(self, smem: Int32, name: str, across: int) -> cute.Tensor:
+        """A buffer of all stages of "tokens", as boxes (rows, columns, boxes, stages)."""
+        at = smem + self.memory["tokens"] + self.tokens[name]
+        return self.boxes_at(at, across, self.token_stages, self.tokens_bytes)
+
+    def boxes_at(self, address: Int32, across: int, stages: int, step: int) -> cute.Tensor:
         at = cute.make_ptr(
-            self.dtype, smem + self.memory[ring] + buffer.inside[name], cute.AddressSpace.smem,
-            assumed_align=SWIZZLE_ALIGNMENT,
-        )  # fmt: skip
-        return boxes(at, CHUNK, (across, SUB_TILE), (buffer.stages, buffer.stage_bytes // 2))
+            self.dtype, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_ALIGNMENT
+        )
+        return boxes(at, CHUNK, (across, SUB_TILE), (stages, step // 2))
+
+    @cute.jit
+    def feed_warp(
+        self, x: Any, place: Any, head: Int32, smem: Int32, barriers: Barriers, chunks: Int32
+    ) -> None:
+        head_qk = shared_head(head, x.rows.shape[2], x.heads_qk)
+        across = self.spec.head_dim_k // BOX
+        nbytes = 2 * CHUNK * self.spec.head_dim_k
+        at = smem + self.memory["scored"]
+        keys, queries = (self.boxes_at(at + y * nbytes, across, 1, nbytes) for y in range(2))
+        of_sequence = place.batch, place.start, place.length
+        use = Int32(0)
+        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
+            barriers.wait_previous("scored_empty", use)
+            with cute.arch.elect_one():
+                barriers.expect("scored_full", use, 2 * nbytes)
+            of_k = self.qk_rows.box(x.own_k, c, head_qk, *of_sequence)
+            load_boxes(x.own_k_tma, of_k, keys, barriers, "scored_full", use)
+            of_q = self.qk_rows.box(x.own_q, c, head_qk, *of_sequence)
+            load_boxes(x.own_q_tma, of_q, queries, barriers, "scored_full", use)
+            use += 1
+
+    @cute.jit
+    def expect_warp(self, barriers: Barriers, chunks: Int32) -> None:
+        """Expect the bytes of T, Aqk and the factors of the chunks that the other CTA prepares."""
+        for c in cutlass.range(self.rank() ^ 1, chunks, self.cluster, unroll=1):
+            barriers.wait_previous("tiles_empty", c)
+            with cute.arch.elect_one():
+                barriers.expect("tiles_full", c, self.tiles.nbytes)
 
     # -- the warp of gates --------------------------------------------------------------------
 
@@ -431,28 +475,28 @@ class HeadForward(HeadStatePass):
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
         b = warp & (SUB_CHUNKS - 1)
         of_k = warp < SUB_CHUNKS
+        rows = smem + self.memory["scored"]
         use = Int32(0)
         for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
-            stage = barriers.stage("tokens_full", c)
-            rows = smem + self.memory["tokens"] + stage * self.tokens_bytes
-            stage = barriers.stage("chunk_full", c)
-            tiles = smem + self.memory["chunk"] + stage * self.stage_bytes
+            stage = barriers.stage("tiles_full", c)
+            tiles = smem + self.memory["tiles"] + stage * self.tiles_bytes
             n = barriers.stage("gates_full", use)
             products = cute.make_rmem_tensor((SUB_CHUNK * CHUNK // WARP_SIZE,), Float32)
-            barriers.wait("tokens_full", c)
+            barriers.wait("scored_full", use)
             self.head_scores.multiply_by_wgmma(smem, rows, b, of_k, products)
+            barriers.warp_arrives("scored_empty", use)
             self.meet()
             self.head_scores.normalise(smem, b, of_k, x.scale, products)
             barriers.wait("gates_full", use)
-            barriers.wait_previous("chunk_empty", c)
+            barriers.wait_previous("tiles_empty", c)
             if of_k:
                 self.head_scores.store_lower(smem, n, b, products)
                 self.inverse.invert_diagonal(smem, b)
             else:
-                self.head_scores.store_scores(smem, tiles + self.stage["aqk"], n, b, products)
+                self.head_scores.store_scores(smem, tiles + self.tiles["aqk"], n, b, products)
             factors = cute.make_tensor(
                 cute.make_ptr(
-                    Float32, tiles + self.stage["factors"], cute.AddressSpace.smem, assumed_align=16
+                    Float32, tiles + self.tiles["factors"], cute.AddressSpace.smem, assumed_align=16
                 ),
                 cute.make_layout(FACTORS),
             )
@@ -460,15 +504,15 @@ class HeadForward(HeadStatePass):
             token = (thread + CHUNK * 2) & (len(PREPARE) * WARP_SIZE - 1)
             self.head_scores.store_factors(smem, n, token, x.scale, factors)
             self.meet()
-            self.inverse.invert(smem, warp, tiles + self.stage["t"])
+            self.inverse.invert(smem, warp, tiles + self.tiles["t"])
             if warp == 0:
                 barriers.warp_arrives("gates_empty", use)
                 if cutlass.const_expr(self.cluster > 1):
-                    full = shared_address(barriers.pointer("chunk_full", c))
+                    full = shared_address(barriers.pointer("tiles_full", c))
                     target, signal = (remote_address(y, cta_rank() ^ 1) for y in (tiles, full))
                     with cute.arch.elect_one():
-                        copy_bulk_to_peer(target, tiles, self.prepared_bytes, signal)
-                barriers.warp_arrives("chunk_full", c)
+                        copy_bulk_to_peer(target, tiles, self.tiles.nbytes, signal)
+                barriers.warp_arrives("tiles_full", c)
             use += 1
 
     def meet(self) -> None:
@@ -494,20 +538,22 @@ class HeadForward(HeadStatePass):
         for c in cutlass.range(chunks, unroll=1):
             at = Stage(
                 smem + self.memory["tokens"] + tokens * self.tokens_bytes,
-                smem + self.memory["chunk"] + stage * self.stage_bytes,
+                smem + self.memory["tiles"] + stage * self.tiles_bytes,
             )
             cute.arch.mbarrier_wait(barriers.stage_pointer("tokens_full", tokens), tokens_phase)
-            cute.arch.mbarrier_wait(barriers.stage_pointer("chunk_full", stage), phase)
+            cute.arch.mbarrier_wait(barriers.stage_pointer("tiles_full", stage), phase)
             self.chunk(state, held, at, x.results, place, c, c > 0)
             self.checkpoint(state, x, place, sequence, c + 1, True)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 self.release(barriers, tokens, "tokens_empty")
-                self.release(barriers, stage)
-            tokens = (tokens + 1) & (TOKEN_STAGES - 1)
-            tokens_phase = tokens_phase ^ Int32(tokens == 0)
+                self.release(barriers, stage, "tiles_empty")
+            tokens = tokens + 1
+            if tokens == self.token_stages:
+                tokens = Int32(0)
+                tokens_phase = tokens_phase ^ 1
             stage = stage + 1
-            if stage == FORWARD_STAGES:
+            if stage == self.spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
         self.finish(held, x.results, place, chunks, chunks > 0)
@@ -517,7 +563,7 @@ class HeadForward(HeadStatePass):
     def at(self, stage: Any, name: str) -> Any:
         if name in self.tokens.offsets:
             return stage.tokens + self.tokens[name]
-        return stage.chunk + self.stage[name]
+        return stage.tiles + self.tiles[name]
 
 
-assert SUB_TILE * 2 == SUB_TILE_BYTES and TOKEN_STAGES & (TOKEN_STAGES - 1) == 0
+assert SUB_TILE * 2 == SUB_TILE_BYTES

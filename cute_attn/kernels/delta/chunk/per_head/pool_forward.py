@@ -59,5 +59,5 @@ class HeadPoolForward(InPool, HeadForward):
     def __call__(self, *args: Any) -> None:
         """Run the forward."""
         a, stream = gathered(Arguments, args)
-        x = self.operands(a, Results(a.o, None, None), a.pool, a.pool, self.slots(a))
+        x = self.forward_operands(a, Results(a.o, None, None), a.pool, a.pool, self.slots(a))
         self.kernel(x).launch(**self.config(a, a.q, a.k), stream=stream)
