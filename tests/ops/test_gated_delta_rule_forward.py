@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.delta.table import HEAD_FORWARD, PREPARE
-from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
+from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES
+from cute_attn.kernels.delta.chunk.spec import (
+    HeadForwardSpec,
+    HeadPassSpec,
+    HeadPrepareSpec,
+    InputsSpec,
+)
+from cute_attn.kernels.delta.table import HEAD_FORWARD, HEAD_PREPARE, HEAD_STATE_PASS, PREPARE
+from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward, prepare_heads
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda import chunk_passes
+from cute_attn.ops.kda.chunk_passes import empty_states, empty_v_new
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
     gated_delta_rule_reference,
@@ -96,37 +106,40 @@ def inputs(
     }
 
 
-def forward(
-    x: dict[str, Any], arch: str, *, split: bool = False, states: bool = False
-) -> dict[str, torch.Tensor | None]:
-    """Run the kernels in the emulator, with all its checks, on results full of NaN."""
+def options(x: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the call's plan."""
+    return {
+        "dtype": NAMES[x["q"].dtype],
+        "gate_dtype": NAMES[x["g"].dtype],
+        "beta_dtype": NAMES[x["beta"].dtype],
+        "head_dim_k": x["q"].shape[-1],
+        "head_dim_v": x["v"].shape[-1],
+        "initial_state": x["initial_state"] is not None,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": x["use_qk_l2norm_in_kernel"],
+        "use_gate_in_kernel": x["use_gate_in_kernel"],
+        "use_beta_sigmoid_in_kernel": x["use_beta_sigmoid_in_kernel"],
+        "state_v_first": x["state_v_first"],
+        "index_dtype": "none" if x["cu_seqlens"] is None else "int32",
+    }
+
+
+def empty_results(x: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and final_state full of NaN."""
     q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
     sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     matrix = q.shape[-1], v.shape[-1]
     matrix = matrix[::-1] if x["state_v_first"] else matrix
+    o = torch.full(v.shape, math.nan, dtype=v.dtype)
+    return o, torch.full((sequences, v.shape[2], *matrix), math.nan)
 
-    def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, math.nan, dtype=dtype)
 
-    o = blank(*v.shape, dtype=v.dtype)
-    final_state = blank(sequences, v.shape[2], *matrix, dtype=torch.float32)
+def forward(x: dict[str, Any], arch: str, *, split: bool = False) -> dict[str, torch.Tensor | None]:
+    """Run the kernels in the emulator, with all its checks, on results full of NaN."""
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    o, final_state = empty_results(x)
     with emulated(arch, Emulator(num_sms=132)):
-        requests = plan_chunk_gated_delta_rule(
-            arch,
-            dtype=NAMES[q.dtype],
-            gate_dtype=NAMES[x["g"].dtype],
-            beta_dtype=NAMES[x["beta"].dtype],
-            head_dim_k=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            initial_state=x["initial_state"] is not None,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=x["use_qk_l2norm_in_kernel"],
-            use_gate_in_kernel=x["use_gate_in_kernel"],
-            use_beta_sigmoid_in_kernel=x["use_beta_sigmoid_in_kernel"],
-            state_v_first=x["state_v_first"],
-            index_dtype="none" if cu_seqlens is None else "int32",
-            split=split,
-        )
+        requests = plan_chunk_gated_delta_rule(arch, **options(x), split=split)
         assert (requests[0][0] is HEAD_FORWARD) == (arch == "sm_90a")
         assert (requests[0][0] is PREPARE) == (arch != "sm_90a")
         scale = q.shape[-1] ** -0.5 if x["scale"] is None else x["scale"]
@@ -175,20 +188,20 @@ def test_the_fast_path(case: dict[str, Any]) -> None:
     check(inputs(**case), "sm_90a")
 
 
-def two_kernels(
-    x: dict[str, Any], request: launch.Request, results: tuple[torch.Tensor | None, ...]
-) -> None:
-    """Run `prepare` and `state_pass` on the call of the kernel `request`."""
-    _, spec = request
-    kept = {
-        f.name: getattr(spec, f.name) for f in fields(HeadPassSpec) if f.name != "num_stages"
-    }
-    of_prepare = HeadPrepareSpec(**{f.name: getattr(spec, f.name) for f in fields(InputsSpec)})
-    of_pass = HeadPassSpec(**kept, num_stages=MOST_STAGES)
+Results = tuple[torch.Tensor | None, ...]  # o, states, v_new and the final state
+
+
+def two_kernels(x: dict[str, Any], spec: HeadForwardSpec, results: Results) -> None:
+    """Run `prepare` and `state_pass` on the call of a kernel with this spec."""
+    of_inputs = {f.name: getattr(spec, f.name) for f in fields(InputsSpec)}
+    of_pass = {f.name: getattr(spec, f.name) for f in fields(HeadPassSpec)}
     q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
     prepare, state_pass = (
-        launch.get_for(q.device, *kernel)
-        for kernel in ((HEAD_PREPARE, of_prepare), (HEAD_STATE_PASS, of_pass))
+        launch.get_for(q.device, *request)
+        for request in (
+            (HEAD_PREPARE, HeadPrepareSpec(**of_inputs, ctas_per_sm=2)),
+            (HEAD_STATE_PASS, HeadPassSpec(**of_pass | {"num_stages": MOST_STAGES})),
+        )
     )
     inputs = q, x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens
     records = prepare_heads(prepare, inputs, v, None, q.shape[-1] ** -0.5, 1.0, 132)
@@ -202,24 +215,60 @@ def two_kernels(
 @pytest.mark.parametrize(
     "case",
     [
-        {"lengths": [70, 1, 0, 140], "packed": True, "dims": (128, 128), "heads": (1, 1)},
-        slow(lengths=[450], dims=(128, 128), gate="raw"),
+        {"lengths": [1, 0, 140], "packed": True, "dims": (128, 128), "heads": (1, 1)},
+        slow(lengths=[700], dims=(128, 128), gate="raw"),
         slow(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
         slow(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),
         slow(lengths=[200], dims=(128, 256), gate="weak", dtype=torch.float16, sigmoid=False),
     ],
 )
-def test_one_kernel_has_the_results_of_two(case: dict[str, Any]) -> None:
-    """The order of products is the same, so all bits are, of what a backward reads too."""
-    x = inputs(**{"gate": "middle"} | case)
+def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
+    """Products have the same order, also those that a backward reads: states and v_new."""
+    x = inputs(**case)
     q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
-    found = []
+    keeps = v.dtype is torch.bfloat16
+    found: list[Results] = []
     with emulated("sm_90a", Emulator(num_sms=132)):
-        (request,) = plan_chunk_gated_delta_rule(
-            "sm_90a", **options(x), gradient=True, recompute=v.dtype is torch.bfloat16, split=False
+        ((kernel, spec),) = plan_chunk_gated_delta_rule(
+            "sm_90a", **options(x), gradient=keeps, recompute=True, split=False
         )
-        for run in (two_kernels, None):
-            ...
+        assert kernel is HEAD_FORWARD
+        for one in (True, False):
+            o, final_state = empty_results(x)
+            kept = (
+                (empty_states(q, v, cu_seqlens).zero_(), empty_v_new(q, v, cu_seqlens).zero_())
+                if keeps
+                else (None, None)
+            )
+            results = o, *kept, final_state
+            if one:
+                forward = launch.get_for(q.device, kernel, spec)
+                forward(
+                    q, x["k"], v, x["g"], x["beta"], x["A_log"], x["dt_bias"], o, *kept,
+                    x["initial_state"], final_state, cu_seqlens, q.shape[-1] ** -0.5, 1.0,
+                )  # fmt: skip
+            else:
+                two_kernels(x, spec, results)
+            found.append(results)
+    for name, mine, theirs in zip(("o", "states", "v_new", "final_state"), *found, strict=True):
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine, theirs), name
+            assert mine.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decays": "channel"}, "decays is channel, must be head"),
+        ({"segments": "outputs"}, "segments is outputs, dependent is False, must be none"),
+        ({"dependent": True}, "segments is none, dependent is True, must be none"),
+        ({"num_stages": 6}, "num_stages is 6, must be 2 to 5"),
+    ],
+)
+def test_the_whole_forward_refuses(changes: dict[str, Any], message: str) -> None:
+    ((_, spec),) = plan_chunk_gated_delta_rule("sm_90a", split=False)
+    with pytest.raises(ValueError, match=message):
+        replace(spec, **changes)
 
 
 @pytest.mark.parametrize(

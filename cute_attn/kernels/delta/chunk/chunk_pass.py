@@ -663,13 +663,13 @@ class ChunkPass:
         """Store the carried matrix after `count` chunks of a sequence, if the call asks for this
         matrix. `begun` is false for the chunks of a warm-up."""
 
-    def release(self, barriers: Barriers, stage: Int32, edge: str = "chunk_empty") -> None:
-        """Tell the producers of all CTAs that this warp has read a stage."""
+    def release(self, barriers: Barriers, stage: Int32) -> None:
+        """Tell the load warp that this warp has read a stage."""
         if self.cluster == 1:
-            mbarrier.arrive(barriers.address(edge, stage))
+            mbarrier.arrive(barriers.address("chunk_empty", stage))
             return
         for owner in range(self.cluster):
-            cute.arch.mbarrier_arrive(barriers.stage_pointer(edge, stage), owner)
+            cute.arch.mbarrier_arrive(barriers.stage_pointer("chunk_empty", stage), owner)
 
     def hold(self, state: cute.Tensor) -> Any:
         """Return registers that `chunk` keeps from one chunk to the next. `state` is the matrix

@@ -545,9 +545,9 @@ class HeadForward(HeadStatePass):
             self.chunk(state, held, at, x.results, place, c, c > 0)
             self.checkpoint(state, x, place, sequence, c + 1, True)
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                self.release(barriers, tokens, "tokens_empty")
-                self.release(barriers, stage, "tiles_empty")
+            if cute.arch.lane_idx() < self.cluster:
+                self.release_to(barriers, tokens, "tokens_empty")
+                self.release_to(barriers, stage, "tiles_empty")
             tokens = tokens + 1
             if tokens == self.token_stages:
                 tokens = Int32(0)
@@ -559,6 +559,12 @@ class HeadForward(HeadStatePass):
         self.finish(held, x.results, place, chunks, chunks > 0)
         if cutlass.const_expr(self.ends):
             self.store_result(state, x, sequence, place.head, place.column)
+
+    def release_to(self, barriers: Barriers, stage: Int32, edge: str) -> None:
+        """Tell the producers of the CTA of the lane's rank that this warp has read a stage."""
+        pointer = barriers.stage_pointer(edge, stage)
+        owner = cute.arch.lane_idx() if self.cluster > 1 else None
+        cute.arch.mbarrier_arrive(pointer, owner)
 
     def at(self, stage: Any, name: str) -> Any:
         if name in self.tokens.offsets:

@@ -136,7 +136,7 @@ class HeadScores:
         c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
         squares = cute.make_rmem_tensor((2,), Float32)
         squares.fill(0.0)
-        for step in steps:
+        for step in steps if self.spec.l2norm else ():
             at = left + step // 4 * SUB_TILE_BYTES
             self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
         for i, x in enumerate(wgmma.wait(c)):
