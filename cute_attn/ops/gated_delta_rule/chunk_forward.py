@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import heads_per_cta, pass_kind
+from ...kernels.delta.chunk.heuristics import heads_per_cta, in_one_kernel, pass_kind
 from ...kernels.delta.chunk.spec import BOUNDS, FACTORS, SUB_TILE, record_elements
 from ..kda.chunk_passes import (
     Starts,
@@ -48,33 +48,27 @@ def prepare_heads(
 
 
 class ChunkForward(NamedTuple):
-    """The loaded kernels of `plan_chunk_gated_delta_rule`.
+    """The kernels of `plan_chunk_gated_delta_rule`, loaded when a call first uses them.
 
     Attributes:
-        prepare: the kernel that prepares all chunks of whole sequences; None if `whole` does so.
-        whole: the pass over whole sequences, or the whole forward.
-        split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
-            first splits sequences.
+        whole: on sm_90a the whole forward in one kernel; then the kernel that prepares all chunks,
+            and the pass over whole sequences.
+        split: `prepare` for split sequences, then the kernels of the pass.
         num_sms: the number of SMs.
         per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
 
-    prepare: Callable[..., None] | None
-    whole: Callable[..., None]
+    whole: tuple[launch.Request, ...]
     split: tuple[launch.Request, ...]
     num_sms: int
     per_head: bool
 
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
-        first, *rest = requests
-        per_head = first[0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD)
-        prepare = None
-        if not per_head:
-            prepare = launch.get_for(device, *first)
-            first, *rest = rest
-        whole = launch.get_for(device, *first)
-        return ChunkForward(prepare, whole, tuple(rest), launch.num_sms(device), per_head)
+        per_head = requests[0][0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD)
+        count = 3 if per_head else 2
+        whole, split = tuple(requests[:count]), tuple(requests[count:])
+        return ChunkForward(whole, split, launch.num_sms(device), per_head)
 
     def run(
         self,
@@ -114,37 +108,48 @@ class ChunkForward(NamedTuple):
             )
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
-        if self.per_head:
-            if not length:
-                self.whole(
-                    q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale,
-                    beta_scale,
-                )  # fmt: skip
-                return
-            request, *kernels = self.split
-            prepare = launch.get_for(v.device, *request)
-            tiles, factors = prepare_heads(
-                prepare, inputs, v, None, scale, beta_scale, self.num_sms
+        device = v.device
+        if self.per_head and not length and self._in_one_kernel(v, cu_seqlens):
+            launch.get_for(device, *self.whole[0])(
+                q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale, beta_scale
             )
-            starts = None
-            if request[1].bounds:
-                bounds = factors[:, :, BOUNDS]
-                of_outputs = output_kernel(self.split, v, length)[1]
-                starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
-            launch_segments(
-                tuple(kernels), length, (q, k, v, tiles, factors), v, dim_k, written, carried,
-                cu_seqlens, starts,
-            )  # fmt: skip
             return
-        if records is None:
-            tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
-            decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
-            records = tiles, decay, None
-        scalars = scale, 0.0, beta_scale
-        if length:
-            run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
-            return
-        assert self.prepare is not None
-        self.prepare(*inputs, *records, *scalars, None, None)
-        given = v, *records[:2]
-        self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
+        if self.per_head:
+            request, *kernels = self.split if length else self.whole[1:]
+            tiles, factors = prepare_heads(
+                launch.get_for(device, *request), inputs, v, None, scale, beta_scale, self.num_sms
+            )
+            given: tuple[Tensor, ...] = q, k, v, tiles, factors
+            if length:
+                starts = None
+                if request[1].bounds:
+                    bounds = factors[:, :, BOUNDS]
+                    of_outputs = output_kernel(self.split, v, length)[1]
+                    starts = Starts(bounds, start_length(of_outputs, v, cu_seqlens))
+                launch_segments(
+                    tuple(kernels), length, given, v, dim_k, written, carried, cu_seqlens, starts
+                )
+                return
+        else:
+            if records is None:
+                tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+                decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+                records = tiles, decay, None
+            scalars = scale, 0.0, beta_scale
+            if length:
+                run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
+                return
+            launch.get_for(device, *self.whole[0])(*inputs, *records, *scalars, None, None)
+            given = v, *records[:2]
+        state_pass = launch.get_for(device, *self.whole[-1])
+        state_pass(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
+
+    def _in_one_kernel(self, v: Tensor, cu_seqlens: Tensor | None) -> bool:
+        batch, tokens, heads, _ = v.shape
+        return in_one_kernel(
+            self.whole[0][1],
+            sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            tokens=tokens if cu_seqlens is not None else batch * tokens,
+            heads=heads,
+            num_sms=self.num_sms,
+        )

@@ -146,7 +146,7 @@ def plan_chunk_gated_delta_rule(
         found = _head_path(call, pool if state_indices else None, gradient)
         if over_ranks:
             return forward_over_ranks(found)
-        return [_in_one_kernel(call, pool if state_indices else None, gradient), *found[2:]]
+        return [_in_one_kernel(call, pool if state_indices else None, gradient), *found]
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -189,7 +189,7 @@ def _head_path(
 
 
 def _in_one_kernel(call: ChunkCall, pool: dict[str, Any] | None, gradient: bool) -> launch.Request:
-    """The kernel for whole sequences."""
+    """The kernel that does all for whole sequences (`heuristics.in_one_kernel`)."""
     fields = call.inputs | call.base | call.state_fields | head_forward_config(**call.dims)
     if pool is not None:
         return table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)

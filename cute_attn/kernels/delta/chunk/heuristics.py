@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
-from .spec import CHUNK, FORWARD_STAGES, MOST_HEADS_PER_CTA, HeadPassSpec, record_elements
+from .spec import (
+    CHUNK,
+    FORWARD_STAGES,
+    MOST_HEADS_PER_CTA,
+    HeadForwardSpec,
+    HeadPassSpec,
+    record_elements,
+)
 
 MOST_STAGES = 3  # stages of a pass: more hide no further latency
 
@@ -66,6 +73,22 @@ def head_forward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[
     """The tuning fields of a HeadForwardSpec."""
     config = head_pass_config(arch=arch, head_dim_k=head_dim_k, head_dim_v=head_dim_v)
     return config | {"num_stages": FORWARD_STAGES}
+
+
+FEWEST_CHUNKS_IN_ONE_KERNEL = 4  # of a sequence, on average
+
+
+def in_one_kernel(
+    spec: HeadForwardSpec, *, sequences: int, tokens: int, heads: int, num_sms: int
+) -> bool:
+    """Whether `per_head.forward` is faster than `prepare` and the pass over whole sequences. Short
+    sequences are few chunks, whose latencies one kernel cannot hide.
+
+    Args:
+        tokens: tokens of all sequences together.
+    """
+    del spec, heads, num_sms
+    return tokens >= FEWEST_CHUNKS_IN_ONE_KERNEL * CHUNK * sequences
 
 
 class SegmentTimes(NamedTuple):

@@ -236,7 +236,10 @@ class HeadForward(HeadStatePass):
         of_prepare = HeadPrepareSpec(**{x.name: getattr(spec, x.name) for x in fields(InputsSpec)})
         step = SUB_CHUNK * LINE_BYTES
         self.head_scores = HeadScores(
-            of_prepare, self.memory, Places(2 * CHUNK * spec.head_dim_k, 0, (0, step))
+            of_prepare,
+            self.memory,
+            Places(2 * CHUNK * spec.head_dim_k, 0, (0, step)),
+            compact=True,
         )
         self.inverse = Inverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),

@@ -58,13 +58,18 @@ class HeadScores:
     Attributes:
         memory: has the buffers of `HeadGates`, the "blocks" of L, "inverse_norm_q" and
             "inverse_norm_k".
+        compact: whether one piece of code has the blocks on the diagonal, rather than one for each
+            sub-chunk.
     """
 
-    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places):
+    def __init__(
+        self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places, compact: bool = False
+    ):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.memory, self.places = memory, places
         self.scores_have_beta = spec.dtype == "bfloat16"
         self.gates = HeadGates(spec, memory)
+        self.compact = compact
 
     # -- products of q and k ------------------------------------------------------------------
 
@@ -185,23 +190,44 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         row = r + 8 * rows_half
                         store_shared(Float32, block + block_element(row, column), pair)
-            if j == b:
-                keep_branch()
-                block = smem + self.memory["blocks"] + block_offset(b, j)
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
-                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
-                    for rows_half in cutlass.range_constexpr(half, 2):
-                        row = r + 8 * rows_half
-                        for e in cutlass.range_constexpr(2):
-                            decay = decay_between(rows[rows_half], earlier[e])
-                            at = 8 * j + 4 * half + 2 * rows_half + e
-                            x = products[at] * (decay * betas[e])
-                            if column + e < row:
-                                place = block + block_element(row, column + e)
-                                store_shared(Float32, place, [x])
+            if cutlass.const_expr(not self.compact):
+                if j == b:
+                    keep_branch()
+                    own = [products[8 * j + i] for i in range(8)]
+                    self.store_lower_block(smem, n, b, j, rows, own)
+        if cutlass.const_expr(self.compact):
+            self.store_lower_block(smem, n, b, b, rows, self.own_block(products, b))
         cute.arch.sync_warp()
+
+    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
+        """The thread's products of sub-chunk b, which is known at run time."""
+        own = []
+        for i in range(8):
+            x = products[i]
+            for j in range(1, SUB_CHUNKS):
+                x = cutlass.select_(b == j, products[8 * j + i], x)
+            own.append(Float32(x))
+        return own
+
+    @cute.jit
+    def store_lower_block(
+        self, smem: Int32, n: Int32, b: Int32, j: Any, rows: Any, products: Any
+    ) -> None:
+        """Store the block (b, j) of L on the diagonal, from the thread's 8 products."""
+        r, c = row_and_part()
+        block = smem + self.memory["blocks"] + block_offset(b, j)
+        for half in cutlass.range_constexpr(2):
+            column = 8 * half + 2 * c
+            earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
+            betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
+            for rows_half in cutlass.range_constexpr(half, 2):
+                row = r + 8 * rows_half
+                for e in cutlass.range_constexpr(2):
+                    decay = decay_between(rows[rows_half], earlier[e])
+                    x = products[4 * half + 2 * rows_half + e] * (decay * betas[e])
+                    if column + e < row:
+                        place = block + block_element(row, column + e)
+                        store_shared(Float32, place, [x])
 
     @cute.jit
     def store_scores(
@@ -228,28 +254,40 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
                         store_shared(Int32, place, pack_all(self.dtype, pair))
-            if j == b:
-                keep_branch()
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
-                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
-                    for rows_half in cutlass.range_constexpr(2):
-                        pair = []
-                        for e in cutlass.range_constexpr(2):
-                            at = 8 * j + 4 * half + 2 * rows_half + e
-                            x = products[at] * decay_between(rows[rows_half], earlier[e])
-                            if cutlass.const_expr(self.scores_have_beta):
-                                x = x * betas[e]
-                            seen = column + e <= r + 8 * rows_half
-                            pair.append(Float32(cutlass.select_(seen, x, Float32(0.0))))
-                        place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
-                        store_shared(Int32, place, pack_all(self.dtype, pair))
+            if cutlass.const_expr(not self.compact):
+                if j == b:
+                    keep_branch()
+                    own = [products[8 * j + i] for i in range(8)]
+                    self.store_scores_block(smem, tile, n, j, rows, own)
             if j > b:
                 lane = cute.arch.lane_idx()
                 place = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
                 store_shared(Int32, place, [Int32(0)] * 4)
+        if cutlass.const_expr(self.compact):
+            self.store_scores_block(smem, tile, n, b, rows, self.own_block(products, b))
         cute.arch.sync_warp()
+
+    @cute.jit
+    def store_scores_block(
+        self, smem: Int32, tile: Int32, n: Int32, j: Any, rows: Any, products: Any
+    ) -> None:
+        """Store the block (j, j) of Aqk, whose rows are at `tile`, from the thread's 8 products."""
+        r, c = row_and_part()
+        for half in cutlass.range_constexpr(2):
+            column = 8 * half + 2 * c
+            earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
+            betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
+            for rows_half in cutlass.range_constexpr(2):
+                pair = []
+                for e in cutlass.range_constexpr(2):
+                    at = 4 * half + 2 * rows_half + e
+                    x = products[at] * decay_between(rows[rows_half], earlier[e])
+                    if cutlass.const_expr(self.scores_have_beta):
+                        x = x * betas[e]
+                    seen = column + e <= r + 8 * rows_half
+                    pair.append(Float32(cutlass.select_(seen, x, Float32(0.0))))
+                place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
+                store_shared(Int32, place, pack_all(self.dtype, pair))
 
     def of_columns(self, smem: Int32, n: Any, b: Any, token: Any, with_beta: bool) -> Any:
         """Load the factors of two columns of an earlier sub-chunk, in rows of sub-chunk b."""
