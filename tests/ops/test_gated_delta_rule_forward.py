@@ -13,7 +13,7 @@ import torch
 from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES
+from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES, in_one_kernel
 from cute_attn.kernels.delta.chunk.spec import (
     HeadForwardSpec,
     HeadPassSpec,
@@ -21,6 +21,7 @@ from cute_attn.kernels.delta.chunk.spec import (
     InputsSpec,
 )
 from cute_attn.kernels.delta.table import HEAD_FORWARD, HEAD_PREPARE, HEAD_STATE_PASS, PREPARE
+from cute_attn.ops.gated_delta_rule import chunk_forward
 from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward, prepare_heads
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda import chunk_passes
@@ -184,7 +185,8 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
         slow(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
     ],
 )
-def test_the_fast_path(case: dict[str, Any]) -> None:
+def test_the_fast_path(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: True)
     check(inputs(**case), "sm_90a")
 
 
@@ -229,7 +231,7 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
     keeps = v.dtype is torch.bfloat16
     found: list[Results] = []
     with emulated("sm_90a", Emulator(num_sms=132)):
-        ((kernel, spec),) = plan_chunk_gated_delta_rule(
+        (kernel, spec), *_ = plan_chunk_gated_delta_rule(
             "sm_90a", **options(x), gradient=keeps, recompute=True, split=False
         )
         assert kernel is HEAD_FORWARD
@@ -257,6 +259,29 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "dims", "one"),
+    [
+        ((1, 8192, 64), (128, 128), True),  # 128 CTAs
+        ((1, 8192, 32), (128, 128), False),  # 64 CTAs
+        ((4, 8192, 32), (128, 128), True),
+        ((4, 8192, 32), (64, 64), True),
+        ((4, 8192, 32), (64, 128), False),  # each CTA would prepare all chunks
+        ((4, 8192, 32), (128, 256), False),
+        ((64, 8192, 32), (128, 128), False),  # two chunks a sequence
+    ],
+)
+def test_which_calls_take_one_kernel(
+    sizes: tuple[int, int, int], dims: tuple[int, int], one: bool
+) -> None:
+    (_, spec), *_ = plan_chunk_gated_delta_rule(
+        "sm_90a", head_dim_k=dims[0], head_dim_v=dims[1], split=False
+    )
+    sequences, tokens, heads = sizes
+    chosen = in_one_kernel(spec, sequences=sequences, tokens=tokens, heads=heads, num_sms=132)
+    assert chosen == one
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"decays": "channel"}, "decays is channel, must be head"),
@@ -266,7 +291,7 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
     ],
 )
 def test_the_whole_forward_refuses(changes: dict[str, Any], message: str) -> None:
-    ((_, spec),) = plan_chunk_gated_delta_rule("sm_90a", split=False)
+    (_, spec), *_ = plan_chunk_gated_delta_rule("sm_90a", split=False)
     with pytest.raises(ValueError, match=message):
         replace(spec, **changes)
 
@@ -306,8 +331,10 @@ def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.Monkey
     check(inputs(**case), "sm_90a", split=True)
 
 
-def test_rows_of_other_sequences_do_not_leak() -> None:
+@pytest.mark.parametrize("one", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_of_other_sequences_do_not_leak(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past a sequence's end may hold anything."""
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: one)
     x = inputs([70, 64], packed=True, gate="middle")
     alone = {
         name: y[:, :70] if name in ("q", "k", "v", "g", "beta") else y for name, y in x.items()
@@ -327,12 +354,14 @@ def test_rows_of_other_sequences_do_not_leak() -> None:
     ("dims", "split"),
     [
         pytest.param((64, 64), False, marks=pytest.mark.slow),
+        pytest.param((128, 128), False, marks=pytest.mark.slow),
         pytest.param((128, 128), True, marks=pytest.mark.slow),
     ],
 )
 def test_states_in_a_pool(
     dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: True)
     monkeypatch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
     monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 1)
     x = inputs([130, 0, 70], packed=True, dims=dims)
