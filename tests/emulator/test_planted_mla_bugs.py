@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.mla.sm90.latent_decode import Sm90LatentDecode
+from cute_attn.kernels.mla.sm90.latent_decode import OUTPUT_GROUPS, Sm90LatentDecode
 from cute_attn.kernels.mla.spec import PART_COLUMNS, LatentDecodeSpec
 from cute_attn.kernels.mla.table import SM90_LATENT_DECODE
 from cute_attn.ops.mla import plan_mla_decode
@@ -126,6 +126,19 @@ def _(p: Edged) -> Planted:
     assert load < line < groups
     target = re.findall(r"%r\d+", p[line])[0]
     return p.with_line(line, f"mov.b32 {target}, 0;"), [line]
+
+
+@planted("outputs also wait for the other warpgroup's columns", "barrier")
+def _(p: Edged) -> Planted:
+    """As the first version of early releases, which hung an H100: chunks are loaded again once one
+    warpgroup has released them, so that the wait may come a whole phase late."""
+    line, (first, _) = p.of("cache_full", WAIT)[0], p.mbarriers["cache_full"]
+    chunk, parity = re.findall(r"%r\d+", p[line])
+    half = 4 * 8 // OUTPUT_GROUPS  # bytes of the mbarriers of a warpgroup's chunks
+    other = f"sub.u32 o, {chunk}, {first}; xor.b32 o, o, {half}; add.u32 o, o, {first};"
+    wait = f"OTHERS: mbarrier.try_wait.parity.shared.b64 q, [o], {parity}; @!q bra OTHERS;"
+    at = p.before(r"^\s*\{\s*$", line)
+    return p.insert(at, f"{{ .reg .b32 o; .reg .pred q; {other} {wait} }}"), [at]
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ STATE_PASS = KernelDef(name="kda_state_pass", target=f"{_HERE}.chunk.fused.state
 POOL_PASS = KernelDef(name="kda_pool_pass", target=f"{_HERE}.chunk.fused.pool_pass:KdaPoolPass")
 SEGMENTS = KernelDef(name="kda_segments", target=f"{_HERE}.chunk.fused.segments:KdaSegments")
 
+# With context parallelism, for both paths.
+CHAIN = KernelDef(name="delta_chain", target=f"{_HERE}.chunk.chain:TransitionChain")
+
 # The fused path for one decay a head.
 HEAD_PREPARE = KernelDef(
     name="delta_head_prepare", target=f"{_HERE}.chunk.per_head.prepare:HeadPrepare"

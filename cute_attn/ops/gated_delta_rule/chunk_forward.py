@@ -96,7 +96,7 @@ class ChunkForward(NamedTuple):
                 gradient (see `chunk_pass.Arguments`).
             carried: initial_state and final_state; with a pool instead pool, state_indices,
                 checkpoint_indices, chunks from one checkpoint to the next, has_initial_state.
-            records: with a gradient and without `recompute`, the memory for KDA's records
+            records: with a gradient, the memory for the records of KDA's kernels
                 (`chunk_passes.empty_records`).
         """
         heads, dim_k = v.shape[2], q.shape[-1]

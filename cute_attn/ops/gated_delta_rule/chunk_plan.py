@@ -57,7 +57,6 @@ def plan_chunk_gated_delta_rule(
     null_slot: bool = False,
     index_dtype: str = "none",
     dt_bias: bool = True,
-    recompute: bool = False,
     split: bool | None = None,
     over_ranks: bool = False,
 ) -> list[launch.Request]:
@@ -89,8 +88,6 @@ def plan_chunk_gated_delta_rule(
         null_slot: whether pad_slot_id is 0.
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
-        recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
-            forward has KDA's kernels, whose records the backward reads.
         split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
         over_ranks: as for `plan_chunk_kda`.
@@ -132,8 +129,7 @@ def plan_chunk_gated_delta_rule(
         "null_slot": bool(null_slot),
     }
     # With float16, KDA's backward takes corrections that have another share of beta.
-    keeps = gradient and not (recompute and dtype == "bfloat16")
-    if has_head_path(arch) and not keeps:
+    if has_head_path(arch) and not (gradient and dtype == "float16"):
         call = ChunkCall(
             arch,
             decays="head",

@@ -530,3 +530,16 @@ class SegmentsSpec(CheckedSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of 16 that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+
+@dataclass(frozen=True)
+class ChainSpec(CheckedSpec):
+    """Chains of transitions of spans (`chain`).
+
+    Attributes:
+        has_start: whether chains start from given matrices, rather than from 0.
+    """
+
+    head_dim_k: int
+    head_dim_v: int
+    has_start: bool
