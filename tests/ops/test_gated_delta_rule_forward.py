@@ -232,7 +232,7 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
     found: list[Results] = []
     with emulated("sm_90a", Emulator(num_sms=132)):
         (kernel, spec), *_ = plan_chunk_gated_delta_rule(
-            "sm_90a", **options(x), gradient=keeps, recompute=True, split=False
+            "sm_90a", **options(x), gradient=keeps, split=False
         )
         assert kernel is HEAD_FORWARD
         for one in (True, False):

@@ -11,7 +11,13 @@ from torch import Tensor
 from ... import launch
 from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import heads_per_cta, in_one_kernel, pass_kind
-from ...kernels.delta.chunk.spec import BOUNDS, FACTORS, SUB_TILE, record_elements
+from ...kernels.delta.chunk.spec import (
+    BOUNDS,
+    FACTORS,
+    SUB_TILE,
+    HeadForwardSpec,
+    record_elements,
+)
 from ..kda.chunk_passes import (
     Starts,
     launch_segments,
@@ -48,27 +54,38 @@ def prepare_heads(
 
 
 class ChunkForward(NamedTuple):
-    """The kernels of `plan_chunk_gated_delta_rule`, loaded when a call first uses them.
+    """The loaded kernels of `plan_chunk_gated_delta_rule`.
 
     Attributes:
-        whole: on sm_90a the whole forward in one kernel; then the kernel that prepares all chunks,
-            and the pass over whole sequences.
-        split: `prepare` for split sequences, then the kernels of the pass.
+        forward: the whole forward in one kernel, with its spec; None with KDA's kernels.
+        prepare: the kernel that prepares all chunks.
+        whole: the pass over whole sequences.
+        split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
+            first splits sequences.
         num_sms: the number of SMs.
-        per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
 
-    whole: tuple[launch.Request, ...]
+    forward: tuple[Callable[..., None], HeadForwardSpec] | None
+    prepare: Callable[..., None]
+    whole: Callable[..., None]
     split: tuple[launch.Request, ...]
     num_sms: int
-    per_head: bool
 
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
-        per_head = requests[0][0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD)
-        count = 3 if per_head else 2
-        whole, split = tuple(requests[:count]), tuple(requests[count:])
-        return ChunkForward(whole, split, launch.num_sms(device), per_head)
+        first, *rest = requests
+        forward = None
+        if first[0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD):
+            forward = launch.get_for(device, *first), first[1]
+            first, *rest = rest
+        whole, *split = rest
+        loaded = (launch.get_for(device, *request) for request in (first, whole))
+        return ChunkForward(forward, *loaded, tuple(split), launch.num_sms(device))
+
+    @property
+    def per_head(self) -> bool:
+        """Whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's."""
+        return self.forward is not None
 
     def run(
         self,
@@ -99,7 +116,8 @@ class ChunkForward(NamedTuple):
             records: with a gradient, the memory for the records of KDA's kernels
                 (`chunk_passes.empty_records`).
         """
-        heads, dim_k = v.shape[2], q.shape[-1]
+        batch, tokens, heads, _ = v.shape
+        dim_k = q.shape[-1]
         length = 0
         if self.split:
             kind = pass_kind(self.split[1][1])
@@ -108,19 +126,24 @@ class ChunkForward(NamedTuple):
             )
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
-        device = v.device
-        if self.per_head and not length and self._in_one_kernel(v, cu_seqlens):
-            launch.get_for(device, *self.whole[0])(
-                q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale, beta_scale
-            )
-            return
-        if self.per_head:
-            request, *kernels = self.split if length else self.whole[1:]
+        if self.forward is not None:
+            forward, spec = self.forward
+            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            if not length and in_one_kernel(
+                spec, sequences=sequences, tokens=batch * tokens, heads=heads, num_sms=self.num_sms
+            ):
+                forward(
+                    q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale,
+                    beta_scale,
+                )  # fmt: skip
+                return
+            prepare = launch.get_for(v.device, *self.split[0]) if length else self.prepare
             tiles, factors = prepare_heads(
-                launch.get_for(device, *request), inputs, v, None, scale, beta_scale, self.num_sms
+                prepare, inputs, v, None, scale, beta_scale, self.num_sms
             )
             given: tuple[Tensor, ...] = q, k, v, tiles, factors
             if length:
+                request, *kernels = self.split
                 starts = None
                 if request[1].bounds:
                     bounds = factors[:, :, BOUNDS]
@@ -139,17 +162,6 @@ class ChunkForward(NamedTuple):
             if length:
                 run_in_segments(self.split, length, inputs, records, scalars, v, written, carried)
                 return
-            launch.get_for(device, *self.whole[0])(*inputs, *records, *scalars, None, None)
+            self.prepare(*inputs, *records, *scalars, None, None)
             given = v, *records[:2]
-        state_pass = launch.get_for(device, *self.whole[-1])
-        state_pass(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
-
-    def _in_one_kernel(self, v: Tensor, cu_seqlens: Tensor | None) -> bool:
-        batch, tokens, heads, _ = v.shape
-        return in_one_kernel(
-            self.whole[0][1],
-            sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            tokens=tokens if cu_seqlens is not None else batch * tokens,
-            heads=heads,
-            num_sms=self.num_sms,
-        )
+        self.whole(*given, *written, *carried, cu_seqlens, None, None, 0, 1, None, None)
