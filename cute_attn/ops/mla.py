@@ -208,7 +208,7 @@ def plan_mla_decode(
         page_size=page_size,
         lse=return_lse,
     )
-    return [(table.SM90_LATENT_DECODE, spec)]
+    return [(table.find(spec), spec)]
 
 
 def check_arch(arch: str) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 
-from .spec import TILE_M, TILE_N, LatentDecodeSpec
+from .spec import TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, LatentTurnsSpec
 
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
+TURNS = True
+MULTICAST = True
+AHEAD = 1
 
 
 def latent_decode_spec(
@@ -24,20 +27,28 @@ def latent_decode_spec(
     causal: bool,
     page_size: int,
     lse: bool,
-) -> LatentDecodeSpec:
-    """The specialisation of the decode kernel, for `rows` pairs of a query and a head."""
+) -> LatentSpec:
+    """The specialisation of a decode kernel, for `rows` pairs of a query and a head."""
     cluster = cluster_of(rows)
+    # A tile of 64 rows waits for memory, several tiles for the tensor cores.
+    turns = TURNS and rows > TILE_M and head_dim_v == 512
+    multicast = cluster > 1 and (MULTICAST or not turns)
+    of_all = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "causal": causal,
+        "page_rows": math.gcd(page_size, TILE_N // (cluster if multicast else 1)),
+        "lse": lse,
+        "chunks": CHUNKS,
+        "least_key_tiles": LEAST_KEY_TILES,
+        "cluster": cluster,
+    }
+    if turns:
+        return LatentTurnsSpec(**of_all, multicast=multicast, ahead=AHEAD)
     return LatentDecodeSpec(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        page_rows=math.gcd(page_size, TILE_N // cluster),
-        lse=lse,
+        **of_all,
         stages=STAGES.get(head_dim, 2),
-        chunks=CHUNKS,
-        least_key_tiles=LEAST_KEY_TILES,
-        cluster=cluster,
         # Chunks of columns are those of the outputs' warpgroups.
         early=head_dim_v == 512,
         halves=True,
