@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.mla import heuristics
+from cute_attn.kernels.mla import heuristics, table
 from cute_attn.ops.mla import plan_mla_decode
 
 from .attention_cases import FULL
@@ -288,8 +288,9 @@ def test_other_architectures_are_refused():
 
 
 def test_plans_depend_on_tiles_of_rows():
-    """Pairs of CTAs have two tiles of 64 rows, if there are no more."""
-    (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4)
+    """More than one tile of 64 rows has a kernel of its own. Two tiles are those of a pair."""
+    (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4, heads=64)
+    assert one[0] == table.SM90_LATENT_DECODE and several[0] == table.SM90_LATENT_DECODE_TURNS
     assert not one[1].causal and several[1].causal
     assert one[1].cluster == several[1].cluster == 1
     assert plan_mla_decode(ARCH, heads=1) == plan_mla_decode(ARCH, heads=64) == [one]
@@ -299,3 +300,5 @@ def test_plans_depend_on_tiles_of_rows():
     assert pairs[1].cluster == 2
     assert plan_mla_decode(ARCH, heads=65) == [pairs]
     assert plan_mla_decode(ARCH, queries=2, heads=128) == [several]
+    (narrow,) = plan_mla_decode(ARCH, heads=128, head_dim=320)
+    assert narrow[0] == table.SM90_LATENT_DECODE and narrow[1].cluster == 2

@@ -29,6 +29,18 @@ APART = 2  # the difference between the slots of a segment's consecutive pieces
 
 
 @dataclass(frozen=True)
+class LatentWork(PieceWork):
+    """A piece of a segment, or a whole segment.
+
+    Attributes:
+        together: not 0 if the CTAs of the segment's pieces wait for one another, and each adds up a
+            part of the sums.
+    """
+
+    together: Int32
+
+
+@dataclass(frozen=True)
 class EvenWindow(Carried):
     """32 consecutive sequences, one for each lane.
 
@@ -62,21 +74,25 @@ class EvenPieces(Carried):
         pieces: the segments; their pieces are not used.
         total, share: units of all CTAs, and of one.
         used: whether equal shares are better than the pieces.
+        together: whether each CTA takes at most one of the pieces, so that a CTA may wait for
+            another.
     """
 
     pieces: PieceMap
     total: Int32
     share: Int32
     used: Boolean
+    together: Boolean
 
     @staticmethod
-    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean) -> EvenPieces:
+    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean, together: bool) -> EvenPieces:
         """Equal shares for `ctas` CTAs, or pairs of CTAs; a whole warp calls this."""
         total, segments, count, longest = _sizes(pieces)
         even = (total - segments * OVERHEAD + (ctas - 1)) // ctas
         fits = (count <= ctas) & (longest <= even + SLACK)
         share = cutlass.max((total + (ctas - 1)) // ctas, 1)
-        return EvenPieces(pieces, total, share, allowed & ~fits)
+        used = allowed & ~fits
+        return EvenPieces(pieces, total, share, used, (count <= ctas) & ~used & together)
 
     def shares(self, start: Int32, key_tiles: Int32) -> tuple[Int32, Int32]:
         """The first and the last CTA of a segment that begins at unit `start`."""
@@ -119,7 +135,7 @@ class EvenPieces(Carried):
             end = window.end
         return window
 
-    def work(self, cta: Int32, unit: Int32, window: EvenWindow) -> tuple[PieceWork, Int32, Any]:
+    def work(self, cta: Int32, unit: Int32, window: EvenWindow) -> tuple[LatentWork, Int32, Any]:
         """The Work of CTA `cta` at a unit of the window, the unit after its segment, and whether
         the CTA has any of the segment's work."""
         holds = cute.arch.vote_ballot_sync(unit < window.before + window.up_to)
@@ -143,7 +159,7 @@ class EvenPieces(Carried):
         first, _ = self.pieces.key_tiles(own)
         begin = cutlass.max(before, 0)
         end = cutlass.min(before + self.share, key_tiles)
-        work = PieceWork(
+        work = LatentWork(
             **vars(own),
             first=first + begin,
             end=first + end,
@@ -151,6 +167,7 @@ class EvenPieces(Carried):
             slot=APART * cta + odd,
             first_slot=APART * first_cta + odd,
             apart=Int32(APART),
+            together=Int32(0),
         )
         has_work = (begin < end) | ((key_tiles == 0) & (before <= 0))
         return work, of_segment + size, has_work

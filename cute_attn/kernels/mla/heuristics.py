@@ -16,6 +16,7 @@ CHUNKS = 4
 TURNS = True
 MULTICAST = True
 AHEAD = 1
+TOGETHER = True
 
 
 def latent_decode_spec(
@@ -43,6 +44,7 @@ def latent_decode_spec(
         "chunks": CHUNKS,
         "least_key_tiles": LEAST_KEY_TILES,
         "cluster": cluster,
+        "together": TOGETHER,
     }
     if turns:
         return LatentTurnsSpec(**of_all, multicast=multicast, ahead=AHEAD)

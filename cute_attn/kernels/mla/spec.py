@@ -36,6 +36,7 @@ class LatentSpec(Spec):
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
         cluster: CTAs that share work, each with 64 rows.
+        together: the CTAs of a segment add up its pieces together.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -60,6 +61,7 @@ class LatentSpec(Spec):
     chunks: int
     least_key_tiles: int
     cluster: int
+    together: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()

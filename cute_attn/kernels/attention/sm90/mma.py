@@ -121,8 +121,8 @@ def start_output_of_stored(
     widest: int = 128,
 ) -> list[Any]:
     """Start O + P V, 64 by `columns`, in parts of at most `widest` columns. P is at shared address
-    `p`, in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V.
-    `steps` are as in `start_output`."""
+    `p`, in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of
+    V. `steps` are as in `start_output`."""
     box, parts = tile_n * LINE_BYTES, []
     steps = range(tile_n // STEP) if steps is None else steps
     for column in range(0, columns, widest):

@@ -1,10 +1,11 @@
-"""What the kernels of the latent decode share: the arguments, the launch, the loads of a CTA's work,
-and the results of pieces.
+"""What the kernels of the latent decode share: arguments, the launch, loads, and the results of
+pieces.
 
 A kernel derives from `LatentKernel`, and has the warps that compute scores and outputs. Long
 sequences are cut into pieces, as in the other kernels for few query rows, see `pieces`. Each
-piece's CTA stores float32 results, and counts its arrival. The CTA that arrives last adds up the
-segment's pieces, in the order of the keys.
+piece's CTA stores float32 results, and counts its arrival. Where each CTA has at most one piece,
+the CTAs of a segment wait for one another, and each adds up a part of the results. Otherwise the
+CTA that arrives last adds up all results. The order of the keys is the order of the sums.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Numeric
 from cutlass.cute.nvgpu import cpasync
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import HEADROOM
 from ...attention.parts.merge import VECTOR, Parts, add_up, finish, store_rounded
 from ...attention.parts.pages import Pages
-from ...attention.parts.pieces import PieceMap, PieceWork
+from ...attention.parts.pieces import PieceMap
 from ...attention.parts.softmax import Scaling
 from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
@@ -41,6 +42,8 @@ from ...common.ptx.memory import (
     NEVER,
     count_arrival,
     increment_global,
+    load_acquire,
+    load_global,
     load_shared,
     prefetch_global,
     store_global,
@@ -51,7 +54,7 @@ from ...common.sequences import Sequences
 from ...common.smem import Pointers, SharedMemory
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes
-from ..even_pieces import EvenPieces
+from ..even_pieces import EvenPieces, LatentWork
 from ..spec import PART_COLUMNS, TILE_M, TILE_N
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
@@ -62,8 +65,11 @@ UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
 
-GROUP = 12  # pieces that one CTA adds up
-AT_ONCE = 8  # rows that a thread adds up at a time: their loads are in flight together
+GROUP = 12  # pieces that are added up in one step
+ADDERS = OUTPUT_GROUPS * WARPGROUP  # threads that add up
+ENTRY_BYTES = 32  # of four columns of a group's result, with the log-sum-exp
+AT_ONCE = 8  # items that a thread adds up at a time, if it adds up a whole segment
+FEW_AT_ONCE = 4  # if it adds up a part of a segment
 
 
 class Arguments(NamedTuple):
@@ -183,6 +189,7 @@ class LatentKernel:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
+        self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
         self.tile_bytes = TILE_N * spec.head_dim * 2
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.pair = spec.cluster == CTAS
@@ -270,7 +277,7 @@ class LatentKernel:
         else:
             cute.arch.sync_threads()
 
-    def first_row(self, work: PieceWork) -> Any:
+    def first_row(self, work: LatentWork) -> Any:
         """The CTA's first row of a tile of the cluster."""
         row = work.block * self.tile_rows
         return row + cute.arch.block_idx_in_cluster() * TILE_M if self.pair else row
@@ -279,7 +286,7 @@ class LatentKernel:
         """The place of a piece's result; each CTA of a pair has its own place."""
         return number * CTAS + cute.arch.block_idx_in_cluster() if self.pair else number
 
-    def key_tiles(self, visible: HeadsVisibility, work: PieceWork) -> tuple[Any, Any]:
+    def key_tiles(self, visible: HeadsVisibility, work: LatentWork) -> tuple[Any, Any]:
         """[first, end) of the key tiles of a piece."""
         return work.part(*visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
@@ -292,19 +299,19 @@ class LatentKernel:
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
         smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
-        queue = TileQueue(PieceWork, storage.work, barriers)
+        queue = TileQueue(LatentWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
         # Single CTAs that have several tiles of rows of a sequence read the cache at the same time,
         # so that memory sends the cache once. Equal shares would end this. Pairs need less memory.
         alone = self.pair or tiles.blocks(tiles.queries.tokens) == 1
-        even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone)
+        even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone, self.spec.together)
         taken = Int32(0)
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
         else:
-            taken = self.load_pieces(x, storage, smem, queue, visible, pieces)
+            taken = self.load_pieces(x, storage, smem, queue, visible, even)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -336,17 +343,18 @@ class LatentKernel:
     @cute.jit
     def load_pieces(
         self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
-        visible: HeadsVisibility, pieces: PieceMap,
+        visible: HeadsVisibility, even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
         these are."""
-        barriers = queue.barriers
+        barriers, pieces = queue.barriers, even.pieces
         number = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
         while window.order < pieces.orders:
-            work = pieces.work(number, window)
+            found = pieces.work(number, window)
+            work = LatentWork(**vars(found), together=Int32(even.together))
             queue.publish_work(taken, work)
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
@@ -370,7 +378,7 @@ class LatentKernel:
         )  # fmt: skip
 
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache. `n` counts the uses of the cache's stages before the
@@ -383,7 +391,7 @@ class LatentKernel:
         visible: HeadsVisibility, warp: Int32,
     ) -> None:  # fmt: skip
         """Load the tiles of Q."""
-        queue = TileQueue(PieceWork, storage.work, barriers)
+        queue = TileQueue(LatentWork, storage.work, barriers)
         taken = Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -398,7 +406,7 @@ class LatentKernel:
 
     @cute.jit
     def load_queries(
-        self, x: Operands, shared: Any, visible: HeadsVisibility, work: PieceWork, warp: Int32
+        self, x: Operands, shared: Any, visible: HeadsVisibility, work: LatentWork, warp: Int32
     ) -> None:
         """Start to copy the warp's rows of Q. A lane copies every 32nd unit of 16 bytes of a row.
         Rows that do not exist become 0."""
@@ -422,7 +430,7 @@ class LatentKernel:
 
     # -- device: results ----------------------------------------------------------------------
 
-    def mask(self, own: Any, work: PieceWork, key_tile: Any) -> None:
+    def mask(self, own: Any, work: LatentWork, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         highs = []
         for lane_row in range(fragments.LANE_ROWS):
@@ -445,33 +453,76 @@ class LatentKernel:
 
     @cute.jit
     def finish_piece(
-        self, x: Operands, own: Outputs, work: PieceWork, log_sums: list[Float32]
+        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32]
     ) -> None:
-        """Store the result of a whole segment, or of a piece. After the last piece of a segment,
-        add up its pieces. A segment with more than GROUP pieces is added up in two steps: first
-        groups of GROUP neighbouring pieces, each by the CTA that arrives last in its group."""
+        """Store the result of a whole segment, or of a piece, and add up the pieces. A segment with
+        more than GROUP pieces is added up in two steps: first groups of GROUP neighbouring
+        pieces. All ways of adding up give the same bits."""
         if work.pieces == 1:
             self.store_piece(x, own, work, log_sums, False)
         else:
             self.store_piece(x, own, work, log_sums, True)
-            grouped = work.pieces > GROUP
-            group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
-            group = group // GROUP
-            first = work.first_slot + group * (GROUP * work.apart)
-            count = cutlass.min(work.pieces - group * GROUP, GROUP)
-            if self.is_last(x, own, self.slot(first), count):
-                if grouped:
-                    parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                    self.add_pieces(x, own, work, parts, True)
-                    groups = (work.pieces + (GROUP - 1)) // GROUP
-                    of_groups = x.parts.shape[0] + self.slot(work.first_slot)
-                    if self.is_last(x, own, of_groups, groups):
-                        step = GROUP * work.apart
-                        parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
-                        self.add_pieces(x, own, work, parts, False)
+            if cutlass.const_expr(self.spec.together):
+                if work.together != 0:
+                    self.add_together(x, own, work)
                 else:
-                    parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                    self.add_pieces(x, own, work, parts, False)
+                    self.add_last(x, own, work)
+            else:
+                self.add_last(x, own, work)
+
+    @cute.jit
+    def add_last(self, x: Operands, own: Outputs, work: LatentWork) -> None:
+        """Add up the pieces of a group, or of a segment, in the CTA that arrives last."""
+        grouped = work.pieces > GROUP
+        group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
+        group = group // GROUP
+        first = work.first_slot + group * (GROUP * work.apart)
+        count = cutlass.min(work.pieces - group * GROUP, GROUP)
+        items = self.rows_of(x, work) * self.across
+        if self.is_last(x, own, self.slot(first), count):
+            if grouped:
+                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                self.add_pieces(x, own, work, parts, True, Int32(0), items)
+                groups = (work.pieces + (GROUP - 1)) // GROUP
+                of_groups = x.parts.shape[0] + self.slot(work.first_slot)
+                if self.is_last(x, own, of_groups, groups):
+                    step = GROUP * work.apart
+                    parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
+                    self.add_pieces(x, own, work, parts, False, Int32(0), items)
+            else:
+                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                self.add_pieces(x, own, work, parts, False, Int32(0), items)
+
+    @cute.jit
+    def add_together(self, x: Operands, own: Outputs, work: LatentWork) -> None:
+        """Wait for all pieces of a segment, and add up the CTA's part of the sums."""
+        outputs_barrier()
+        if self.thread() == 0:
+            # Arrivals and departures share a counter, which ends at 0 again. All threads' stores
+            # come before the arrival.
+            at = x.counter.iterator.toint() + (2 + self.slot(work.first_slot)) * 4
+            arrived = count_arrival(at, 2 * work.pieces) + 1
+            while arrived < work.pieces:
+                arrived = load_acquire(at)
+            count_arrival(at, 2 * work.pieces)
+        outputs_barrier()
+        items = self.rows_of(x, work) * self.across
+        share = (items + (work.pieces - 1)) // work.pieces
+        begin = (work.slot - work.first_slot) // work.apart * share
+        end = cutlass.min(begin + share, items)
+        if work.pieces > GROUP:
+            self.add_groups(x, own, work, begin, end)
+        else:
+            parts = Pieces(work.first_slot, work.apart, work.pieces, self.spec.head_dim_v)
+            self.add_pieces(x, own, work, parts, False, begin, end, FEW_AT_ONCE)
+
+    def thread(self) -> Any:
+        """The thread's number among those that add up."""
+        return cute.arch.thread_idx()[0] - self.OUTPUTS.warps[0] * WARP_SIZE
+
+    def rows_of(self, x: Operands, work: LatentWork) -> Any:
+        """The rows of the CTA's tile that exist."""
+        return cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
 
     @cute.jit
     def is_last(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> Boolean:
@@ -487,7 +538,7 @@ class LatentKernel:
 
     @cute.jit
     def store_piece(
-        self, x: Operands, own: Outputs, work: PieceWork, log_sums: list[Float32],
+        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32],
         piece: cutlass.Constexpr[bool],
     ) -> None:  # fmt: skip
         """Store the warp's rows from registers: to o and lse, or as the result of a `piece`."""
@@ -514,47 +565,88 @@ class LatentKernel:
 
     @cute.jit
     def add_pieces(
-        self, x: Operands, own: Outputs, work: PieceWork, pieces: Pieces,
-        group: cutlass.Constexpr[bool],
+        self, x: Operands, own: Outputs, work: LatentWork, pieces: Pieces,
+        group: cutlass.Constexpr[bool], begin: Int32, end: Int32,
+        at_once: cutlass.Constexpr[int] = AT_ONCE,
     ) -> None:  # fmt: skip
         """Add up results of a segment, to o and lse, or of a `group` to the result of the group's
-        first piece. A thread has four columns of AT_ONCE rows at a time."""
+        first piece. Items `begin` to `end` - 1 are added up: four columns of a row each. The loads
+        of `at_once` items of a thread are in flight together."""
         spec = self.spec
-        across = spec.head_dim_v // VECTOR
-        abreast = OUTPUT_GROUPS * WARPGROUP // across  # rows that the threads have side by side
-        thread = cute.arch.thread_idx()[0] - self.OUTPUTS.warps[0] * WARP_SIZE
-        in_row, vector = thread // across, thread % across
-        rows = cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
-        step = Int64(pieces.step) * (x.parts.stride[0] * (4 * self.spec.cluster))
-        for first in cutlass.range(in_row, rows, abreast * AT_ONCE, unroll=1):
-            of_thread = [first + i * abreast for i in range(AT_ONCE)]
-            # A row that does not exist stands for the thread's own first row, because another
+        step = self.step(x, pieces.step)
+        for first in cutlass.range(begin + self.thread(), end, ADDERS * at_once, unroll=1):
+            of_thread = [first + i * ADDERS for i in range(at_once)]
+            # An item that does not exist stands for the thread's own first item, because another
             # thread may be storing a group's result to its row.
-            found = [cutlass.select_(row < rows, row, first) for row in of_thread]
-            starts = [x.parts[self.slot(pieces.first), row, None].iterator.toint() for row in found]
+            found = [cutlass.select_(item < end, item, first) for item in of_thread]
+            starts = [
+                x.parts[self.slot(pieces.first), item // self.across, None].iterator.toint()
+                for item in found
+            ]
+            vector = first % self.across
             parts = [
                 Parts.of_row(at, vector, pieces.lse_column, step, pieces.count) for at in starts
             ]
-            sums = cute.make_rmem_tensor((VECTOR, AT_ONCE), Float32)
+            sums = cute.make_rmem_tensor((VECTOR, at_once), Float32)
             maxima, totals = add_up(parts, Int32(0), 1, sums)
-            for i in cutlass.range_constexpr(AT_ONCE):
+            for i in cutlass.range_constexpr(at_once):
                 whole = cute.make_rmem_tensor((VECTOR,), Float32)
                 log_sum = finish([sums[None, i]], [maxima[i]], [totals[i]], None, whole)
-                if of_thread[i] < rows:
+                if of_thread[i] < end:
                     if cutlass.const_expr(group):
                         store_global(Float32, parts[i].o, [whole[j] for j in range(VECTOR)])
                         if vector == 0:  # other threads may still read the lse of the first piece
                             at = starts[i] + (spec.head_dim_v + 1) * 4
                             store_global(Float32, at, [log_sum])
                     else:
-                        self.store_sum(x, own, work, of_thread[i], vector, whole, log_sum)
+                        self.store_sum(x, own, work, of_thread[i], whole, log_sum)
+
+    @cute.jit
+    def add_groups(
+        self, x: Operands, own: Outputs, work: LatentWork, begin: Int32, end: Int32
+    ) -> None:
+        """Add up items of a segment with more than GROUP pieces. The results of groups go through
+        the shared memory of the cache, because the CTA has no more work."""
+        items, groups = end - begin, (work.pieces + (GROUP - 1)) // GROUP
+        step = self.step(x, work.apart)
+        for number in cutlass.range(self.thread(), items * groups, ADDERS, unroll=1):
+            group = number // items
+            item = begin + number - group * items
+            first = work.first_slot + group * (GROUP * work.apart)
+            row = x.parts[self.slot(first), item // self.across, None].iterator.toint()
+            count = cutlass.min(work.pieces - group * GROUP, GROUP)
+            parts = Parts.of_row(
+                row, item % self.across, self.spec.head_dim_v, step, Int32(count)
+            )  # fmt: skip
+            whole, log_sum = self.add_item(parts)
+            at = own.shared.cache + number * ENTRY_BYTES
+            store_shared(Float32, at, [whole[j] for j in range(VECTOR)])
+            store_shared(Float32, at + VECTOR * 4, [log_sum])
+        outputs_barrier()
+        for each in cutlass.range(self.thread(), items, ADDERS, unroll=1):
+            at, apart = Int64(own.shared.cache + each * ENTRY_BYTES), Int64(items * ENTRY_BYTES)
+            parts = Parts(at, at + VECTOR * 4, apart, apart, groups)
+            whole, log_sum = self.add_item(parts, load_item)
+            self.store_sum(x, own, work, begin + each, whole, log_sum)
+
+    def add_item(self, parts: Parts, load: Any = load_global) -> tuple[cute.Tensor, Any]:
+        """Add up one item."""
+        sums = cute.make_rmem_tensor((VECTOR, 1), Float32)
+        maxima, totals = add_up([parts], Int32(0), 1, sums, load)
+        whole = cute.make_rmem_tensor((VECTOR,), Float32)
+        return whole, finish([sums[None, 0]], maxima, totals, None, whole)
+
+    def step(self, x: Operands, slots: Int32) -> Int64:
+        """The bytes between results that are `slots` slots apart."""
+        return Int64(slots) * (x.parts.stride[0] * (4 * self.spec.cluster))
 
     @cute.jit
     def store_sum(
-        self, x: Operands, own: Outputs, work: PieceWork, in_tile: Int32, vector: Int32,
-        whole: cute.Tensor, log_sum: Float32,
+        self, x: Operands, own: Outputs, work: LatentWork, item: Int32, whole: cute.Tensor,
+        log_sum: Float32,
     ) -> None:  # fmt: skip
         """Store four columns of a row of o, and the row's log-sum-exp."""
+        in_tile, vector = item // self.across, item % self.across
         token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
         if cutlass.const_expr(x.lse is not None):
             if vector == 0:
@@ -580,8 +672,12 @@ def load_rows(warp: Int32, at: Int32) -> list[Any]:
 
 def outputs_barrier() -> None:
     """Wait for the threads of the outputs."""
-    threads = OUTPUT_GROUPS * WARPGROUP
-    cute.arch.barrier(barrier_id=OUTPUTS_BARRIER, number_of_threads=threads)
+    cute.arch.barrier(barrier_id=OUTPUTS_BARRIER, number_of_threads=ADDERS)
+
+
+def load_item(kind: type[Numeric], address: Int64, count: int = 1) -> Any:
+    """Load from a shared address, as `load_global` loads."""
+    return load_shared(kind, Int32(address), count)
 
 
 def _place(unit: Any, row: Any) -> Any:

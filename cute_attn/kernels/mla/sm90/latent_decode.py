@@ -35,7 +35,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import FragmentSoftmax
-from ...attention.parts.pieces import PieceWork
 from ...attention.parts.softmax import Scaling, finish_row
 from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
@@ -57,6 +56,7 @@ from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES
 from ...common.tma import BOX
+from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentDecodeSpec
 from .latent import (
     BOX_BYTES,
@@ -164,7 +164,7 @@ class Sm90LatentDecode(LatentKernel):
             Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
             *((PairNumbers.buffer(),) if self.pair else ()),
-            TileQueue.buffer(PieceWork),
+            TileQueue.buffer(LatentWork),
             Buffer("barriers", Int64, count),
             limit=limit,
         )
@@ -230,7 +230,7 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first, which are uses n and up.
@@ -258,7 +258,7 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def softmax_warps(self, x: Operands, storage: Pointers, own: Scores) -> None:
-        queue = TileQueue(PieceWork, storage.work, own.barriers)
+        queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken = Int32(0)  # pieces
         n = Int32(0)  # key tiles
         used = Int32(0)  # stages of P: each piece uses one more for the sums
@@ -281,7 +281,7 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def compute_scores(
-        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, n: Int32, used: Int32
+        self, x: Operands, own: Scores, work: LatentWork, key_tile: Int32, n: Int32, used: Int32
     ) -> None:
         """Compute P of a tile of keys, use n of the cache, and store P as use `used`."""
         fragments.assign(own.s, wgmma.wait(self.start_tile(own, n)))
@@ -309,7 +309,7 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def store_probabilities(
-        self, x: Operands, own: Scores, work: PieceWork, key_tile: Int32, used: Int32
+        self, x: Operands, own: Scores, work: LatentWork, key_tile: Int32, used: Int32
     ) -> None:
         """Replace S of a tile of keys by P, and store P as use `used`."""
         row = self.first_row(work)
@@ -368,7 +368,7 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def output_warps(self, x: Operands, storage: Pointers, own: Outputs) -> None:
-        queue = TileQueue(PieceWork, storage.work, own.barriers)
+        queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken, n, used = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:

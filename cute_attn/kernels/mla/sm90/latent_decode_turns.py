@@ -34,7 +34,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import FragmentSoftmax
-from ...attention.parts.pieces import PieceWork
 from ...attention.parts.softmax import Scaling, finish_row
 from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
@@ -55,6 +54,7 @@ from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES
 from ...common.tma import BOX
+from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentTurnsSpec
 from .latent import (
     BOX_BYTES,
@@ -140,7 +140,7 @@ class Piece(Carried):
         taken: pieces before this one.
     """
 
-    work: PieceWork
+    work: LatentWork
     end: Int32
     count: Int32
     even: Int32
@@ -201,7 +201,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
             Buffer("flags", Int32, WARPGROUP_WARPS, 2, holds="whether references have moved"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
             *((PairNumbers.buffer(),) if self.pair else ()),
-            TileQueue.buffer(PieceWork),
+            TileQueue.buffer(LatentWork),
             Buffer("barriers", Int64, Pipeline(*self.edges()).count),
             limit=MAX_SMEM_BYTES,
         )
@@ -269,7 +269,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first. Bit 0 of `n` is the parity
@@ -287,7 +287,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         return even + 2 * odd
 
     def load_tile(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: PieceWork,
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
         key_tile: Int32, use: Int32, parity: int,
     ) -> None:  # fmt: skip
         """Load a tile of the cache, in the order in which its stage becomes free."""
@@ -318,7 +318,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     def math_warps(
         self, x: Operands, storage: Pointers, own: Turns, group: cutlass.Constexpr[int]
     ) -> None:
-        queue = TileQueue(PieceWork, storage.work, own.barriers)
+        queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken, even, odd = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -373,7 +373,8 @@ class Sm90LatentDecodeTurns(LatentKernel):
         sums = self.start_other(own, ODD)
         order, ahead = self.order[EVEN], self.spec.ahead
         scores = self.start_tile(own, piece, EVEN, pair + 1, order[:ahead], None)
-        fragments.assign(own.acc, wgmma.wait(sums, pending=ahead))
+        groups = self.groups_of(order[:ahead])
+        fragments.assign(own.acc, wgmma.wait(sums, pending=groups))
         self.release(own, piece, pair, ODD, EVEN)
         own.barriers.warp_arrives("p_empty", piece.published(ODD, pair))
         scores = self.start_tile(own, piece, EVEN, pair + 1, order[ahead:], scores)
@@ -442,9 +443,8 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     @cute.jit
     def probabilities(
-        self, x: Operands, own: Turns, piece: Piece, pair: Int32,
-        parity: cutlass.Constexpr[int],
-    ) -> tuple[list[Any], Boolean]:  # fmt: skip
+        self, x: Operands, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int]
+    ) -> tuple[list[Any], Boolean]:
         """Replace S of a tile of keys by P, and publish P and the references. Return P, rounded,
         and whether references have moved."""
         work, key_tile = piece.work, piece.key_tile(parity, pair)
@@ -487,9 +487,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         return own.shared.flags + (parity * WARPGROUP_WARPS + own.warp) * 4
 
     @cute.jit
-    def follow(
-        self, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int]
-    ) -> None:
+    def follow(self, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int]) -> None:
         """Wait for P of a tile of the other warpgroup, and take over the references."""
         own.barriers.wait("p_full", piece.published(parity, pair))
         flag = load_shared(Int32, self.flag(own, parity))[0]
@@ -497,8 +495,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
             at = parity * (TILE_M * 4)
             softmax, shared = own.softmax, own.shared
             factors, maxima, offsets = (
-                load_rows(own.warp, x + at)
-                for x in (shared.factors, shared.maxima, shared.offsets)
+                load_rows(own.warp, x + at) for x in (shared.factors, shared.maxima, shared.offsets)
             )
             for r in cutlass.range_constexpr(fragments.LANE_ROWS):
                 softmax.use(r, maxima[r], offsets[r], factors[r])
