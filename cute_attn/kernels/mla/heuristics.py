@@ -16,6 +16,7 @@ CHUNKS = 4
 TURNS = True
 MULTICAST = True
 AHEAD = 1
+EVICT_FIRST = False
 TOGETHER = True
 
 
@@ -47,7 +48,7 @@ def latent_decode_spec(
         "together": TOGETHER,
     }
     if turns:
-        return LatentTurnsSpec(**of_all, multicast=multicast, ahead=AHEAD)
+        return LatentTurnsSpec(**of_all, multicast=multicast, ahead=AHEAD, evict_first=EVICT_FIRST)
     return LatentDecodeSpec(
         **of_all,
         stages=STAGES.get(head_dim, 2),

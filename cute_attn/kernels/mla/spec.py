@@ -108,6 +108,7 @@ class LatentTurnsSpec(LatentSpec):
 
     multicast: bool
     ahead: int
+    evict_first: bool
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

@@ -49,6 +49,7 @@ from ...common.carried import Carried
 from ...common.pair_scheduler import PairNumbers
 from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
+from ...common.ptx.cache_policy import cache_policy
 from ...common.ptx.memory import load_shared, shared_address, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -292,6 +293,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> None:  # fmt: skip
         """Load a tile of the cache, in the order in which its stage becomes free."""
         found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
+        policy = cache_policy("evict_first") if self.spec.evict_first else None
         for chunk in self.order[parity]:
             half = chunk in self.halves[1]
             if chunk in (self.halves[0][0], self.halves[1][0]):
@@ -301,7 +303,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 barriers.expect("cache_full", n, 2 * TILE_N * len(columns))
             x.pages.load(
                 x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers,
-                "cache_full", n, columns.start, Int32(parity), self.multicast,
+                "cache_full", n, columns.start, Int32(parity), self.multicast, policy,
             )  # fmt: skip
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
