@@ -35,8 +35,8 @@ class LatentSpec(Spec):
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
-        cluster: CTAs that share work, each with 64 rows.
-        together: the CTAs of a segment add up its pieces together.
+        slack: tiles by which a CTA may have more than an even share, before sequences are cut so
+            that all CTAs have equal shares.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -49,7 +49,6 @@ class LatentSpec(Spec):
         "page_rows": PAGE_ROWS,
         "stages": (2, 3, 4, 5),
         "chunks": (1, 2, 4, 8),
-        "cluster": (1, 2),
     }
 
     dtype: str
@@ -60,8 +59,7 @@ class LatentSpec(Spec):
     lse: bool
     chunks: int
     least_key_tiles: int
-    cluster: int
-    together: bool
+    slack: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,13 +100,13 @@ class LatentTurnsSpec(LatentSpec):
     """The parameters of the decode kernel whose two warpgroups take turns at the scores.
 
     Attributes:
-        multicast: each CTA of a pair loads half of every tile of the cache, into both CTAs.
         ahead: chunks of the next scores that start before the previous outputs are done.
     """
 
-    multicast: bool
     ahead: int
     evict_first: bool
+    parts: int
+    prefetch: int
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

@@ -34,8 +34,7 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pair_scheduler import PairNumbers
-from ...common.pipeline import CTAS, Barriers, Pipeline, Role
+from ...common.pipeline import Barriers, Pipeline, Role
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.memory import (
     LINE_WORDS,
@@ -113,10 +112,12 @@ class Operands(Carried):
 
     Attributes:
         cache_tma, cache: TMA's copies of the cache, and coordinates for them.
+        tokens: the cache as it lies in memory.
     """
 
     cache_tma: cute.CopyAtom
     cache: cute.Tensor
+    tokens: cute.Tensor
     q: cute.Tensor
     q_rope: cute.Tensor | None
     o: cute.Tensor
@@ -192,9 +193,9 @@ class LatentKernel:
         self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
         self.tile_bytes = TILE_N * spec.head_dim * 2
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
-        self.pair = spec.cluster == CTAS
-        self.multicast = self.pair  # each CTA loads half of every tile, into both CTAs
-        self.tile_rows = TILE_M * spec.cluster  # rows of all CTAs of a cluster
+        self.q_parts = {
+            "q_empty": range(spec.head_dim)
+        }  # columns of Q, by the edge that frees them
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -231,11 +232,11 @@ class LatentKernel:
         pages = Pages.of(a.block_table, a.cache, spec, TILE_N)
         keys = Sequences(pages.most_keys, None, a.cache_seqlens)
         tiles = TileMap(
-            self.tile_rows, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
+            TILE_M, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
         )  # fmt: skip
         scaling = Scaling.of(a.softmax_scale, None, HEADROOM[spec.dtype])
         visible = HeadsVisibility(
-            self.tile_rows, TILE_N, 1, None, Int32(0) if spec.causal else None,
+            TILE_M, TILE_N, 1, None, Int32(0) if spec.causal else None,
             cute.fast_divmod_create_divisor_v2(heads),
         )  # fmt: skip
         num_ctas = a.num_ctas
@@ -248,16 +249,14 @@ class LatentKernel:
         cache = cute.make_tensor(
             a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
         )
-        copies = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
-        tma, cache = self.rows.atom(copies[self.multicast](), cache)
+        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
         x = Operands(
-            tma, cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads, a.num_splits,
-            a.num_ctas,
+            tma, cache, a.cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads,
+            a.num_splits, a.num_ctas,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
-            grid=[spec.cluster * num_ctas if self.pair else num_ctas, 1, 1],
+            grid=[num_ctas, 1, 1],
             block=[self.WARPS * WARP_SIZE, 1, 1],
-            cluster=[CTAS, 1, 1] if self.pair else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -266,25 +265,16 @@ class LatentKernel:
 
     @cute.jit
     def start(self, x: Operands, tiles: TileMap, barriers: Barriers, warp: Int32) -> None:
-        """Initialise the mbarriers. All threads of the cluster take part."""
+        """Initialise the mbarriers. All threads take part."""
         if warp == self.LOAD.warps[0]:
             prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             x.pages.prefetch_first()
             prepare((x.cache_tma,), barriers)
-        if cutlass.const_expr(self.pair):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
     def first_row(self, work: LatentWork) -> Any:
-        """The CTA's first row of a tile of the cluster."""
-        row = work.block * self.tile_rows
-        return row + cute.arch.block_idx_in_cluster() * TILE_M if self.pair else row
-
-    def slot(self, number: Int32) -> Any:
-        """The place of a piece's result; each CTA of a pair has its own place."""
-        return number * CTAS + cute.arch.block_idx_in_cluster() if self.pair else number
+        """The CTA's first row."""
+        return work.block * TILE_M
 
     def key_tiles(self, visible: HeadsVisibility, work: LatentWork) -> tuple[Any, Any]:
         """[first, end) of the key tiles of a piece."""
@@ -303,15 +293,12 @@ class LatentKernel:
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
-        # Single CTAs that have several tiles of rows of a sequence read the cache at the same time,
-        # so that memory sends the cache once. Equal shares would end this. Pairs need less memory.
-        alone = self.pair or tiles.blocks(tiles.queries.tokens) == 1
-        even = EvenPieces.of(pieces, x.num_ctas, (x.num_splits == 0) & alone, self.spec.together)
+        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits == 0, self.spec.slack)
         taken = Int32(0)
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
         else:
-            taken = self.load_pieces(x, storage, smem, queue, visible, even)
+            taken = self.load_pieces(x, smem, queue, visible, even)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
             # The last CTA to come here leaves the counters as it found them.
@@ -327,8 +314,8 @@ class LatentKernel:
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments of the CTA's equal share. Return their
         number."""
-        cta = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
-        unit, taken, n = Int32(cta * even.share), Int32(0), Int32(0)
+        cta = cute.arch.block_idx()[0]
+        unit, taken, n = Int32(cta // even.blocks * even.share), Int32(0), Int32(0)
         end = cutlass.min(unit + even.share, even.total)
         window = even.start()
         while unit < end:
@@ -342,13 +329,13 @@ class LatentKernel:
 
     @cute.jit
     def load_pieces(
-        self, x: Operands, storage: Pointers, smem: list[cute.Tensor], queue: TileQueue,
-        visible: HeadsVisibility, even: EvenPieces,
+        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
         these are."""
         barriers, pieces = queue.barriers, even.pieces
-        number = cute.arch.cluster_idx()[0] if self.pair else cute.arch.block_idx()[0]
+        number = cute.arch.block_idx()[0]
         window = pieces.start()
         window = pieces.window_of(number, window)
         taken, n = Int32(0), Int32(0)
@@ -359,13 +346,9 @@ class LatentKernel:
             n = self.load_tiles(x, smem, barriers, work, visible, n)
             taken += 1
             number = Int32(0)
-            if cutlass.const_expr(self.pair):
-                numbers = PairNumbers.of(barriers, storage, x.counter)
-                number = numbers.take(Int32(NEVER), taken - 1) + cute.arch.cluster_dim()[0]
-            else:
-                if cute.arch.lane_idx() == 0:
-                    number = increment_global(x.counter.iterator.toint(), NEVER)
-                number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            if cute.arch.lane_idx() == 0:
+                number = increment_global(x.counter.iterator.toint(), NEVER)
+            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
         return taken
 
@@ -395,8 +378,7 @@ class LatentKernel:
         taken = Int32(0)
         work = queue.take(taken)
         while work.exists:
-            barriers.wait_previous("q_empty", taken)
-            self.load_queries(x, shared, visible, work, warp)
+            self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
@@ -404,29 +386,45 @@ class LatentKernel:
             taken += 1
             work = queue.take(taken)
 
+    def load_parts_of_queries(
+        self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,
+        work: LatentWork, warp: Int32, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Start to copy the warp's rows of Q, some columns after the other, as their place becomes
+        free."""
+        for edge, columns in self.q_parts.items():
+            barriers.wait_previous(edge, taken)
+            self.load_queries(x, shared, visible, work, warp, columns)
+
     @cute.jit
     def load_queries(
-        self, x: Operands, shared: Any, visible: HeadsVisibility, work: LatentWork, warp: Int32
-    ) -> None:
-        """Start to copy the warp's rows of Q. A lane copies every 32nd unit of 16 bytes of a row.
-        Rows that do not exist become 0."""
+        self, x: Operands, shared: Any, visible: HeadsVisibility, work: LatentWork, warp: Int32,
+        columns: cutlass.Constexpr[range],
+    ) -> None:  # fmt: skip
+        """Start to copy some columns of the warp's rows of Q. A lane copies every 32nd unit of 16
+        bytes of a row. Rows that do not exist become 0."""
         spec, lane = self.spec, cute.arch.lane_idx()
-        units, of_rope = 2 * spec.head_dim_v // VECTOR_BYTES, 2 * spec.rope // VECTOR_BYTES
+        of_q = range(columns.start, min(columns.stop, spec.head_dim_v))
+        first_unit, units = 2 * columns.start // VECTOR_BYTES, 2 * len(of_q) // VECTOR_BYTES
+        of_rope = 2 * max(0, columns.stop - spec.head_dim_v) // VECTOR_BYTES
         for row in cutlass.range(warp, TILE_M, len(self.QUERIES), unroll=2):
             token, head = divmod(self.first_row(work) + row, visible.by_heads)
             present = token < work.seqlen_q
             token = cutlass.select_(present, token, 0)
             to = shared.q + row * LINE_BYTES
-            source = x.q[work.sequence, token, head, None].iterator.toint()
-            for first in cutlass.range_constexpr(0, units, WARP_SIZE):
-                unit = first + lane
-                copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
+            if cutlass.const_expr(units > 0):
+                source = x.q[work.sequence, token, head, None].iterator.toint()
+                for first in cutlass.range_constexpr(first_unit, first_unit + units, WARP_SIZE):
+                    unit = first + lane
+                    if cutlass.const_expr(first + WARP_SIZE <= first_unit + units):
+                        copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
+                    elif unit < first_unit + units:
+                        copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
             if cutlass.const_expr(of_rope > 0):
                 source = x.q_rope[work.sequence, token, head, None].iterator.toint()
                 if lane < of_rope:
-                    copy_async(
-                        to + _place(units + lane, row), source + lane * VECTOR_BYTES, present
-                    )
+                    at = _place(2 * spec.head_dim_v // VECTOR_BYTES + lane, row)
+                    copy_async(to + at, source + lane * VECTOR_BYTES, present)
 
     # -- device: results ----------------------------------------------------------------------
 
@@ -462,11 +460,8 @@ class LatentKernel:
             self.store_piece(x, own, work, log_sums, False)
         else:
             self.store_piece(x, own, work, log_sums, True)
-            if cutlass.const_expr(self.spec.together):
-                if work.together != 0:
-                    self.add_together(x, own, work)
-                else:
-                    self.add_last(x, own, work)
+            if work.together != 0:
+                self.add_together(x, own, work)
             else:
                 self.add_last(x, own, work)
 
@@ -479,12 +474,12 @@ class LatentKernel:
         first = work.first_slot + group * (GROUP * work.apart)
         count = cutlass.min(work.pieces - group * GROUP, GROUP)
         items = self.rows_of(x, work) * self.across
-        if self.is_last(x, own, self.slot(first), count):
+        if self.is_last(x, own, first, count):
             if grouped:
                 parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
                 self.add_pieces(x, own, work, parts, True, Int32(0), items)
                 groups = (work.pieces + (GROUP - 1)) // GROUP
-                of_groups = x.parts.shape[0] + self.slot(work.first_slot)
+                of_groups = x.parts.shape[0] + work.first_slot
                 if self.is_last(x, own, of_groups, groups):
                     step = GROUP * work.apart
                     parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
@@ -500,7 +495,7 @@ class LatentKernel:
         if self.thread() == 0:
             # Arrivals and departures share a counter, which ends at 0 again. All threads' stores
             # come before the arrival.
-            at = x.counter.iterator.toint() + (2 + self.slot(work.first_slot)) * 4
+            at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
             arrived = count_arrival(at, 2 * work.pieces) + 1
             while arrived < work.pieces:
                 arrived = load_acquire(at)
@@ -553,7 +548,7 @@ class LatentKernel:
             if token < work.seqlen_q:
                 keeps_sum = (own.group == 0) & (cute.arch.lane_idx() % fragments.LANES == 0)
                 if cutlass.const_expr(piece):
-                    to = x.parts[self.slot(work.slot), in_tile, None]
+                    to = x.parts[work.slot, in_tile, None]
                     if keeps_sum:
                         to[self.spec.head_dim_v] = log_sums[lane_row]
                 else:
@@ -580,8 +575,7 @@ class LatentKernel:
             # thread may be storing a group's result to its row.
             found = [cutlass.select_(item < end, item, first) for item in of_thread]
             starts = [
-                x.parts[self.slot(pieces.first), item // self.across, None].iterator.toint()
-                for item in found
+                x.parts[pieces.first, item // self.across, None].iterator.toint() for item in found
             ]
             vector = first % self.across
             parts = [
@@ -613,7 +607,7 @@ class LatentKernel:
             group = number // items
             item = begin + number - group * items
             first = work.first_slot + group * (GROUP * work.apart)
-            row = x.parts[self.slot(first), item // self.across, None].iterator.toint()
+            row = x.parts[first, item // self.across, None].iterator.toint()
             count = cutlass.min(work.pieces - group * GROUP, GROUP)
             parts = Parts.of_row(
                 row, item % self.across, self.spec.head_dim_v, step, Int32(count)
@@ -638,7 +632,7 @@ class LatentKernel:
 
     def step(self, x: Operands, slots: Int32) -> Int64:
         """The bytes between results that are `slots` slots apart."""
-        return Int64(slots) * (x.parts.stride[0] * (4 * self.spec.cluster))
+        return Int64(slots) * (x.parts.stride[0] * 4)
 
     @cute.jit
     def store_sum(

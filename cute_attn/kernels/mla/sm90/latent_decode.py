@@ -48,8 +48,7 @@ from ...attention.sm90.mma import (
     start_scores,
 )
 from ...common.carried import Carried
-from ...common.pair_scheduler import PairNumbers
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address, store_shared
 from ...common.scheduler import TileQueue
@@ -138,16 +137,14 @@ class Sm90LatentDecode(LatentKernel):
 
     def edges(self, p_stages: int) -> tuple[Edge, ...]:
         stages, full = self.spec.stages, self.spec.stages * self.spec.chunks
-        reach = Reach.EACH if self.pair else Reach.CTA
         p_full = p_stages * self.parts_of_p
         released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            *(PairNumbers.edges(LOAD) if self.pair else ()),
             Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
             Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, reach, "its stage"),
+            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, payload="its stage"),
             Edge("p_full", SOFTMAX, OUTPUTS, p_full, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
@@ -163,7 +160,6 @@ class Sm90LatentDecode(LatentKernel):
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
             Buffer("log_sums", Float32, TILE_M, p_stages, holds="log-sum-exps of the rows"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
-            *((PairNumbers.buffer(),) if self.pair else ()),
             TileQueue.buffer(LatentWork),
             Buffer("barriers", Int64, count),
             limit=limit,
@@ -221,10 +217,6 @@ class Sm90LatentDecode(LatentKernel):
                 visible=visible,
             )
             self.softmax_warps(x, storage, scores)
-        if cutlass.const_expr(self.pair):
-            # Neither CTA may end while the other CTA signals it or loads to its shared memory.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     # -- device: loads ------------------------------------------------------------------------
 
@@ -249,7 +241,7 @@ class Sm90LatentDecode(LatentKernel):
                     barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
                 x.pages.load(
                     x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
-                    "cache_full", use, columns.start, stage, self.pair,
+                    "cache_full", use, columns.start, stage,
                 )  # fmt: skip
             n += 1
         return n

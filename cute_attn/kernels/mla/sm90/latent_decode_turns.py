@@ -46,14 +46,13 @@ from ...attention.sm90.mma import (
     start_scores,
 )
 from ...common.carried import Carried
-from ...common.pair_scheduler import PairNumbers
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.cache_policy import cache_policy
-from ...common.ptx.memory import load_shared, shared_address, store_shared
+from ...common.ptx.memory import load_shared, prefetch_bytes, shared_address, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ...common.spec import MAX_SMEM_BYTES
+from ...common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from ...common.tma import BOX
 from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentTurnsSpec
@@ -167,25 +166,25 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     def __init__(self, spec: LatentTurnsSpec):
         super().__init__(spec)
-        self.multicast = spec.multicast
+        last = spec.head_dim - BOX  # these columns' place holds P of odd tiles too
+        self.q_parts = {"q_empty": range(last), "last_empty": range(last, spec.head_dim)}
+        self.parts = range(spec.parts)  # of a warpgroup's columns, multiplied one after the other
         self.pipeline = Pipeline(*self.edges())
         self.smem = self.buffers()
-        chunks = range(spec.chunks)
-        # Chunks of each half of the columns, which its warpgroup releases.
-        self.halves = chunks[: spec.chunks // 2], chunks[spec.chunks // 2 :]
-        # A stage's first half is free after the even warpgroup's P V.
-        self.order = [*self.halves[0], *self.halves[1]], [*self.halves[1], *self.halves[0]]
+        chunks = list(range(spec.chunks))
+        # The chunks of an odd tile's second half come first, because its warpgroup waits for them.
+        middle = spec.chunks // OUTPUT_GROUPS
+        self.order = chunks, chunks[middle:] + chunks[:middle]
 
     def edges(self) -> tuple[Edge, ...]:
-        full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS
-        reach = Reach.EACH if self.spec.multicast else Reach.CTA
+        full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS * len(self.parts)
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            *(PairNumbers.edges(LOAD) if self.pair else ()),
             Edge("q_full", QUERIES, MATH, 1, Kind.WARPS, payload="Q"),
-            Edge("q_empty", MATH, QUERIES, 1, Kind.WARPS, payload="its stage"),
+            Edge("q_empty", MATH, QUERIES, 1, Kind.WARPS, payload="all columns but the last 64"),
+            Edge("last_empty", MATH, QUERIES, 1, Kind.WARPS, payload="the last 64 columns"),
             Edge("cache_full", LOAD, MATH, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", COLUMNS, LOAD, empty, Kind.WARPS, reach, "half of its stage"),
+            Edge("cache_empty", COLUMNS, LOAD, empty, Kind.WARPS, payload="a part of its stage"),
             Edge("p_full", OWN, OTHER, 2, Kind.WARPS, payload="P, and the rows' references"),
             Edge("p_empty", OTHER, OWN, 2, Kind.WARPS, payload="its stage"),
         )
@@ -201,7 +200,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
             Buffer("offsets", Float32, TILE_M, 2, holds="offsets of the rows"),
             Buffer("flags", Int32, WARPGROUP_WARPS, 2, holds="whether references have moved"),
             Buffer("arrived", Int32, 4, holds="the number of pieces that have arrived"),
-            *((PairNumbers.buffer(),) if self.pair else ()),
             TileQueue.buffer(LatentWork),
             Buffer("barriers", Int64, Pipeline(*self.edges()).count),
             limit=MAX_SMEM_BYTES,
@@ -244,10 +242,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 number = warp - WARPGROUP_WARPS
                 own = self.turns(ODD, number, barriers, shared, visible, scaling)
                 self.math_warps(x, storage, own, ODD)
-        if cutlass.const_expr(self.pair):
-            # Neither CTA may end while the other CTA signals it or loads to its shared memory.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def turns(
         self, group: int, warp: Int32, barriers: Barriers, shared: Shared,
@@ -284,8 +278,20 @@ class Sm90LatentDecodeTurns(LatentKernel):
             self.load_tile(x, smem, barriers, work, key_tile, even + pair, EVEN)
             if key_tile > first:
                 self.load_tile(x, smem, barriers, work, key_tile - 1, odd + pair, ODD)
+            if cutlass.const_expr(self.spec.prefetch > 0):
+                for i in cutlass.range_constexpr(4):
+                    key = (key_tile - 2 * self.spec.prefetch) * TILE_N + (2 - i) * WARP_SIZE
+                    self.prefetch(x, work, key + cute.arch.lane_idx(), first * TILE_N)
         even, odd = (even + (count + 1) // 2) & 1, (odd + count // 2) & 1
         return even + 2 * odd
+
+    @cute.jit
+    def prefetch(self, x: Operands, work: LatentWork, key: Int32, first: Int32) -> None:
+        """Bring a token of the cache to L2, unless the token lies before `first`."""
+        if (key >= first) & (key < work.seqlen_k):
+            number, row = divmod(key, x.pages.by_size)
+            at = x.tokens[x.pages.table[work.sequence, number], row, None].iterator.toint()
+            prefetch_bytes(at, 2 * self.spec.head_dim)
 
     def load_tile(
         self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
@@ -295,24 +301,25 @@ class Sm90LatentDecodeTurns(LatentKernel):
         found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
         policy = cache_policy("evict_first") if self.spec.evict_first else None
         for chunk in self.order[parity]:
-            half = chunk in self.halves[1]
-            if chunk in (self.halves[0][0], self.halves[1][0]):
-                barriers.wait_previous("cache_empty", self.empty(use, parity, half))
+            of_part = self.spec.chunks // (OUTPUT_GROUPS * len(self.parts))
+            if chunk % of_part == 0:
+                n = self.empty(use, parity, chunk // of_part)
+                barriers.wait_previous("cache_empty", n)
             columns, n = self.spec.chunk_columns[chunk], self.full(use, parity, chunk)
             with cute.arch.elect_one():
                 barriers.expect("cache_full", n, 2 * TILE_N * len(columns))
             x.pages.load(
                 x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers,
-                "cache_full", n, columns.start, Int32(parity), self.multicast, policy,
+                "cache_full", n, columns.start, Int32(parity), policy=policy,
             )  # fmt: skip
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
         """The use of the edge `cache_full`."""
         return (2 * use + parity) * self.spec.chunks + chunk
 
-    def empty(self, use: Int32, parity: int, half: int) -> Any:
-        """The use of the edge `cache_empty`."""
-        return (2 * use + parity) * OUTPUT_GROUPS + half
+    def empty(self, use: Int32, parity: int, part: int) -> Any:
+        """The use of the edge `cache_empty`, for a part of the columns of both warpgroups."""
+        return (2 * use + parity) * (OUTPUT_GROUPS * len(self.parts)) + part
 
     # -- device: even and odd -----------------------------------------------------------------
 
@@ -336,7 +343,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 self.even_turns(x, own, piece)
             else:
                 self.odd_turns(x, own, piece)
-            own.barriers.warp_arrives("q_empty", taken)
+            own.barriers.warp_arrives("last_empty", taken)
             even += (piece.count + 1) // 2
             odd += piece.count // 2
             ended = (2 * (even + taken), 2 * (odd + taken) + 1)
@@ -355,6 +362,9 @@ class Sm90LatentDecodeTurns(LatentKernel):
             for pair in cutlass.range(last, unroll=1):
                 self.even_tile(x, own, piece, pair)
                 self.odd_tile_and_scores(own, piece, pair)
+        own.barriers.warp_arrives("q_empty", piece.taken)
+        if piece.count > 0:
+            last = (piece.count - 1) // 2
             self.even_tile(x, own, piece, last)
             if piece.count % 2 == 0:
                 self.other_tile(own, piece, last, EVEN)
@@ -365,8 +375,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         words, moved = self.probabilities(x, own, piece, pair, EVEN)
         if moved:
             fragments.scale_rows(own.acc, [own.softmax.factor[r] for r in range(2)])
-        fragments.assign(own.acc, wgmma.wait(self.start_own(own, words, EVEN)))
-        self.release(own, piece, pair, EVEN, EVEN)
+        self.finish(own, piece, pair, EVEN, EVEN, self.start_own(own, words, EVEN))
 
     @cute.jit
     def odd_tile_and_scores(self, own: Turns, piece: Piece, pair: Int32) -> None:
@@ -376,8 +385,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         order, ahead = self.order[EVEN], self.spec.ahead
         scores = self.start_tile(own, piece, EVEN, pair + 1, order[:ahead], None)
         groups = self.groups_of(order[:ahead])
-        fragments.assign(own.acc, wgmma.wait(sums, pending=groups))
-        self.release(own, piece, pair, ODD, EVEN)
+        self.finish(own, piece, pair, ODD, EVEN, sums, groups)
         own.barriers.warp_arrives("p_empty", piece.published(ODD, pair))
         scores = self.start_tile(own, piece, EVEN, pair + 1, order[ahead:], scores)
         fragments.assign(own.s, wgmma.wait(scores))
@@ -385,10 +393,13 @@ class Sm90LatentDecodeTurns(LatentKernel):
     @cute.jit
     def odd_turns(self, x: Operands, own: Turns, piece: Piece) -> None:
         """The tiles of a piece, for the odd warpgroup."""
-        for pair in cutlass.range(piece.count // 2, unroll=1):
+        pairs = piece.count // 2
+        if pairs == 0:
+            own.barriers.warp_arrives("q_empty", piece.taken)
+        for pair in cutlass.range(pairs, unroll=1):
             self.both_tiles(x, own, piece, pair)
         if piece.count % 2 == 1:
-            self.other_tile(own, piece, piece.count // 2, ODD)
+            self.other_tile(own, piece, pairs, ODD)
 
     @cute.jit
     def both_tiles(self, x: Operands, own: Turns, piece: Piece, pair: Int32) -> None:
@@ -396,15 +407,15 @@ class Sm90LatentDecodeTurns(LatentKernel):
         scores = self.start_tile(own, piece, ODD, pair, self.order[ODD], None)
         self.follow(own, piece, pair, EVEN)
         sums = self.start_other(own, EVEN)
-        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        fragments.assign(own.s, wgmma.wait(scores, pending=len(sums)))
+        if pair == piece.count // 2 - 1:
+            own.barriers.warp_arrives("q_empty", piece.taken)
         words, moved = self.probabilities(x, own, piece, pair, ODD)
-        fragments.assign(own.acc, wgmma.wait(sums))
-        self.release(own, piece, pair, EVEN, ODD)
+        self.finish(own, piece, pair, EVEN, ODD, sums)
         own.barriers.warp_arrives("p_empty", piece.published(EVEN, pair))
         if moved:
             fragments.scale_rows(own.acc, [own.softmax.factor[r] for r in range(2)])
-        fragments.assign(own.acc, wgmma.wait(self.start_own(own, words, ODD)))
-        self.release(own, piece, pair, ODD, ODD)
+        self.finish(own, piece, pair, ODD, ODD, self.start_own(own, words, ODD))
 
     @cute.jit
     def other_tile(
@@ -413,8 +424,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         """P V of a tile of the other warpgroup, with nothing beside."""
         parity = 1 - group
         self.follow(own, piece, pair, parity)
-        fragments.assign(own.acc, wgmma.wait(self.start_other(own, parity)))
-        self.release(own, piece, pair, parity, group)
+        self.finish(own, piece, pair, parity, group, self.start_other(own, parity))
         own.barriers.warp_arrives("p_empty", piece.published(parity, pair))
 
     def start_tile(
@@ -504,30 +514,51 @@ class Sm90LatentDecodeTurns(LatentKernel):
             softmax.exact[0] = flag // EXACT
             fragments.scale_rows(own.acc, factors)
 
-    def start_own(self, own: Turns, words: list[Any], parity: int) -> list[Any]:
-        """Start P V of the warpgroup's own tile, with P in registers."""
-        return start_output(
-            self.dtype, fragments.values(own.acc), words, self.v(own, parity, parity),
-            tile_n=TILE_N, head_dim=self.columns,
-        )  # fmt: skip
+    def start_own(self, own: Turns, words: list[Any], parity: int) -> list[list[Any]]:
+        """Start P V of the warpgroup's own tile, with P in registers, part by part."""
+        return [
+            start_output(
+                self.dtype, sums, words, v, tile_n=TILE_N, head_dim=self.columns // len(self.parts)
+            )
+            for sums, v in self.parts_of(own, parity, parity)
+        ]
 
-    def start_other(self, own: Turns, parity: int) -> list[Any]:
-        """Start P V of a tile of the other warpgroup, with P in shared memory."""
-        return start_output_of_stored(
-            self.dtype, fragments.values(own.acc), self.p(own, parity),
-            self.v(own, parity, 1 - parity), tile_n=TILE_N, columns=self.columns,
-            widest=self.columns,
-        )  # fmt: skip
+    def start_other(self, own: Turns, parity: int) -> list[list[Any]]:
+        """Start P V of a tile of the other warpgroup, with P in shared memory, part by part."""
+        columns = self.columns // len(self.parts)
+        return [
+            start_output_of_stored(
+                self.dtype, sums, self.p(own, parity), v, tile_n=TILE_N, columns=columns,
+                widest=columns,
+            )
+            for sums, v in self.parts_of(own, parity, 1 - parity)
+        ]  # fmt: skip
 
-    def v(self, own: Turns, parity: int, group: int) -> Any:
-        """The shared address of a warpgroup's columns of a tile."""
-        columns = group * (self.columns // BOX * BOX_BYTES)
-        return own.shared.cache + parity * self.tile_bytes + columns
+    def parts_of(self, own: Turns, parity: int, group: int) -> list[tuple[list[Any], Any]]:
+        """The parts of a warpgroup's columns: the registers of O, and the shared address of the
+        columns of a tile."""
+        count = len(self.parts)
+        values, columns = fragments.values(own.acc), self.columns // count
+        size = len(values) // count
+        first = own.shared.cache + parity * self.tile_bytes
+        return [
+            (values[i * size : (i + 1) * size],
+             first + (group * count + i) * (columns // BOX * BOX_BYTES))
+            for i in range(count)
+        ]  # fmt: skip
 
-    def release(self, own: Turns, piece: Piece, pair: Int32, parity: int, group: int) -> None:
-        """Release a warpgroup's columns of a tile."""
-        n = self.empty(piece.use(parity, pair), parity, group)
-        own.barriers.warp_arrives("cache_empty", n)
+    def finish(
+        self, own: Turns, piece: Piece, pair: Int32, parity: int, group: int,
+        sums: list[list[Any]], pending: int = 0,
+    ) -> None:  # fmt: skip
+        """Wait for the parts of P V, and release each part's columns of the tile. `pending` groups
+        of products have been started since."""
+        found: list[Any] = []
+        for i, part in enumerate(sums):
+            found += wgmma.wait(part, pending=pending + len(sums) - 1 - i)
+            n = self.empty(piece.use(parity, pair), parity, group * len(sums) + i)
+            own.barriers.warp_arrives("cache_empty", n)
+        fragments.assign(own.acc, found)
 
     @cute.jit
     def finish_rows(
