@@ -20,6 +20,7 @@ AHEAD = 1
 EVICT_FIRST = False
 PARTS = 1
 PREFETCH = 0
+HELD = 1
 
 
 def latent_decode_spec(
@@ -48,7 +49,12 @@ def latent_decode_spec(
     # A tile of 64 rows waits for memory, several tiles for the tensor cores.
     if many and head_dim_v == 512 and TURNS:
         return LatentTurnsSpec(
-            **of_all, ahead=AHEAD, evict_first=EVICT_FIRST, parts=PARTS, prefetch=PREFETCH
+            **of_all,
+            ahead=AHEAD,
+            evict_first=EVICT_FIRST,
+            parts=PARTS,
+            prefetch=PREFETCH,
+            held=HELD,
         )
     return LatentDecodeSpec(
         **of_all,

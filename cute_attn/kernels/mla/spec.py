@@ -107,6 +107,7 @@ class LatentTurnsSpec(LatentSpec):
     evict_first: bool
     parts: int
     prefetch: int
+    held: int
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

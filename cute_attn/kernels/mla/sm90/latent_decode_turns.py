@@ -166,6 +166,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     def __init__(self, spec: LatentTurnsSpec):
         super().__init__(spec)
+        self.held = spec.held * BOX  # columns of Q that stay in registers
         last = spec.head_dim - BOX  # these columns' place holds P of odd tiles too
         self.q_parts = {"q_empty": range(last), "last_empty": range(last, spec.head_dim)}
         self.parts = range(spec.parts)  # of a warpgroup's columns, multiplied one after the other
@@ -254,7 +255,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
             barriers=barriers,
             shared=shared,
             s=fragments.accumulators(TILE_N),
-            held=cute.make_rmem_tensor((BOX // 4,), Int32),
+            held=cute.make_rmem_tensor((self.held // 4,), Int32),
             acc=fragments.accumulators(self.columns),
             softmax=FragmentSoftmax(scaling),
             visible=visible,
@@ -335,8 +336,8 @@ class Sm90LatentDecodeTurns(LatentKernel):
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
-            last_box = own.shared.q + (self.spec.head_dim // BOX - 1) * BOX_BYTES
-            fragments.assign(own.held, held_rows(last_box, own.warp, ROWS, BOX))
+            held = own.shared.q + (self.spec.head_dim - self.held) // BOX * BOX_BYTES
+            fragments.assign(own.held, held_rows(held, own.warp, ROWS, self.held))
             first, end = self.key_tiles(own.visible, work)
             piece = Piece(work, end, end - first, even, odd, taken)
             if cutlass.const_expr(group == EVEN):
@@ -432,24 +433,27 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> Any:
         """Start S of a tile of keys, for some chunks of columns, each when it has arrived."""
         spec = self.spec
-        last = spec.head_dim - BOX
+        last = spec.head_dim - self.held
         cache = own.shared.cache + parity * self.tile_bytes
         for chunk in chunks:
             columns = spec.chunk_columns[chunk]
             own.barriers.wait("cache_full", self.full(piece.use(parity, pair), parity, chunk))
-            stored = range(columns.start, min(columns.stop, last))
-            for part, held in ((stored, None), (range(last, columns.stop), own.held)):
+            middle = max(columns.start, min(columns.stop, last))
+            for part in (range(columns.start, middle), range(middle, columns.stop)):
                 if len(part):
+                    held = None
+                    if part.start >= last:
+                        held = fragments.values(own.held)
+                        held = held[(part.start - last) // 4 : (part.stop - last) // 4]
                     scores = start_scores(
                         self.dtype, own.shared.q, cache, tile_m=TILE_M, tile_n=TILE_N,
-                        head_dim=spec.head_dim, columns=part, acc=scores,
-                        held=None if held is None else fragments.values(held),
+                        head_dim=spec.head_dim, columns=part, acc=scores, held=held,
                     )  # fmt: skip
         return scores
 
     def groups_of(self, chunks: list[int]) -> int:
         """The groups of products that `start_tile` starts."""
-        last = self.spec.head_dim - BOX
+        last = self.spec.head_dim - self.held
         columns = [self.spec.chunk_columns[chunk] for chunk in chunks]
         return sum((c.start < last) + (c.stop > last) for c in columns)
 
