@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ... import launch
-from .loops import BUFFER, LOOPS
+from .loops import LOOPS
 from .spec import KERNEL, LoopsSpec
+from .timed import BUFFER
 
 MIB = 2**20
 MEMORY_BYTES = 1024 * MIB  # many times any L2

@@ -6,6 +6,10 @@ shared      loads and stores of shared memory
 barriers    hand-overs between warps
 copies      bulk copies by bytes in flight, from L2 and from memory; stores and additions
 memory      plain loads, stores and additions
+code        clocks until machine code has come that the SM has not executed lately
+beside      products beside other work of the SM
+chain       steps that wait for each other
+sharing     rates of an SM while other SMs copy or add, too
 launch      microseconds of a launch, and the clock under load
 """
 
@@ -24,6 +28,7 @@ from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 from ..harness.timing import Mode
+from .beside import GROUP, NOTHING, ROUNDS, WARPGROUPS
 from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
@@ -44,7 +49,13 @@ STORE_BYTES = (512, 2048, 8192, 16384)
 ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
-CODE_KIB = 32
+EVICT_KIB = 320  # more than an SM's caches of instructions hold
+CODE_KIB = (16, 32, 64, 96, 128, 160, 256)
+CODE_SHARED_KIB = 120  # one CTA an SM
+FIRST_CODE = ((8, 4), (32, 1), (32, 4), (32, 12), (96, 4))  # KiB, warps
+SHARING_SMS = (1, 4, 16, 32, 64, 132)
+SAME_KIB = 64
+SHORTEST_PRODUCTS = (1, 4)
 LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
@@ -220,8 +231,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
 
     from ... import launch
     from ..harness.timing import time_cuda
-    from ..launch_times.measure import launches as profile
-    from .machine import REPEATS, spec_of
+    from .machine import spec_of
 
     for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
         spec = spec_of("nothing", 0, warps, shared_kib=kib)
@@ -232,30 +242,25 @@ def launches(gpu: Machine, short: bool) -> Rows:
         call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
         many = functools.partial(_repeat, call)
 
-        [[(_, profiled)]] = profile(call, [lambda: None])
-        yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
+        for after, before in _befores(gpu).items():
+            us = _profiled(call, before)
+            yield row("launch", "empty kernel, profiled", how + after, us, MICROSECONDS)
         for mode in LAUNCH_MODES:
             t = time_cuda(call, mode=mode)
             yield row("launch", f"empty kernel, {mode}", how, t.median_us, MICROSECONDS)
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
-    for warps in (1, 8):
-        spec = spec_of("code", CODE_KIB, warps, shared_kib=1)
-        for level in ("L2", "memory"):
-            first = []
-            for _ in range(REPEATS):
-                clocks: list[int] = []
-                for count in (1, 2):
-                    if level == "memory":
-                        gpu.memory.sum(dtype=torch.int32)
-                    out = gpu.run(spec, count)[0, :, 0]
-                    clocks.append(int(out[:, 1].max() - out[:, 0].min()))
-                first.append(2 * clocks[0] - clocks[1])
-            yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
-                      statistics.median(first), CLOCKS)  # fmt: skip
+    once = launch.get_for(gpu.device, KERNEL, spec_of("load and store", 0, ADD_WARPS))
+    times = torch.full((gpu.sms, ADD_WARPS, 1, 4), -1, dtype=torch.int64, device=gpu.device)
+    call = functools.partial(once, times, gpu.memory, 1, 16, 1, 0, 0)
+    for after, before in _befores(gpu).items():
+        us = _profiled(call, before)
+        how = f"{gpu.sms} CTAs of {ADD_WARPS} warps" + after
+        yield row("launch", "load 16 B and store, profiled", how, us, MICROSECONDS)
     products = spec_of("wgmma", 256, 8, shared_kib=64)
     for name, count, seconds in (
+        *((f"after a rest, {n} groups", n, 0.0) for n in SHORTEST_PRODUCTS),
         ("after a rest, short", SHORT_PRODUCTS, 0.0),
         ("after a rest", PRODUCTS, 0.0),
         ("under load", PRODUCTS, LOAD_S),
@@ -274,6 +279,129 @@ def launches(gpu: Machine, short: bool) -> Rows:
         yield row("launch", "clock during products", name, mhz, MHZ)
 
 
+def _evict(gpu: Machine) -> None:
+    """Fill the instruction caches of all SMs with other code."""
+    from .machine import spec_of
+
+    gpu.run(spec_of("code", EVICT_KIB, 1, shared_kib=200), 1, ctas=gpu.sms)
+
+
+def _befores(gpu: Machine) -> dict[str, Callable[[], object]]:
+    """What runs before a call, by what the call's name says."""
+
+    def empty() -> None:
+        gpu.memory.sum(dtype=torch.int32)
+
+    def both() -> None:
+        _evict(gpu)
+        empty()
+
+    import torch
+
+    return {
+        "": lambda: None,
+        ", after other code": functools.partial(_evict, gpu),
+        ", empty L2": empty,
+        ", after other code, empty L2": both,
+    }
+
+
+def _profiled(call: Callable[[], object], before: Callable[[], object]) -> float:
+    """Microseconds of the last kernel of `before` and `call`, by the profiler."""
+    from ..launch_times.measure import launches as profile
+
+    return profile(call, [before])[0][-1][1]
+
+
+def code(gpu: Machine, short: bool) -> Rows:
+    """How long machine code takes to come: a pass that repeats, and what the first pass takes
+    beyond it, after other code has filled the caches of all SMs."""
+    import torch
+
+    from .machine import REPEATS, spec_of
+
+    for what in ("code", "code with jumps"):
+        for kib in CODE_KIB:
+            spec = spec_of(what, kib, 4, shared_kib=CODE_SHARED_KIB)
+            for ctas in (1, gpu.sms):
+                (t,) = gpu.times(spec, 8, few=2, ctas=ctas).values()
+                how = f"{kib} KiB, 4 warps, {ctas} SMs"
+                yield row("code", f"{what}, again", how, t.clocks, CLOCKS)
+    for what in ("code", "code with jumps"):
+        for kib, warps in FIRST_CODE:
+            spec = spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+            for ctas in (1, gpu.sms):
+                for level in ("L2", "memory"):
+                    first = []
+                    for _ in range(REPEATS):
+                        clocks: list[float] = []
+                        for count in (1, 2):
+                            _evict(gpu)
+                            if level == "memory":
+                                gpu.memory.sum(dtype=torch.int32)
+                            out = gpu.run(spec, count, ctas=ctas)[:, :, 0]
+                            each = out[..., 1].amax(dim=1) - out[..., 0].amin(dim=1)
+                            clocks.append(each.double().median().item())
+                        first.append(2 * clocks[0] - clocks[1])
+                    how = f"{kib} KiB, {warps} warps, {ctas} SMs"
+                    value = statistics.median(first)
+                    yield row("code", f"{what}, first from {level}", how, value, CLOCKS)
+
+
+def beside(gpu: Machine, short: bool) -> Rows:
+    """Products of a warpgroup and other work of two warpgroups: each alone, and both at once."""
+    from .machine import spec_of
+
+    for n in SHORT_WGMMA_N:
+        for kind in (NOTHING, *ROUNDS):
+            spec = spec_of(f"wgmma beside {kind}", n, 4 * WARPGROUPS, shared_kib=64)
+            for name, t in gpu.times(spec, 32).items():
+                yield row("beside", f"{GROUP} m64n{n}k16", name, t.clocks, CLOCKS)
+
+
+def chain(gpu: Machine, short: bool) -> Rows:
+    """Steps that wait for each other, as a warpgroup alone on its SM takes them."""
+    from .machine import spec_of
+
+    for name, t in gpu.times(spec_of("chains", 0, 4, shared_kib=64), 64).items():
+        yield row("chain", name, "4 warps", t.clocks, CLOCKS)
+
+
+def sharing(gpu: Machine, short: bool) -> Rows:
+    """Rates of an SM while so many SMs copy, and of additions to the same bytes."""
+    from .machine import L2_BYTES, MEMORY_BYTES, spec_of
+
+    unit = "bytes a clock and SM"
+    loads = spec_of("bulk loads", 0, 1, shared_kib=224)
+    stores = spec_of("bulk stores", 0, 1, shared_kib=200)
+    nbytes = 16384
+    for ctas in SHARING_SMS:
+        for level, size in (("L2", L2_BYTES), ("memory", MEMORY_BYTES)):
+            for depth in (4, 12):
+                t = gpu.times(
+                    loads, 2**27 // nbytes // ctas, few=depth, ctas=ctas, size=nbytes, depth=depth,
+                    step=nbytes * ctas, mask=size - 1, cold=level == "memory",
+                )["load"]  # fmt: skip
+                how = f"{depth * nbytes // 1024} KiB in flight, {ctas} SMs"
+                yield row("sharing", f"bulk load from {level}", how, nbytes / t.clocks, unit)
+        for name, t in gpu.times(
+            stores, 2**26 // nbytes // ctas, ctas=ctas, size=nbytes, step=nbytes * ctas,
+            mask=L2_BYTES - 1,
+        ).items():  # fmt: skip
+            yield row("sharing", f"bulk {name} to L2", f"{ctas} SMs", nbytes / t.clocks, unit)
+        a_cta = 16 * ADD_WARPS * 32
+        spec = spec_of("global memory", 16, ADD_WARPS, shared_kib=120)
+        for how, mask in (
+            (f"{ctas} SMs", L2_BYTES - 1),
+            (f"{ctas} SMs, the same {SAME_KIB} KiB", SAME_KIB * 1024 - 1),
+            (f"{ctas} SMs, the same {a_cta // 1024} KiB", a_cta - 1),
+        ):
+            times = gpu.times(spec, 64, ctas=ctas, size=16, step=a_cta, mask=mask)
+            for name, t in times.items():
+                yield row("sharing", f"{name} to L2", how, 8 * a_cta / t.clocks, unit)
+    gpu.memory.zero_()
+
+
 def _repeat(call: Callable[[], object]) -> None:
     for _ in range(EMPTY_LAUNCHES):
         call()
@@ -290,6 +418,10 @@ PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
     "barriers": barriers,
     "copies": copies,
     "memory": memory,
+    "code": code,
+    "beside": beside,
+    "chain": chain,
+    "sharing": sharing,
     "launch": launches,
 }
 
@@ -325,8 +457,28 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
         ],
         "launch": [
             *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
-            *(spec_of("code", CODE_KIB, warps, shared_kib=1) for warps in (1, 8)),
+            spec_of("load and store", 0, ADD_WARPS),
+            spec_of("code", EVICT_KIB, 1, shared_kib=200),
             spec_of("wgmma", 256, 8, shared_kib=64),
+        ],
+        "code": [
+            spec_of("code", EVICT_KIB, 1, shared_kib=200),
+            *(
+                spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+                for what in ("code", "code with jumps")
+                for kib, warps in (*((k, 4) for k in CODE_KIB), *FIRST_CODE)
+            ),
+        ],
+        "beside": [
+            spec_of(f"wgmma beside {kind}", n, 4 * WARPGROUPS, shared_kib=64)
+            for kind in (NOTHING, *ROUNDS)
+            for n in SHORT_WGMMA_N
+        ],
+        "chain": [spec_of("chains", 0, 4, shared_kib=64)],
+        "sharing": [
+            spec_of("bulk loads", 0, 1, shared_kib=224),
+            spec_of("bulk stores", 0, 1, shared_kib=200),
+            spec_of("global memory", 16, ADD_WARPS, shared_kib=120),
         ],
     }
     return [(KERNEL, spec) for part in only for spec in dict.fromkeys(specs[part])]
