@@ -43,6 +43,8 @@ _ONCE = {
     "mma.sync": "HMMA", "shfl.": "SHFL", "ld.global": "LDG", "st.global": "STG",
     "fma.rn.f32": "FFMA",
     "max.f32": "FMNMX", "cvt.rn.bf16x2": "F2FP", "cvt.rn.f16x2": "F2FP", "mul.f32": "FMUL",
+    "wgmma.wait_group": "WARPGROUP", "bar.sync": "BAR", "barrier.sync": "BAR",
+    "mbarrier.": "SYNCS", "fence.proxy.async": "FENCE",
 }  # fmt: skip
 
 

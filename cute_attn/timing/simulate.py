@@ -405,7 +405,7 @@ class Simulator:
         if item.kind == "wgmma":
             w = self._warps[index]
             key = w.cta, w.warp // WARPGROUP, item.order
-            end = self._done.get(key)
+            end = self._done.get(key) if item.order else 0.0  # the first product is number 1
             if end is None:
                 self._await_multiply[key].append((index, now, item.insn))
                 return True
