@@ -16,8 +16,9 @@ from ..emulator.program import Program
 from ..machine_code.disassembly import disassemble, find_nvdisasm
 from ..machine_code.listing import Function, Instruction, functions
 
-# Units of a quarter of an SM. "issue" is its scheduler; integer products take half of "fma".
-UNITS = ("issue", "fma", "imad", "alu", "xu", "mma")
+# Units of a quarter of an SM. "issue" is its scheduler, "dispatch" the port to all units that
+# compute, tensor cores included; integer products take half of "fma".
+UNITS = ("issue", "fma", "imad", "alu", "xu", "mma", "dispatch")
 
 _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
@@ -106,6 +107,7 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
+                units[UNITS.index("dispatch")] += clocks["dispatch xu" if unit == "xu" else "dispatch"]
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]

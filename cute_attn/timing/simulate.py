@@ -39,6 +39,8 @@ class Machine:
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
         store_latency: until a bulk store has read its source.
         wavefront: clocks of a wavefront of shared memory.
+        operands: wavefronts for the operands of a wgmma of (n, A in registers).
+        fence: clocks of a fence.proxy.async behind stores to shared memory.
         fetch: clocks until a machine instruction has come that the SM has not executed before.
     """
 
@@ -54,6 +56,8 @@ class Machine:
     add_rate: float
     store_latency: float
     wavefront: float
+    operands: Callable[[int, bool], float]
+    fence: float
     fetch: float
 
 
@@ -91,10 +95,10 @@ class _Quarter:
     """Warps that work on one quarter of an SM at a time."""
 
     def __init__(self) -> None:
-        self.active: dict[int, list[Any]] = {}  # warp -> [left, shortest time, units]
+        self.active: dict[Any, list[Any]] = {}  # warp, or product -> [left, shortest time, units]
         self.since = 0.0
         self.version = 0
-        self.speeds: dict[int, float] = {}
+        self.speeds: dict[Any, float] = {}
 
     def advance(self, now: float) -> None:
         passed = now - self.since
@@ -121,12 +125,22 @@ class _Quarter:
         return nearest
 
 
+@dataclass
+class _Product:
+    """A wgmma that the tensor cores of all quarters work on."""
+
+    key: tuple[int, int, int]
+    late: float
+    left: int = QUARTERS
+    floor: float = 0.0  # until its operands have been read
+
+
 class _Sm:
     def __init__(self) -> None:
         self.quarters = [_Quarter() for _ in range(QUARTERS)]
-        self.queues: dict[Any, deque[tuple[int, float, bool]]] = {}
+        self.queues: dict[Any, deque[tuple[int, int, bool]]] = {}
         self.turn: deque[Any] = deque()
-        self.multiplying = False
+        self.multiplying: _Product | None = None
         self.port = self.out = self.shared = 0.0
         self.fetched: set[int] = set()  # PTX instructions
         self.known: set[tuple[tuple[int, int], ...]] = set()  # runs of them
@@ -243,6 +257,7 @@ class Simulator:
             sm.shared = max(sm.shared, now) + clocks
             self._busy["shared memory"] += clocks
             until = max(until, sm.shared)
+        until += work.fences * self._m.fence
         if work.loaded:
             hit = work.loaded - work.missed
             clocks = hit / self._m.l2_rate + work.missed / self._m.memory_rate
@@ -287,6 +302,9 @@ class Simulator:
             del quarter.active[index]
         self._settle(quarter, now)
         for index in ended:
+            if isinstance(index, tuple):
+                self._part_multiplied(index[0], now)
+                continue
             then = max(now, self._floor[index])
             self._note("work", index, self._starts[index], then, "work")
             if then > now:
@@ -337,11 +355,10 @@ class Simulator:
         if self._issued[key] < WARPGROUP:
             return
         sm = self._sms[self._sm_of[index]]
-        clocks = self._m.multiply(item.n, item.from_registers)
         if group not in sm.queues:
             sm.queues[group] = deque()
             sm.turn.append(group)
-        sm.queues[group].append((item.order, clocks, item.from_registers))
+        sm.queues[group].append((item.order, item.n, item.from_registers))
         self._start_multiply(sm, now)
 
     def _start_multiply(self, sm: _Sm, now: float) -> None:
@@ -354,17 +371,37 @@ class Simulator:
                 break
         else:
             return
-        order, clocks, from_registers = sm.queues[group].popleft()
-        sm.multiplying = True
+        order, n, from_registers = sm.queues[group].popleft()
+        clocks = self._m.multiply(n, from_registers)
+        reading = self._m.operands(n, from_registers) * self._m.wavefront
+        sm.shared = max(sm.shared, now) + reading
         self._busy["tensor cores"] += clocks
+        self._busy["shared memory"] += reading
         late = self._m.multiply_latency(from_registers)
-        self._at(now + clocks, lambda then: self._multiplied(sm, (*group, order), late, then))
+        product = sm.multiplying = _Product((*group, order), late, floor=sm.shared)
+        units = tuple(clocks if unit == "dispatch" else 0.0 for unit in UNITS)
+        for quarter in sm.quarters:
+            quarter.advance(now)
+            quarter.active[sm, product.key] = [1.0, clocks, units]
+            self._settle(quarter, now)
 
-    def _multiplied(self, sm: _Sm, key: tuple[int, int, int], late: float, now: float) -> None:
-        sm.multiplying = False
-        end = now + late
-        self._done[key] = end
-        for index, since, insn in self._await_multiply.pop(key, ()):
+    def _part_multiplied(self, sm: _Sm, now: float) -> None:
+        """A quarter has done its part of the product."""
+        product = sm.multiplying
+        assert product
+        product.left -= 1
+        if not product.left:
+            if product.floor > now:
+                self._at(product.floor, lambda then: self._multiplied(sm, then))
+            else:
+                self._multiplied(sm, now)
+
+    def _multiplied(self, sm: _Sm, now: float) -> None:
+        product, sm.multiplying = sm.multiplying, None
+        assert product
+        end = now + product.late
+        self._done[product.key] = end
+        for index, since, insn in self._await_multiply.pop(product.key, ()):
             self._waited(index, "wgmma", insn, since, end)
             self._at(end, lambda then, i=index: self._go(i, then))  # type: ignore[misc]
         self._start_multiply(sm, now)

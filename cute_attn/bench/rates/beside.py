@@ -31,6 +31,12 @@ def beside_products(n: int, kind: str) -> list[TimedLoop]:
     return [together] if kind == NOTHING else [together, _beside(f"{kind} alone", n, False, kind)]
 
 
+def other_work(kind: str, n: int) -> int:
+    """Instructions of other work on a quarter of the SM, in an iteration."""
+    each = UNROLL if kind in ARITHMETIC else ACCESSES
+    return ROUNDS[kind] * n // LEAST_N * each * (WARPGROUPS - 1)
+
+
 def _beside(name: str, n: int, products: bool, kind: str) -> TimedLoop:
     d = [f"d{i}" for i in range(n // 2)]
     a = [f"a{i}" for i in range(4)]

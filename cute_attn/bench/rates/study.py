@@ -28,7 +28,7 @@ from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 from ..harness.timing import Mode
-from .beside import GROUP, NOTHING, ROUNDS, WARPGROUPS
+from .beside import GROUP, NOTHING, ROUNDS, WARPGROUPS, other_work
 from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
@@ -61,6 +61,8 @@ SAME_KIB = 64
 SHORTEST_PRODUCTS = (1, 4)
 LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
+
+STALL = "stall for an instruction of a quarter"
 
 Rows = Iterator[Row]
 
@@ -360,6 +362,12 @@ def beside(gpu: Machine, short: bool) -> Rows:
             spec = spec_of(f"wgmma beside {kind}", n, 4 * WARPGROUPS, shared_kib=64)
             for name, t in gpu.times(spec, 32).items():
                 yield row("beside", f"{GROUP} m64n{n}k16", name, t.clocks, CLOCKS)
+                if kind == NOTHING:
+                    products = t.clocks
+                elif name.startswith("products"):
+                    # Where the work alone would take no longer than the products.
+                    each = (t.clocks - products) / other_work(kind, n)
+                    yield row("beside", f"m64n{n}k16 beside {kind}", STALL, each, CLOCKS)
 
 
 def chain(gpu: Machine, short: bool) -> Rows:
