@@ -10,6 +10,7 @@ from .timed import COUNT, UNROLL, TimedLoop, timed
 ARITHMETIC = {
     "ex2": "ex2.approx.ftz.f32 {x}, {x};",
     "fma": "fma.rn.f32 {x}, {x}, {y}, {z};",
+    "square": "fma.rn.f32 {x}, {x}, {x}, {z};",
     "add": "add.rn.f32 {x}, {x}, {y};",
     "mul": "mul.rn.f32 {x}, {x}, {y};",
     "max": "max.f32 {x}, {x}, {y};",

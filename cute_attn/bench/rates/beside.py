@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .arithmetic import ARITHMETIC
-from .timed import BUFFER, CHAINS, SHARED, UNROLL, TimedLoop, descriptors, timed
+from .timed import BUFFER, CHAINS, DATA, SHARED, UNROLL, TimedLoop, descriptors, timed
 
 GROUP = 32  # products of an iteration
 LEAST_N = 64
@@ -15,8 +15,8 @@ ACCESSES = 32  # of shared memory in a round
 
 # Rounds of other work that take about as long as `GROUP` products of N = `LEAST_N`.
 ROUNDS = {
-    "fma": 8, "logic": 4, "max": 4, "pack_bf16x2": 4, "ex2": 1, "store 16 B": 1, "load 16 B": 1,
-    "store 4 B": 4,
+    "fma": 8, "square": 8, "logic": 4, "max": 4, "pack_bf16x2": 4, "ex2": 1,
+    "store 16 B": 1, "load 16 B": 1, "store 4 B": 4,
 }  # fmt: skip
 
 NOTHING = "nothing"
@@ -153,6 +153,19 @@ def chains() -> list[TimedLoop]:
             "wgmma.wait_group.sync.aligned 0;",
         ]
 
+    def bulk(what: str, nbytes: int, wait: str) -> list[str]:
+        """A thread copies to global memory, and waits."""
+        return [
+            "@!first bra pass_${:uid};",
+            f"{what} [to], [from], {nbytes};",
+            "cp.async.bulk.commit_group;",
+            f"cp.async.bulk.wait_group{wait} 0;",
+            f"add.s64 to, to, {nbytes};",
+            "pass_${:uid}:",
+        ]
+
+    store = "cp.async.bulk.global.shared::cta.bulk_group"
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
     back = [f"xor.b32 d{i}, d{i}, {p};" for i, p in enumerate(packed)]
     exchange = ["st.shared.b32 [word], p0;", meet, "ld.shared.b32 p0, [other];", meet]
     many = products("SS", CHAIN_PRODUCTS)
@@ -162,6 +175,12 @@ def chains() -> list[TimedLoop]:
         "4 stmatrix x4, bar.sync": [*tiles, meet],
         "4 stmatrix x4, fence.proxy.async, bar.sync": [*tiles, fence, meet],
         "store, bar.sync, load, bar.sync": exchange,
+        **{
+            f"bulk {name} of {nbytes} bytes, {until}": bulk(what, nbytes, wait)
+            for name, what in (("store", store), ("add", add))
+            for nbytes in (1024, 8192)
+            for until, wait in (("until read", ".read"), ("until written", ""))
+        },
         "wgmma.fence, commit and wait": products("SS", 0),
         **{
             f"{count} products {operands}, wait": products(operands, count)
@@ -180,9 +199,14 @@ def chains() -> list[TimedLoop]:
                 ["setp.ge.s32 more, n, 0;", *body],
                 declare=[
                     f".reg .b32 {', '.join([*d, *a, *packed])}, sum, at, row, word, other, s;",
-                    ".reg .b64 left, right, s64;",
+                    ".reg .b64 left, right, s64, to;",
+                    ".reg .b32 from;",
                 ],
                 before=[
+                    "mov.u32 s, %ctaid.x;",
+                    f"mul.wide.u32 to, s, {2**20};",
+                    f"add.s64 to, to, {DATA};",
+                    f"add.u32 from, {SHARED}, {BUFFER};",
                     *(f"cvt.rn.f32.u32 {x}, tid;" for x in d),
                     *(f"and.b32 {x}, tid, {i};" for i, x in enumerate([*a, *packed])),
                     "mov.b32 sum, 0;",
@@ -197,7 +221,10 @@ def chains() -> list[TimedLoop]:
                     "mad.lo.u32 other, other, 4, s;",
                     *descriptors(),
                 ],
-                after=[f"xor.b32 sum, sum, {x};" for x in [*d, *packed]],
+                after=[
+                    "cp.async.bulk.wait_group 0;",
+                    *(f"xor.b32 sum, sum, {x};" for x in [*d, *packed]),
+                ],
                 result="sum",
             ),
             1,

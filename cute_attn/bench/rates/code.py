@@ -34,10 +34,9 @@ def jumping_code(kib: int) -> list[TimedLoop]:
 
 
 def _fma(number: int) -> str:
-    at = number % CHAINS
-    return ARITHMETIC["fma"].format(
-        x=_REGISTERS[at], y=_REGISTERS[(at + 1) % CHAINS], z=_REGISTERS[-1]
-    )
+    # A square, since two registers might be of one bank, from which one is read in a clock.
+    x = _REGISTERS[number % CHAINS]
+    return ARITHMETIC["fma"].format(x=x, y=x, z=_REGISTERS[-1])
 
 
 def _loop(name: str, body: list[str]) -> TimedLoop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from .arithmetic import arithmetic
+from .arithmetic import ARITHMETIC, arithmetic
 from .beside import NOTHING, ROUNDS, beside_products, chains
 from .code import jumping_code, straight_code
 from .timed import (
@@ -25,6 +25,7 @@ from .timed import (
 
 # ------------------------------------------------------------------------------- mma.sync
 
+MMA_BESIDE = 4
 MMA_SYNC = {
     "m16n8k16 bf16": ("m16n8k16.row.col.f32.bf16.bf16.f32", 4, 2),
     "m16n8k8 tf32": ("m16n8k8.row.col.f32.tf32.tf32.f32", 4, 2),
@@ -53,6 +54,33 @@ def mma_sync(chains: int) -> list[TimedLoop]:
         )
         loops.append(TimedLoop(name, text, UNROLL // 2))
     return loops
+
+
+def mma_beside(kind: str) -> list[TimedLoop]:
+    """mma.sync of a warp with `MMA_BESIDE` other instructions in between."""
+    shape, na, nb = MMA_SYNC["m16n8k16 bf16"]
+    a, b = [f"a{i}" for i in range(na)], [f"b{i}" for i in range(nb)]
+    d = [[f"d{c}_{i}" for i in range(4)] for c in range(4)]
+    x = [f"x{i}" for i in range(CHAINS + 1)]
+    every = [*a, *b, *(r for rs in d for r in rs), *x]
+    count = UNROLL // 2
+    body = []
+    for i in range(count):
+        at = ", ".join(d[i % 4])
+        body.append(
+            f"mma.sync.aligned.{shape} {{{at}}}, {{{', '.join(a)}}}, {{{', '.join(b)}}}, {{{at}}};"
+        )
+        for k in range(MMA_BESIDE):
+            r = x[(i * MMA_BESIDE + k) % CHAINS]
+            body.append(ARITHMETIC[kind].format(x=r, y=r, z=x[-1]))
+    text = timed(
+        body,
+        declare=[f".reg .b32 {', '.join(every)};"],
+        before=[f"mad.lo.u32 {r}, tid, {2 * i + 3}, 7;" for i, r in enumerate(every)],
+        after=[f"xor.b32 a0, a0, {r};" for r in every[1:]],
+        result="a0",
+    )
+    return [TimedLoop(f"m16n8k16 bf16 and {MMA_BESIDE} {kind}", text, count)]
 
 
 # ---------------------------------------------------------------------------- shared memory
@@ -416,10 +444,17 @@ def global_memory(nbytes: int) -> list[TimedLoop]:
     return loops
 
 
-def load_and_store() -> list[TimedLoop]:
-    """Each thread loads 16 bytes, and stores them `STORED_AT` bytes on."""
-    body = ["ld.global.v4.b32 {x0, x1, x2, x3}, [at];", "st.global.v4.b32 [to], {x0, x1, x2, x3};"]
+def once(what: str) -> list[TimedLoop]:
+    """Each thread loads 16 bytes, or stores them `STORED_AT` bytes on, or both."""
+    body = []
+    if "load" in what:
+        body.append("ld.global.v4.b32 {x0, x1, x2, x3}, [at];")
+    if "store" in what:
+        body.append("st.global.v4.b32 [to], {x0, x1, x2, x3};")
+    else:  # a store that never happens keeps the load
+        body += ["setp.eq.s32 never, x3, -1;", "@never st.global.v4.b32 [to], {x0, x1, x2, x3};"]
     before = [
+        *(f"mov.b32 x{i}, tid;" for i in range(4)),
         "mov.u32 s, %ctaid.x;",
         "mov.u32 x0, %ntid.x;",
         "mad.lo.u32 s, s, x0, tid;",
@@ -427,8 +462,8 @@ def load_and_store() -> list[TimedLoop]:
         f"add.u64 at, at, {DATA};",
         f"add.u64 to, at, {STORED_AT};",
     ]
-    declare = [".reg .b64 at, to;", ".reg .b32 x0, x1, x2, x3, s;"]
-    return [TimedLoop("load and store", timed(body, declare=declare, before=before), 1)]
+    declare = [".reg .b64 at, to;", ".reg .b32 x0, x1, x2, x3, s;", ".reg .pred never;"]
+    return [TimedLoop(what, timed(body, declare=declare, before=before), 1)]
 
 
 def global_latency() -> list[TimedLoop]:
@@ -448,6 +483,8 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "code": straight_code,
     "code with jumps": jumping_code,
     "mma.sync": mma_sync,
+    "mma.sync beside square": lambda _: mma_beside("square"),
+    "mma.sync beside logic": lambda _: mma_beside("logic"),
     "wgmma": lambda n: wgmma(n, a_in_registers=False),
     "wgmma, A in registers": lambda n: wgmma(n, a_in_registers=True),
     "shared memory": lambda _: shared_memory(),
@@ -462,6 +499,6 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "bulk stores": lambda _: bulk_stores(),
     "global memory": global_memory,
     "global latency": lambda _: global_latency(),
-    "load and store": lambda _: load_and_store(),
+    **{what: lambda _, what=what: once(what) for what in ("load", "store", "load and store")},
     "nothing": lambda _: [],
 }

@@ -33,6 +33,8 @@ from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from .machine import Machine
 
 CLOCKS, GBPS, MICROSECONDS, MHZ = "clocks", "GB/s", "us", "MHz"
@@ -50,15 +52,18 @@ ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
 EVICT_KIB = 320  # more than an SM's caches of instructions hold
+CODE_WARPS = (4, 8)
 CODE_KIB = {  # the assembler takes a minute for a block of 300 KiB
-    "code": (16, 32, 64, 96, 128, 160),
-    "code with jumps": (16, 32, 64, 96, 128, 160, 256),
+    "code": (4, 16, 32, 48, 64, 96, 128, 160),
+    "code with jumps": (16, 32, 64, 96, 128, 160),
 }
 CODE_SHARED_KIB = 120  # one CTA an SM
-FIRST_CODE = ((8, 4), (32, 1), (32, 4), (32, 12), (96, 4))  # KiB, warps
+FIRST_CODE = ((32, 4), (64, 4), (96, 4), (96, 12), (128, 4))  # KiB, warps
 SHARING_SMS = (1, 4, 16, 32, 64, 132)
 SAME_KIB = 64
 SHORTEST_PRODUCTS = (1, 4)
+BUSY_LAUNCHES = 20
+ONCE = ("load", "store", "load and store")
 LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
 
@@ -102,6 +107,10 @@ def mma(gpu: Machine, short: bool) -> Rows:
         for name, t in gpu.times(spec_of("mma.sync", chains, warps), 32).items():
             ops = _operations("mma.sync", chains, name) * max(1, warps // QUARTERS)
             yield row("mma", name, how, t.clocks / ops, CLOCKS)
+    for kind in ("square", "logic"):
+        for name, t in gpu.times(spec_of(f"mma.sync beside {kind}", 0, 8), 32).items():
+            ops = _operations(f"mma.sync beside {kind}", 0, name) * 2
+            yield row("mma", name, "on a quarter, 2 warps", t.clocks / ops, CLOCKS)
     few, many = WGMMA_GROUPS
     for what, operands in (("wgmma", "SS"), ("wgmma, A in registers", "RS")):
         for n in SHORT_WGMMA_N if short else WGMMA_N:
@@ -256,13 +265,14 @@ def launches(gpu: Machine, short: bool) -> Rows:
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
-    once = launch.get_for(gpu.device, KERNEL, spec_of("load and store", 0, ADD_WARPS))
     times = torch.full((gpu.sms, ADD_WARPS, 1, 4), -1, dtype=torch.int64, device=gpu.device)
-    call = functools.partial(once, times, gpu.memory, 1, 16, 1, 0, 0)
-    for after, before in _befores(gpu).items():
-        us = _profiled(call, before)
-        how = f"{gpu.sms} CTAs of {ADD_WARPS} warps" + after
-        yield row("launch", "load 16 B and store, profiled", how, us, MICROSECONDS)
+    for what in ONCE:
+        once = launch.get_for(gpu.device, KERNEL, spec_of(what, 0, ADD_WARPS))
+        call = functools.partial(once, times, gpu.memory, 1, 16, 1, 0, 0)
+        for after, before in _befores(gpu).items():
+            us = _profiled(call, before)
+            how = f"{gpu.sms} CTAs of {ADD_WARPS} warps" + after
+            yield row("launch", f"{what}, 16 B a thread, profiled", how, us, MICROSECONDS)
     products = spec_of("wgmma", 256, 8, shared_kib=64)
     for name, count, seconds in (
         *((f"after a rest, {n} groups", n, 0.0) for n in SHORTEST_PRODUCTS),
@@ -279,9 +289,19 @@ def launches(gpu: Machine, short: bool) -> Rows:
             torch.cuda.synchronize()
             if time.monotonic() >= until:
                 break
-        loop = out[..., 1, :].double()  # groups of the larger size
-        mhz = 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
-        yield row("launch", "clock during products", name, mhz, MHZ)
+        yield row("launch", "clock during products", name, _mhz(out), MHZ)
+    for ctas in SHARING_SMS:  # in a queue without rests, as the launches of a program
+        for _ in range(BUSY_LAUNCHES):
+            gpu.memory.sum(dtype=torch.int32)
+            out = gpu.run(products, SHORT_PRODUCTS, ctas=ctas)
+        how = f"{ctas} SMs, after reading memory"
+        yield row("launch", "clock during products", how, _mhz(out), MHZ)
+
+
+def _mhz(out: torch.Tensor) -> float:
+    """The clock during products, from what they wrote."""
+    loop = out[..., 1, :].double()  # groups of the larger size
+    return 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
 
 
 def _evict(gpu: Machine) -> None:
@@ -327,11 +347,12 @@ def code(gpu: Machine, short: bool) -> Rows:
 
     for what, sizes in CODE_KIB.items():
         for kib in sizes:
-            spec = spec_of(what, kib, 4, shared_kib=CODE_SHARED_KIB)
-            for ctas in (1, gpu.sms):
-                (t,) = gpu.times(spec, 8, few=2, ctas=ctas).values()
-                how = f"{kib} KiB, 4 warps, {ctas} SMs"
-                yield row("code", f"{what}, again", how, t.clocks, CLOCKS)
+            for warps in CODE_WARPS:
+                spec = spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+                for ctas in (1, gpu.sms):
+                    (t,) = gpu.times(spec, 8, few=2, ctas=ctas).values()
+                    how = f"{kib} KiB, {warps} warps, {ctas} SMs"
+                    yield row("code", f"{what}, again", how, t.clocks, CLOCKS)
     for what in CODE_KIB:
         for kib, warps in FIRST_CODE:
             spec = spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
@@ -447,6 +468,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             *(spec_of("arithmetic", CHAINS, warps) for warps in THROUGHPUT_WARPS),
         ],
         "mma": [spec_of("mma.sync", chains, warps) for chains, warps in ((1, 1), (4, 4), (4, 8))]
+        + [spec_of(f"mma.sync beside {kind}", 0, 8) for kind in ("square", "logic")]
         + [
             spec_of(what, n, 4 * warpgroups, shared_kib=64)
             for what in ("wgmma", "wgmma, A in registers")
@@ -468,7 +490,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
         ],
         "launch": [
             *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
-            spec_of("load and store", 0, ADD_WARPS),
+            *(spec_of(what, 0, ADD_WARPS) for what in ONCE),
             spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200),
             spec_of("wgmma", 256, 8, shared_kib=64),
         ],
@@ -477,7 +499,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             *(
                 spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
                 for what, sizes in CODE_KIB.items()
-                for kib, warps in (*((k, 4) for k in sizes), *FIRST_CODE)
+                for kib, warps in (*((k, w) for k in sizes for w in CODE_WARPS), *FIRST_CODE)
             ),
         ],
         "beside": [
