@@ -267,7 +267,7 @@ def launches(gpu: Machine, short: bool) -> Rows:
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
     times = torch.full((gpu.sms, ADD_WARPS, 1, 4), -1, dtype=torch.int64, device=gpu.device)
     for what in ONCE:
-        once = launch.get_for(gpu.device, KERNEL, spec_of(what, 0, ADD_WARPS))
+        once = launch.get_for(gpu.device, KERNEL, spec_of(what, 0, ADD_WARPS, shared_kib=0))
         call = functools.partial(once, times, gpu.memory, 1, 16, 1, 0, 0)
         for after, before in _befores(gpu).items():
             us = _profiled(call, before)
@@ -490,7 +490,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
         ],
         "launch": [
             *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
-            *(spec_of(what, 0, ADD_WARPS) for what in ONCE),
+            *(spec_of(what, 0, ADD_WARPS, shared_kib=0) for what in ONCE),
             spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200),
             spec_of("wgmma", 256, 8, shared_kib=64),
         ],
