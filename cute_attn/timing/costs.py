@@ -20,6 +20,11 @@ from ..machine_code.listing import Function, Instruction, functions
 # compute, tensor cores included; integer products take half of "fma".
 UNITS = ("issue", "fma", "imad", "alu", "xu", "mma", "dispatch")
 
+# An SM has this much of a kernel's code when the kernel starts: up to 32 KiB, the first pass of
+# `bench rates --only code` takes as long as the second, whatever ran before.
+NEAR_CODE = 32 * 1024
+INSTRUCTION_BYTES = 16
+
 _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
 
@@ -62,12 +67,14 @@ class Cost:
         stall: clocks for which the machine code stalls the warp after issuing.
         block: the number of the basic block.
         copies: how often the machine code repeats the block, since the assembler unrolls loops.
+        far: machine instructions that lie beyond `NEAR_CODE` bytes of the kernel's code.
     """
 
     units: tuple[float, ...]
     stall: float
     block: int = 0
     copies: float = 1.0
+    far: float = 0.0
 
 
 def unit_of(base: str) -> str | None:
@@ -100,21 +107,36 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
     copies = _copies(program, by_line, blocks)
     found = []
     for index, ptx in enumerate(program.instructions):
-        units, stall = [0.0] * len(UNITS), 0.0
+        units, stall, far = [0.0] * len(UNITS), 0.0, 0
         for machine in by_line.get(ptx.line, ()):
             units[0] += 1
+            far += machine.address >= NEAR_CODE
             stall += machine.stall or 1
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
-                units[UNITS.index("dispatch")] += clocks["dispatch xu" if unit == "xu" else "dispatch"]
+                units[UNITS.index("dispatch")] += clocks[
+                    "dispatch xu" if unit == "xu" else "dispatch"
+                ]
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]
         found.append(
-            Cost(tuple(u / share for u in units), stall / share, blocks[index], copies[index])
+            Cost(
+                tuple(u / share for u in units),
+                stall / share,
+                blocks[index],
+                copies[index],
+                far / share,
+            )
         )
     return found
+
+
+def code_bytes(program: Program, image: bytes) -> int:
+    """Bytes of a kernel's machine code."""
+    instructions = _function(program, image)[0].instructions
+    return max(i.address for i in instructions) + INSTRUCTION_BYTES
 
 
 def _function(program: Program, image: bytes) -> tuple[Function, dict[int, int]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from .costs import INSTRUCTION_BYTES
 from .rates import Rates
 from .simulate import Machine
 from .steps import Latencies
 
 QUARTER = "on a quarter"
 RESULT = "until the result"
-INSTRUCTION_BYTES = 16
+FIRST_KIB = 32, 96  # of code that has no branch
+HELD_CODE = 128 * 1024  # bytes that an SM holds: passes of more take three times as long
 OPERAND_ROW, WAVEFRONT = 32, 128  # bytes of 16 operands of a row, and of all banks
 ROWS = 64  # of A in a wgmma
 
@@ -29,7 +31,7 @@ class Model:
     def clock_mhz(self) -> float:
         """The clock of a short launch: during products, or else during copies."""
         key = "launch", "clock during products", "after a rest, short", "MHz"
-        if key in self.rates.values:
+        if False and key in self.rates.values:
             return self.rates.values[key]
         how = "64 KiB in flight, 1 SMs"
         gbps, per_clock = (
@@ -46,8 +48,7 @@ class Model:
     @cached_property
     def unmeasured(self) -> tuple[str, ...]:
         """What a prediction leaves out, because the GPU's report does not have it."""
-        parts = {"the launch": self.launch_us, "fetching instructions": self.fetch}
-        return tuple(name for name, value in parts.items() if value is None)
+        return () if self.launch_us is not None else ("the launch",)
 
     @cached_property
     def unit_clocks(self) -> dict[str, float]:
@@ -121,17 +122,14 @@ class Model:
         """Wavefronts of shared memory for a product's operands."""
         return (n + (0 if from_registers else ROWS)) * OPERAND_ROW / WAVEFRONT
 
-    @cached_property
-    def fetch(self) -> float | None:
-        """Clocks of a machine instruction's first execution, since its code comes from memory; None
-        if nobody has measured it. A time of zero or less says that a cache still had the code."""
-        values = self.rates.all_of("launch", "instructions from memory")
-        each = []
-        for (how, _), clocks in values.items():
-            kib = int(how.partition(" KiB")[0])
-            each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
-        least = min(each, default=0.0)
-        return least if least > 0 else None
+    def fetch(self, level: str) -> float:
+        """Clocks until a machine instruction has come from "L2" or "memory", among others that
+        follow: what a larger first pass takes more than a smaller."""
+        values = self.rates.all_of("code", f"code, first from {level}")
+        few, many = (
+            values[f"{kib} KiB, 4 warps, {self.rates.sms} SMs", "clocks"] for kib in FIRST_KIB
+        )
+        return max(0.0, (many - few) / ((FIRST_KIB[1] - FIRST_KIB[0]) * 1024 / INSTRUCTION_BYTES))
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
@@ -167,10 +165,12 @@ class Model:
         total = below * points[below] * (1 - share) + above * points[above] * share
         return total / sms
 
-    def machine(self, loading: float, storing: float, memory_share: float) -> Machine:
+    def machine(
+        self, loading: float, storing: float, memory_share: float, code_from: str | None = None
+    ) -> Machine:
         """The SM that has the most to do, of `loading` and `storing` SMs like it, which share the
         rates of L2 and memory. Memory is read for `memory_share` of the bytes that an SM waits
-        for."""
+        for. Code that the SM does not hold comes from `code_from`."""
         rates = self.rates
 
         def latency(level: str) -> float:
@@ -207,5 +207,5 @@ class Model:
             wavefront=rates.value("shared", "store 4 B", "16 warps"),
             operands=self.operands,
             fence=self.fence,
-            fetch=self.fetch or 0.0,
+            fetch=self.fetch(code_from) if code_from else 0.0,
         )

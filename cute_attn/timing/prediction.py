@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from ..emulator import trace
 from ..emulator.recording import Recording
-from .costs import costs
-from .model import Model
+from .costs import code_bytes, costs
+from .model import HELD_CODE, Model
 from .rates import Rates, load_rates
-from .simulate import Result, simulate
+from .simulate import Machine, Result, simulate
 from .steps import LaunchItems, Memory, launch_items
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def predict(
     timeline: bool = False,
 ) -> list[Prediction]:
     """Predict each launch that an emulator has recorded, in order. The L2 is empty before the first
-    launch, and keeps what later launches find.
+    launch, and keeps what later launches find. The SMs have run all of these launches before, so
+    that they hold the machine code, unless it is larger than their caches.
 
     Args:
         emulator: an `Emulator(record=...)` after its calls, or its recordings.
@@ -110,7 +111,16 @@ def predict(
     found = rates or load_rates(gpu)
     model = Model(found)
     memory = Memory()
-    return [_predict(recording, model, memory, timeline) for recording in recordings]
+    sizes = {r.program.name: code_bytes(r.program, r.image) for r in recordings}
+    held = sum(sizes.values()) <= HELD_CODE
+    seen: set[str] = set()
+    predictions = []
+    for recording in recordings:
+        name = recording.program.name
+        code_from = None if held else "L2" if name in seen else "memory"
+        seen.add(name)
+        predictions.append(_predict(recording, model, memory, code_from, timeline))
+    return predictions
 
 
 def resident_ctas(recording: Recording) -> int:
@@ -129,7 +139,9 @@ def resident_ctas(recording: Recording) -> int:
     )
 
 
-def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool) -> Prediction:
+def _predict(
+    recording: Recording, model: Model, memory: Memory, code_from: str | None, timeline: bool
+) -> Prediction:
     launch = launch_items(
         recording,
         costs(recording.program, recording.image, model.unit_clocks),
@@ -142,7 +154,8 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     together = min(resident, -(-grid // model.rates.sms)) if cluster == 1 else 1
     alike = launch.alike() if cluster == 1 and together == 1 else {}
     sharers = launch.sharers(sms, grid)
-    result = _simulate(launch, model, sharers, together, alike, timeline)
+    machine = model.machine(*sharers, launch.memory_share, code_from)
+    result = _simulate(launch, machine, together, alike, timeline)
     clocks = _whole_launch(result, alike, grid, sms * together)
     warps = sum(w.cta in result.ends for w in launch.warps)
     to_us = 1.0 / model.clock_mhz
@@ -167,8 +180,7 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
 
 def _simulate(
     launch: LaunchItems,
-    model: Model,
-    sharers: tuple[float, float],
+    machine: Machine,
     together: int,
     alike: Mapping[int, int],
     timeline: bool,
@@ -176,7 +188,6 @@ def _simulate(
     """Simulate the recorded CTAs, `together` of them on each SM; of CTAs that do the same, one."""
     ctas = sorted(set(alike.values()) or {w.cta for w in launch.warps})
     places = {cta: i // together for i, cta in enumerate(ctas)}
-    machine = model.machine(*sharers, launch.memory_share)
     return simulate(launch, machine, places, timeline=timeline)
 
 

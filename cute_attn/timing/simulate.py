@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ class Machine:
         wavefront: clocks of a wavefront of shared memory.
         operands: wavefronts for the operands of a wgmma of (n, A in registers).
         fence: clocks of a fence.proxy.async behind stores to shared memory.
-        fetch: clocks until a machine instruction has come that the SM has not executed before.
+        fetch: clocks until a machine instruction has come whose code the SM does not hold.
     """
 
     multiply: Callable[[int, bool], float]
@@ -142,17 +142,26 @@ class _Sm:
         self.turn: deque[Any] = deque()
         self.multiplying: _Product | None = None
         self.port = self.out = self.shared = 0.0
-        self.fetched: set[int] = set()  # PTX instructions
+        self.fetched: Counter[int] = Counter()  # executions of PTX instructions
         self.known: set[tuple[tuple[int, int], ...]] = set()  # runs of them
 
-    def new_code(self, runs: tuple[tuple[int, int], ...], code: Sequence[float]) -> float:
+    def new_code(
+        self, runs: tuple[tuple[int, int], ...], code: Sequence[tuple[float, float]]
+    ) -> float:
         """Machine instructions of these runs that the SM executes for the first time."""
         if runs in self.known or not code:
             return 0.0
-        self.known.add(runs)
-        new = {i for first, count in runs for i in range(first, first + count)} - self.fetched
-        self.fetched |= new
-        return sum(code[i] for i in new)
+        new, more = 0.0, False
+        for first, count in runs:
+            for number in range(first, first + count):
+                far, copies = code[number]
+                if far and self.fetched[number] < copies:
+                    self.fetched[number] += 1
+                    new += far
+                    more |= self.fetched[number] < copies
+        if not more:
+            self.known.add(runs)
+        return new
 
 
 class Simulator:
@@ -271,7 +280,9 @@ class Simulator:
             sm.out = max(sm.out, now) + clocks
             self._busy["stores"] += clocks
             self._written[index] = sm.out + self._m.l2_latency
-        fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
+        fetching = 0.0
+        if self._m.fetch:
+            fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
         self._busy["instruction fetch"] += fetching
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):

@@ -100,14 +100,15 @@ class LaunchItems:
         signals: what an asynchronous operation signals, by its number.
         contributions: arrivals and signals of each (object, phase).
         memory_share: bytes that memory is read for, of each byte that a CTA misses.
-        code: machine instructions of each PTX instruction.
+        code: of each PTX instruction, machine instructions whose code may have to come, and how
+            many executions of it have code of their own.
     """
 
     warps: list[WarpItems]
     signals: Mapping[int, list[tuple[int, int]]]
     contributions: Counter[tuple[int, int]]
     memory_share: float
-    code: Sequence[float] = ()
+    code: Sequence[tuple[float, float]] = ()
 
     def sharers(self, sms: int, ctas: int) -> tuple[float, float]:
         """How many SMs share the rates of loads and of stores with the busiest CTA's, as if all had
@@ -231,7 +232,7 @@ def launch_items(
     for stream in streams.values():
         stream.finish()
     warps = [stream.out for _, stream in sorted(streams.items())]
-    code = [cost.units[0] for cost in costs]
+    code = [(cost.far, cost.copies) for cost in costs]
     launch = LaunchItems(warps, signals, contributions, memory.shared, code)
     memory.end_launch()
     return launch

@@ -23,6 +23,7 @@ CASES = {
     "wgmma": (64, 4, {}),
     **{f"wgmma beside {kind}": (64, 12, {}) for kind in (NOTHING, *ROUNDS)},
     "chains": (0, 4, {}),
+    "cluster barrier": (0, 4, {}),
     **dict.fromkeys(("load", "store", "load and store"), (0, 8, {})),
     "mma.sync beside square": (0, 8, {}),
     "mma.sync beside logic": (0, 8, {}),

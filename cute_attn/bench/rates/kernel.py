@@ -77,6 +77,7 @@ class Loops:
         self.kernel(a).launch(
             grid=[a.times.shape[0], 1, 1],
             block=[self.spec.warps * WARP_SIZE, 1, 1],
+            cluster=[self.spec.cluster, 1, 1],
             stream=stream,
         )
 

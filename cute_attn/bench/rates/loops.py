@@ -296,6 +296,12 @@ def barriers() -> list[TimedLoop]:
     ]  # fmt: skip
 
 
+def cluster_barrier() -> TimedLoop:
+    """All warps of a cluster meet."""
+    body = ["barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"] * 4
+    return TimedLoop("barrier of all warps", timed(body), 4)
+
+
 # ---------------------------------------------------------------------------- bulk copies
 
 _RING = [
@@ -494,6 +500,7 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
         f"wgmma beside {kind}": functools.partial(beside_products, kind=kind)
         for kind in (NOTHING, *ROUNDS)
     },
+    "cluster barrier": lambda _: [cluster_barrier()],
     "chains": lambda _: chains(),
     "bulk loads": lambda _: bulk_loads(),
     "bulk stores": lambda _: bulk_stores(),

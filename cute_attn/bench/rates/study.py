@@ -63,6 +63,17 @@ SHARING_SMS = (1, 4, 16, 32, 64, 132)
 SAME_KIB = 64
 SHORTEST_PRODUCTS = (1, 4)
 BUSY_LAUNCHES = 20
+CLUSTERS = (1, 2)
+# Shared memory in KiB, CTAs, warps and CTAs of a cluster of empty kernels.
+EMPTY = (
+    (1, 1, 1, 1),
+    (1, 132, 4, 1),
+    (200, 132, 12, 1),
+    (200, 16, 12, 1),
+    (200, 16, 12, 2),
+    (200, 132, 12, 2),
+)
+STARTED_CODE = (("code", 8), ("code", 32), ("code with jumps", 32))  # KiB
 ONCE = ("load", "store", "load and store")
 LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
@@ -148,6 +159,11 @@ def barriers(gpu: Machine, short: bool) -> Rows:
         for name, t in gpu.times(spec_of("barriers", 0, warps), 64).items():
             ops = _operations("barriers", 0, name)
             yield row("barriers", name, f"{warps} warps", t.clocks / ops, CLOCKS)
+    for cluster in CLUSTERS:
+        spec = spec_of("cluster barrier", 0, 4, cluster=cluster)
+        for name, t in gpu.times(spec, 64, ctas=cluster).items():
+            ops = _operations("cluster barrier", 0, name)
+            yield row("barriers", name, f"4 warps of {cluster} CTAs", t.clocks / ops, CLOCKS)
 
 
 def copies(gpu: Machine, short: bool) -> Rows:
@@ -247,9 +263,9 @@ def launches(gpu: Machine, short: bool) -> Rows:
     from ..harness.timing import time_cuda
     from .machine import spec_of
 
-    for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
-        spec = spec_of("nothing", 0, warps, shared_kib=kib)
-        how = f"{ctas} CTAs of {warps} warps, {kib} KiB"
+    for kib, ctas, warps, cluster in EMPTY:
+        spec = spec_of("nothing", 0, warps, shared_kib=kib, cluster=cluster)
+        how = f"{ctas} CTAs of {warps} warps, {kib} KiB" + ", clusters of 2" * (cluster == 2)
 
         times = torch.full((ctas, warps, 1, 4), -1, dtype=torch.int64, device=gpu.device)
         function = launch.get_for(gpu.device, KERNEL, spec)
@@ -265,6 +281,13 @@ def launches(gpu: Machine, short: bool) -> Rows:
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
+    for what, kib in STARTED_CODE:
+        times = torch.full((gpu.sms, 4, 1, 4), -1, dtype=torch.int64, device=gpu.device)
+        started = launch.get_for(gpu.device, KERNEL, spec_of(what, kib, 4, shared_kib=0))
+        call = functools.partial(started, times, gpu.memory, 1, 16, 1, 0, 0)
+        for after, before in _befores(gpu).items():
+            how = f"{kib} KiB, {gpu.sms} CTAs of 4 warps" + after
+            yield row("launch", f"{what}, profiled", how, _profiled(call, before), MICROSECONDS)
     times = torch.full((gpu.sms, ADD_WARPS, 1, 4), -1, dtype=torch.int64, device=gpu.device)
     for what in ONCE:
         once = launch.get_for(gpu.device, KERNEL, spec_of(what, 0, ADD_WARPS, shared_kib=0))
@@ -479,7 +502,10 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             spec_of("shared memory latency"),
             *(spec_of("shared memory", 0, warps) for warps in SHARED_WARPS),
         ],
-        "barriers": [spec_of("barriers", 0, warps) for warps in BARRIER_WARPS],
+        "barriers": [
+            *(spec_of("barriers", 0, warps) for warps in BARRIER_WARPS),
+            *(spec_of("cluster barrier", 0, 4, cluster=cluster) for cluster in CLUSTERS),
+        ],
         "copies": [
             spec_of("bulk loads", 0, 1, shared_kib=224),
             spec_of("bulk stores", 0, 1, shared_kib=20),
@@ -489,7 +515,8 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             *(spec_of("global memory", n, ADD_WARPS) for n in (4, 16)),
         ],
         "launch": [
-            *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
+            *(spec_of("nothing", 0, w, shared_kib=k, cluster=c) for k, _, w, c in EMPTY),
+            *(spec_of(what, kib, 4, shared_kib=0) for what, kib in STARTED_CODE),
             *(spec_of(what, 0, ADD_WARPS, shared_kib=0) for what in ONCE),
             spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200),
             spec_of("wgmma", 256, 8, shared_kib=64),
