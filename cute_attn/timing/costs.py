@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..emulator.cubin import cubins
@@ -20,10 +21,7 @@ from ..machine_code.listing import Function, Instruction, functions
 # compute, tensor cores included; integer products take half of "fma".
 UNITS = ("issue", "fma", "imad", "alu", "xu", "mma", "dispatch")
 
-# An SM has this much of a kernel's code when the kernel starts: up to 32 KiB, the first pass of
-# `bench rates --only code` takes as long as the second, whatever ran before.
-NEAR_CODE = 32 * 1024
-INSTRUCTION_BYTES = 16
+INSTRUCTION_BYTES, CODE_LINE = 16, 128
 
 _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
@@ -67,14 +65,14 @@ class Cost:
         stall: clocks for which the machine code stalls the warp after issuing.
         block: the number of the basic block.
         copies: how often the machine code repeats the block, since the assembler unrolls loops.
-        far: machine instructions that lie beyond `NEAR_CODE` bytes of the kernel's code.
+        lines: lines of machine code that each copy of the instruction has.
     """
 
     units: tuple[float, ...]
     stall: float
     block: int = 0
     copies: float = 1.0
-    far: float = 0.0
+    lines: tuple[tuple[int, ...], ...] = ()
 
 
 def unit_of(base: str) -> str | None:
@@ -107,10 +105,9 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
     copies = _copies(program, by_line, blocks)
     found = []
     for index, ptx in enumerate(program.instructions):
-        units, stall, far = [0.0] * len(UNITS), 0.0, 0
+        units, stall = [0.0] * len(UNITS), 0.0
         for machine in by_line.get(ptx.line, ()):
             units[0] += 1
-            far += machine.address >= NEAR_CODE
             stall += machine.stall or 1
             unit = unit_of(machine.base)
             if unit is not None:
@@ -127,10 +124,20 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
                 stall / share,
                 blocks[index],
                 copies[index],
-                far / share,
+                _lines_of(by_line.get(ptx.line, ()), copies[index]),
             )
         )
     return found
+
+
+def _lines_of(machine: Sequence[Instruction], copies: float) -> tuple[tuple[int, ...], ...]:
+    """The lines of code of each copy, which lie one after the other."""
+    lines = sorted(i.address // CODE_LINE for i in machine)
+    number = max(1, min(round(copies), len(lines)))
+    parts = (
+        lines[k * len(lines) // number : (k + 1) * len(lines) // number] for k in range(number)
+    )
+    return tuple(tuple(dict.fromkeys(part)) for part in parts)
 
 
 def code_bytes(program: Program, image: bytes) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import INSTRUCTION_BYTES
+from .code import HELD_LINES, STARTED_LINES, Fetch
+from .costs import CODE_LINE
 from .rates import Rates
 from .simulate import Machine
 from .steps import Latencies
 
 QUARTER = "on a quarter"
 RESULT = "until the result"
-FIRST_KIB = 32, 96  # of code that has no branch
-HELD_CODE = 128 * 1024  # bytes that an SM holds: passes of more take three times as long
+FIRST_KIB = 128  # of code that has no branch, whose first pass is measured
+BEYOND_KIB = {"SM": 64, "L2": 160}  # of passes that find code at these places
+JUMP_BYTES = 256  # of code from jump to jump
+HELD_CODE = HELD_LINES * CODE_LINE
 OPERAND_ROW, WAVEFRONT = 32, 128  # bytes of 16 operands of a row, and of all banks
 ROWS = 64  # of A in a wgmma
 
@@ -27,18 +30,17 @@ class Model:
 
     rates: Rates
 
-    @cached_property
-    def clock_mhz(self) -> float:
-        """The clock of a short launch: during products, or else during copies."""
-        key = "launch", "clock during products", "after a rest, short", "MHz"
-        if False and key in self.rates.values:
-            return self.rates.values[key]
+    def clock_mhz(self, multiplying: float) -> float:
+        """The clock while this share of all tensor cores is busy: between the clock of copies, and
+        the clock while all multiply."""
         how = "64 KiB in flight, 1 SMs"
         gbps, per_clock = (
             self.rates.value("copies", "bulk load from L2", how, unit)
             for unit in ("GB/s", "bytes a clock and SM")
         )
-        return 1e3 * gbps / per_clock
+        light = 1e3 * gbps / per_clock
+        most = self.rates.value("launch", "clock during products", "after a rest, short", "MHz")
+        return light + (most - light) * min(1.0, multiplying)
 
     @cached_property
     def launch_us(self) -> float | None:
@@ -122,14 +124,27 @@ class Model:
         """Wavefronts of shared memory for a product's operands."""
         return (n + (0 if from_registers else ROWS)) * OPERAND_ROW / WAVEFRONT
 
-    def fetch(self, level: str) -> float:
-        """Clocks until a machine instruction has come from "L2" or "memory", among others that
-        follow: what a larger first pass takes more than a smaller."""
-        values = self.rates.all_of("code", f"code, first from {level}")
-        few, many = (
-            values[f"{kib} KiB, 4 warps, {self.rates.sms} SMs", "clocks"] for kib in FIRST_KIB
-        )
-        return max(0.0, (many - few) / ((FIRST_KIB[1] - FIRST_KIB[0]) * 1024 / INSTRUCTION_BYTES))
+    def fetch(self, beyond: str) -> Fetch:
+        """What fetching machine code takes, if lines that the SM lacks come from `beyond`."""
+        rates = self.rates
+
+        def again(what: str, kib: int) -> float:
+            """Clocks of a pass, for each line or jump."""
+            pieces = kib * 1024 // (CODE_LINE if what == "code" else JUMP_BYTES)
+            how = f"{kib} KiB, 4 warps, {rates.sms} SMs"
+            return rates.value("code", f"{what}, again", how) / pieces
+
+        lines_of_a_jump = JUMP_BYTES // CODE_LINE
+        line = {level: again("code", kib) for level, kib in BEYOND_KIB.items()}
+        jump = {
+            level: max(0.0, again("code with jumps", kib) - lines_of_a_jump * line[level])
+            for level, kib in BEYOND_KIB.items()
+        }
+        how = f"{FIRST_KIB} KiB, 4 warps, {rates.sms} SMs"
+        first = rates.value("code", "code, first from memory", how)
+        lines = FIRST_KIB * 1024 // CODE_LINE - STARTED_LINES
+        line["memory"], jump["memory"] = line["SM"] + first / lines, jump["L2"]
+        return Fetch(line, jump, beyond)
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
@@ -207,5 +222,6 @@ class Model:
             wavefront=rates.value("shared", "store 4 B", "16 warps"),
             operands=self.operands,
             fence=self.fence,
-            fetch=self.fetch(code_from) if code_from else 0.0,
+            fetch=self.fetch(code_from or "L2"),
+            holds_code=code_from is None,
         )

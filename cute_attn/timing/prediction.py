@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -158,8 +159,11 @@ def _predict(
     result = _simulate(launch, machine, together, alike, timeline)
     clocks = _whole_launch(result, alike, grid, sms * together)
     warps = sum(w.cta in result.ends for w in launch.warps)
-    to_us = 1.0 / model.clock_mhz
     share = 1.0 / result.sms
+    turns = math.ceil(grid / (sms * together))
+    busy = result.busy.get("tensor cores", 0.0) * share * turns / clocks
+    clock_mhz = model.clock_mhz(busy * sms / model.rates.sms)
+    to_us = 1.0 / clock_mhz
     return Prediction(
         kernel=recording.kernel,
         gpu=model.rates.gpu,
@@ -174,7 +178,7 @@ def _predict(
         resident=resident,
         simulated=len(result.ends),
         result=result,
-        clock_mhz=model.clock_mhz,
+        clock_mhz=clock_mhz,
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .code import CodeCache, Fetch
 from .costs import UNITS
 from .steps import Arrive, Await, Copy, LaunchItems, Multiply, Wait, WarpItems, Work
 
@@ -41,7 +42,8 @@ class Machine:
         wavefront: clocks of a wavefront of shared memory.
         operands: wavefronts for the operands of a wgmma of (n, A in registers).
         fence: clocks of a fence.proxy.async behind stores to shared memory.
-        fetch: clocks until a machine instruction has come whose code the SM does not hold.
+        fetch: what fetching machine code takes.
+        holds_code: whether the SM holds all of the kernel's code when it starts.
     """
 
     multiply: Callable[[int, bool], float]
@@ -58,7 +60,8 @@ class Machine:
     wavefront: float
     operands: Callable[[int, bool], float]
     fence: float
-    fetch: float
+    fetch: Fetch
+    holds_code: bool = True
 
 
 @dataclass
@@ -136,32 +139,14 @@ class _Product:
 
 
 class _Sm:
-    def __init__(self) -> None:
+    def __init__(self, code: CodeCache | None) -> None:
+        self.code = code
+        self.fetching = 0.0
         self.quarters = [_Quarter() for _ in range(QUARTERS)]
         self.queues: dict[Any, deque[tuple[int, int, bool]]] = {}
         self.turn: deque[Any] = deque()
         self.multiplying: _Product | None = None
         self.port = self.out = self.shared = 0.0
-        self.fetched: Counter[int] = Counter()  # executions of PTX instructions
-        self.known: set[tuple[tuple[int, int], ...]] = set()  # runs of them
-
-    def new_code(
-        self, runs: tuple[tuple[int, int], ...], code: Sequence[tuple[float, float]]
-    ) -> float:
-        """Machine instructions of these runs that the SM executes for the first time."""
-        if runs in self.known or not code:
-            return 0.0
-        new, more = 0.0, False
-        for first, count in runs:
-            for number in range(first, first + count):
-                far, copies = code[number]
-                if far and self.fetched[number] < copies:
-                    self.fetched[number] += 1
-                    new += far
-                    more |= self.fetched[number] < copies
-        if not more:
-            self.known.add(runs)
-        return new
 
 
 class Simulator:
@@ -187,7 +172,12 @@ class Simulator:
         self._warps: list[WarpItems] = [w for w in launch.warps if w.cta in places]
         self._sm_of = [places[w.cta] for w in self._warps]
         numbers = sorted(set(places.values()))
-        self._sms = {number: _Sm() for number in numbers}
+        self._sms = {
+            number: _Sm(
+                CodeCache(launch.code, machine.fetch, machine.holds_code) if launch.code else None
+            )
+            for number in numbers
+        }
         self._next = [0] * len(self._warps)
         self._issued: dict[tuple[int, int, int], int] = defaultdict(int)
         self._done: dict[tuple[int, int, int], float] = {}
@@ -280,14 +270,16 @@ class Simulator:
             sm.out = max(sm.out, now) + clocks
             self._busy["stores"] += clocks
             self._written[index] = sm.out + self._m.l2_latency
-        fetching = 0.0
-        if self._m.fetch:
-            fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
-        self._busy["instruction fetch"] += fetching
+        if sm.code:
+            clocks = sm.code.clocks(work.runs)
+            if clocks:
+                sm.fetching = max(sm.fetching, now) + clocks
+                self._busy["instruction fetch"] += clocks
+                until = max(until, sm.fetching)
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
-        shortest = max(work.latency, *work.units, 1e-3) + fetching
+        shortest = max(work.latency, *work.units, 1e-3)
         quarter = sm.quarters[self._warps[index].warp % QUARTERS]
         quarter.advance(now)
         quarter.active[index] = [1.0, shortest, work.units]

@@ -100,15 +100,14 @@ class LaunchItems:
         signals: what an asynchronous operation signals, by its number.
         contributions: arrivals and signals of each (object, phase).
         memory_share: bytes that memory is read for, of each byte that a CTA misses.
-        code: of each PTX instruction, machine instructions whose code may have to come, and how
-            many executions of it have code of their own.
+        code: of each PTX instruction, the lines of machine code of each of its copies.
     """
 
     warps: list[WarpItems]
     signals: Mapping[int, list[tuple[int, int]]]
     contributions: Counter[tuple[int, int]]
     memory_share: float
-    code: Sequence[tuple[float, float]] = ()
+    code: Sequence[tuple[tuple[int, ...], ...]] = ()
 
     def sharers(self, sms: int, ctas: int) -> tuple[float, float]:
         """How many SMs share the rates of loads and of stores with the busiest CTA's, as if all had
@@ -232,7 +231,7 @@ def launch_items(
     for stream in streams.values():
         stream.finish()
     warps = [stream.out for _, stream in sorted(streams.items())]
-    code = [(cost.far, cost.copies) for cost in costs]
+    code = [cost.lines for cost in costs]
     launch = LaunchItems(warps, signals, contributions, memory.shared, code)
     memory.end_launch()
     return launch

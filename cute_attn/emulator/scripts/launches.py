@@ -266,7 +266,9 @@ class Progress:
         if now < self._shown + pause if self._shown else seconds + (left or 0.0) < QUIET_SECONDS:
             return
         self._shown = now
-        line = f"emulator: {self._launch.kernel[:60]}: {done} of {total} clusters in {seconds:.0f} s"
+        line = (
+            f"emulator: {self._launch.kernel[:60]}: {done} of {total} clusters in {seconds:.0f} s"
+        )
         if left is not None:
             line += f", about {left:.0f} s left"
         print(f"\r{line:<79}" if self._overwrite else line, end="" if self._overwrite else "\n",
