@@ -80,7 +80,7 @@ class CodeCache:
         if found is None:
             lines: list[int] = []
             for first, count in runs:
-                some = set()
+                some: set[int] = set()
                 for number in range(first, first + count):
                     copies = self._code[number]
                     if copies:
