@@ -116,7 +116,7 @@ class Machine:
 
     Args:
         num_sms: number of CTAs that are resident at a time.
-        schedule: 0 fair, 1 random, 2 adversarial.
+        schedule: 0 fair, 1 random, 2 adversarial, 3 starving.
         seed: seed of all random choices.
         checks: names from `CHECKS`.
         numerics: arithmetic of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.

@@ -121,12 +121,14 @@ class Launches:
                 for base, content in before:
                     ctypes.memmove(base, content, len(content))
             printed = len(emulator.report.output)
+            ended = False
             self._progress.begin(launch)
             try:
                 emulator.launch_within(regions, program, launch, code)
+                ended = True
             finally:
                 self._progress.end()
-                if emulator is self._emulators[-1]:
+                if not ended or emulator is self._emulators[-1]:
                     sys.stdout.write(emulator.report.output[printed:])
                     sys.stdout.flush()
 
@@ -219,9 +221,10 @@ def _once(lists: list[list[Finding]]) -> list[Finding]:
 
 def _schedules(options: Options) -> list[tuple[str, int]]:
     """Schedules and seeds; the fair one comes last, so that its results stay."""
-    random = [("random", options.seed + i) for i in range(options.schedules - 2)]
-    adversarial = [("adversarial", options.seed)] if options.schedules > 1 else []
-    return [*random, *adversarial, ("fair", options.seed)]
+    others = [("adversarial", options.seed)]
+    for seed in range(options.seed, options.seed + options.schedules // 2):
+        others += [("starving", seed), ("random", seed)]
+    return [*reversed(others[: options.schedules - 1]), ("fair", options.seed)]
 
 
 def _recorded(program: Program, launch: Launch, code: bytes) -> Recorded:

@@ -54,6 +54,13 @@ def prefetch_line(address: Int64) -> None:
     asm("prefetch.global.L2 [$0];", [], [Int64(address)], volatile=True)
 
 
+def prefetch_bytes(address: Int64, nbytes: int) -> None:
+    """Bring bytes from a 64-bit address in global memory to L2; both are multiples of 16 (sm_90 and
+    newer)."""
+    text = f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};"
+    asm(text, [], [Int64(address)], memory=True)
+
+
 def add_global(address: Int64, values: Sequence[Float32]) -> None:
     """Add 4 Float32 to 4 Float32 at a 64-bit address in global memory, 16-byte aligned (sm_90 and
     newer). Each of the 4 additions is atomic at GPU scope.
@@ -108,6 +115,20 @@ def store_global_where(condition: Boolean, address: Int64, *values: Int32) -> No
         f"@some st.global{width}.b32 [$0], {sources};\n}}"
     )
     asm(text, [], [Int64(address), Int32(condition), *map(Int32, values)], memory=True)
+
+
+def load_global_where(
+    condition: Boolean, kind: type[Numeric], address: Int64, count: int
+) -> Sequence[Numeric]:
+    """Load 2 or 4 numbers of 32 bits from a 64-bit global address if `condition` is not 0, with a
+    predicated load rather than a branch; otherwise return zeros."""
+    width, results = _vector(0, count)
+    zeros = "".join(f"mov.b32 ${i}, 0;\n" for i in range(count))
+    text = (
+        f"{{\n.reg .pred some;\nsetp.ne.b32 some, ${count + 1}, 0;\n{zeros}"
+        f"@some ld.global{width}.{_BITS[kind]} {results}, [${count}];\n}}"
+    )
+    return asm(text, [kind] * count, [Int64(address), Int32(condition)], memory=True)
 
 
 def _vector(first: int, count: int) -> tuple[str, str]:
