@@ -228,7 +228,11 @@ def gradients(
 def fused_where_possible() -> Iterator[None]:
     """Within it, calls get the kernels that are not deterministic, although `poisoned` sets torch
     to be, and sequences are short."""
-    with mock.patch.object(backward, "adds_in_order", lambda a: bool(a.deterministic)):
+
+    def in_order(a: Any) -> bool:
+        return bool(a.deterministic or a.batch_invariant)
+
+    with mock.patch.object(backward, "adds_in_order", in_order):
         yield
 
 

@@ -7,10 +7,16 @@ from typing import Any
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import has_head_path, head_pass_config
+from ...kernels.delta.chunk.heuristics import (
+    has_head_path,
+    head_forward_config,
+    head_pass_config,
+)
 from ...kernels.delta.chunk.spec import (
     HeadAdjointSpec,
+    HeadForwardSpec,
     HeadPassSpec,
+    HeadPoolForwardSpec,
     HeadPoolPassSpec,
     HeadPrepareSpec,
     PassSpec,
@@ -134,7 +140,9 @@ def plan_chunk_gated_delta_rule(
             **options,
         )
         found = _head_path(call, pool if state_indices else None, gradient)
-        return forward_over_ranks(found) if over_ranks else found
+        if over_ranks:
+            return forward_over_ranks(found)
+        return [_in_one_kernel(call, pool if state_indices else None, gradient), *found]
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -174,6 +182,14 @@ def _head_path(
             in_segments = replace(in_segments, bounds=True, ctas_per_sm=2)
         split = [(table.HEAD_PREPARE, in_segments), *split]
     return [(table.HEAD_PREPARE, prepare), whole, *split]
+
+
+def _in_one_kernel(call: ChunkCall, pool: dict[str, Any] | None, gradient: bool) -> launch.Request:
+    """The kernel that does all for whole sequences (`heuristics.in_one_kernel`)."""
+    fields = call.inputs | call.base | call.state_fields | head_forward_config(**call.dims)
+    if pool is not None:
+        return table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)
+    return table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
 
 
 def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:
