@@ -55,7 +55,7 @@ class Settings:
         name = "CUTE_ATTN_EMULATE"
         if os.environ.get(name, "").strip() != "all":
             return _switch(name) == "1"
-        if os.environ.get("CUTE_ATTN_EMULATED_PROCESS") != str(os.getpid()):
+        if os.environ.get("_CUTE_ATTN_EMULATED_PROCESS") != str(os.getpid()):
             raise ValueError(
                 f"{name} is 'all', but the emulator did not start this process: install its hook "
                 "by python -m cute_attn.emulator --install-hook, or run the program by "

@@ -55,7 +55,7 @@ def test_a_program_with_all_is_emulated_by_the_hook(environment: pytest.MonkeyPa
     environment.setenv("CUTE_ATTN_EMULATE", "all")
     with pytest.raises(ValueError, match="the emulator did not start this process"):
         cute_attn.reload_settings()
-    environment.setenv("CUTE_ATTN_EMULATED_PROCESS", str(os.getpid()))
+    environment.setenv("_CUTE_ATTN_EMULATED_PROCESS", str(os.getpid()))
     assert not cute_attn.reload_settings().emulate
 
 

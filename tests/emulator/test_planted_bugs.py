@@ -33,6 +33,7 @@ from .mutations import (
     PEEK,
     RELEASE,
     SEEDS,
+    STARVING_SEEDS,
     STMATRIX,
     STORE,
     TMEM_LOAD,
@@ -382,6 +383,10 @@ SMALL_BUGS = [
     bug("CLUSTER", "cluster wait dropped", "barrier", dropped("hello_wait"), "arrive"),
     bug("CLUSTER", "init not published", "barrier", both(
         changed("hello", "arrive", "arrive.relaxed"), dropped("init_fence")
+    ), "arrive", severity="note"),
+    bug("CLUSTER", "init of a whole warp not published", "barrier", both(
+        changed("hello", "arrive", "arrive.relaxed"), dropped("init_fence"),
+        changed("init_all", "@%p1 bra", "// @%p1 bra"),
     ), "arrive", severity="note"),
     bug("CLUSTER", "one block does not arrive", "cluster", changed(
         "hello", r"barrier\.cluster\.arrive\.aligned;", SKIP_ARRIVE
@@ -1148,7 +1153,7 @@ def test_the_kernel_is_clean(kernel: str) -> None:
 def test_the_kernel_is_clean_on_more_seeds(kernel: str) -> None:
     _, launch = kernel_of(kernel)
     run = launch(None)
-    for schedule, seed in MORE_SEEDS:
+    for schedule, seed in (*MORE_SEEDS, *STARVING_SEEDS):
         done, right = run(schedule, seed)
         assert done.errors == [] and right, (schedule, seed)
 
@@ -1186,3 +1191,5 @@ def test_the_bug_is_reported(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
 def test_the_bug_is_reported_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS)
+    if bug.kernel in SMALL:
+        check(bug, STARVING_SEEDS)

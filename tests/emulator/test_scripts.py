@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from cute_attn.emulator.host import Launch
-from cute_attn.emulator.scripts import launches, memory, options, process, products, run, startup
+from cute_attn.emulator.scripts import (
+    hook,
+    launches,
+    memory,
+    options,
+    process,
+    products,
+    run,
+    startup,
+)
 
 ROOT = Path(__file__).parents[2]
 HEADER = """
@@ -272,7 +281,7 @@ def test_the_command_that_emulates_a_program(arguments: str, command: str | None
 def test_the_hook_is_a_file_that_python_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(startup, "hook_path", lambda: tmp_path / "hook.pth")
+    monkeypatch.setattr(hook, "hook_path", lambda: tmp_path / "hook.pth")
     started: list[bool] = []
     monkeypatch.setattr(startup, "start", lambda: started.append(True))
     for option, said in (("install", "wrote"), ("remove", "removed"), ("remove", "there is no")):
@@ -282,14 +291,14 @@ def test_the_hook_is_a_file_that_python_reads(
         assert list(tmp_path.iterdir()) == ([tmp_path / "hook.pth"] if option == "install" else [])
     for value in ("1", "all"):
         monkeypatch.setenv("CUTE_ATTN_EMULATE", value)
-        exec(startup.HOOK, {})
+        exec(hook.HOOK, {})
     assert started == [True]
 
 
 @pytest.mark.slow
 def test_a_variable_emulates_programs_and_the_programs_that_they_start(tmp_path: Path) -> None:
     """The hook's line is in a sitecustomize.py, which Python executes at the same time."""
-    (tmp_path / "sitecustomize.py").write_text(startup.HOOK)
+    (tmp_path / "sitecustomize.py").write_text(hook.HOOK)
     (tmp_path / "program.py").write_text(PRINTS)
     start = (
         "import subprocess, sys; subprocess.run([sys.executable, 'program.py', '0'], check=True)"

@@ -18,7 +18,7 @@ from cute_attn.ops.attention import forward
 from cute_attn.ops.attention.forward import empty_o
 from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
 from tests.ops import attention_cases
-from tests.ops.attention_gradient_cases import workspace
+from tests.ops.attention_gradient_cases import fused_where_possible, workspace
 from tests.ops.test_attention_pages import in_pages
 
 ATTENTION = {
@@ -103,7 +103,7 @@ def attention_gradients(device: str) -> Iterator[Named]:
             function = cute_attn.flash_attn_varlen_func
         title = f"gradients of attention, {name}, head_dim {target.head_dim}"
         call = differentiate(function, given, ATTENTION_INPUTS)
-        yield title, outputs_start_as_zeros()(call)
+        yield title, fused_where_possible()(outputs_start_as_zeros()(call))
         if name != DETERMINISTIC:
             continue
         call = differentiate(function, given | {"deterministic": True}, ATTENTION_INPUTS)

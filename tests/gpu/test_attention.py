@@ -28,6 +28,7 @@ from tests.ops.attention_gradient_cases import (
     UPSTREAMS,
     Upstream,
     assert_gradients_agree,
+    fused_where_possible,
     gradient_cases,
 )
 
@@ -125,7 +126,8 @@ def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
         o, _ = cute_attn.flash_attn_func(
             q, k, v, causal=True, scheduler=scheduler, deterministic=deterministic
         )
-        results.append(torch.autograd.grad(o, (q, k, v), do))
+        with fused_where_possible():
+            results.append(torch.autograd.grad(o, (q, k, v), do))
     for again in results[1:3]:
         assert all(map(torch.equal, results[0], again))
     exact = attention_gradients(q, k, v, do, causal=True)
@@ -148,7 +150,8 @@ def check_gradients(
     outputs, slopes = [o], [do.cuda()]
     if dlse is not None:
         outputs, slopes = [o, lse], [do.cuda(), dlse.cuda()]
-    found = torch.autograd.grad(outputs, list(leaves.values()), slopes)
+    with fused_where_possible():
+        found = torch.autograd.grad(outputs, list(leaves.values()), slopes)
     on_cpu = {name: x.cpu() for name, x in zip(leaves, found, strict=True)}
     assert_gradients_agree(args, on_cpu, do, dlse)
 
@@ -210,7 +213,8 @@ def test_rows_that_see_no_key_do_not_count(head_dim: int, packed: bool, determin
     o, _ = cute_attn.flash_attn_varlen_func(
         q, k, v, causal=True, deterministic=deterministic, **lengths
     )
-    results = [torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (do, hidden)]
+    with fused_where_possible():
+        results = [torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (do, hidden)]
     names = slice(0, 3) if deterministic else slice(1, 3)  # whose bits are always the same
     assert all(map(torch.equal, *(found[names] for found in results)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0.02)

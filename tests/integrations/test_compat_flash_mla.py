@@ -10,17 +10,18 @@ from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from tests.ops.mla_cases import ARCH, Case, assert_agrees
 
 
-def test_the_calls_of_its_readme() -> None:
-    args = Case((70, 3), queries=2, heads=4, page_size=16, head_axis=True, scale=576**-0.5)
+@pytest.mark.parametrize("queries", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_calls_of_its_readme(queries: int) -> None:
+    args = Case((70, 3), queries=queries, heads=4, head_axis=True, scale=576**-0.5)
     given = args.arguments()
     q = torch.cat([given["q_nope"], given["q_rope"]], -1)
     with cute_attn.emulated(ARCH):
-        plan, num_splits = get_mla_metadata(given["cache_seqlens"], 2 * 4, 1)
+        plan, num_splits = get_mla_metadata(given["cache_seqlens"], queries * 4, 1)
         o, lse = flash_mla_with_kvcache(
             q, given["kv_cache"], given["block_table"], given["cache_seqlens"], 512, plan,
             num_splits, causal=True,
         )  # fmt: skip
-    assert o.shape == (2, 2, 4, 512) and lse.shape == (2, 4, 2)
+    assert o.shape == (2, queries, 4, 512) and lse.shape == (2, 4, queries)
     assert_agrees(given, o, lse)
 
 

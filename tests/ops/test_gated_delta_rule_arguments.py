@@ -7,13 +7,16 @@ kind of check, and what differs.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import cute_attn
+from cute_attn.cache.specfile import plan_file
 from cute_attn.ops.gated_delta_rule import plan_chunk_gated_delta_rule
+from tests.gpu.small_calls import idle_kernels
 
 from .test_kda_arguments import PACKED, bf16, f32, name_of, offsets
 from .test_kda_arguments import call as call_of_kda
@@ -124,3 +127,24 @@ def test_names_order_and_defaults_are_flash_linear_attentions(name: str):
     found = {p.name: ... if p.default is p.empty else p.default for p in ours}
     assert list(found.items())[: len(THEIRS[name])] == list(THEIRS[name].items())
     assert "transpose_state_layout" in found
+
+
+@pytest.mark.parametrize("change", [{"batch": 1}, PACKED], ids=["dense", "packed"])
+def test_models_name_the_kernels_of_a_training_step(change: dict[str, Any]):
+    """The file also has the kernels that split long sequences."""
+    given = call(dim_k=128, **{**GATED, "dt_bias": f32(4)}, **change)
+    if "cu_seqlens" in given:
+        given["cu_seqlens"] = given["cu_seqlens"].int()
+    options = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    leaves = {
+        name: x.requires_grad_()
+        for name, x in given.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    with cute_attn.emulated("sm_90a"), idle_kernels() as used:
+        o, _ = cute_attn.chunk_gated_delta_rule(**given | leaves | options)
+        torch.autograd.backward(o, torch.zeros_like(o))
+    names = {kernel.name for kernel, _ in used}
+    assert {"delta_head_state_pass", "delta_head_adjoint_pass", "gated_delta_gradients"} <= names
+    models = Path(cute_attn.__file__).parent / "models" / "qwen_training.toml"
+    assert set(used) <= set(plan_file(models, "sm_90a"))

@@ -56,7 +56,11 @@ static bool initialised_before(Warp *w, const Mbarrier *b) {
 // Relaxed operations order the initialisation, but nothing publishes it. fence.mbarrier_init, which
 // would, is no instruction of the machine: with and without it kernels are alike.
 static bool initialised_unfenced(const Warp *w, const Cta *cta, const Mbarrier *b) {
-  return !b->also.vc && w->view.vc[agent_of(&cta->warps[b->init_warp], AG_FLOW)] >= b->init_flow;
+  if (w->view.vc[agent_of(&cta->warps[b->init_warp], AG_FLOW)] < b->init_flow) return false;
+  int warps = cta->emu->nslots * cta->emu->warps_per_cta;
+  for (int i = AG_FLOW; b->also.vc && i < warps * AGENTS_PER_WARP; i += AGENTS_PER_WARP)
+    if (w->view.vc[i] < b->also.vc[i]) return false;
+  return true;
 }
 
 static void check_initialised(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
@@ -388,7 +392,10 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   Mbarrier *b = mbarrier_at(cta, offset);
   if (again_the_same(w, I, cta, b, count)) {
     if (!b->also.vc) b->also = view_new(cta->emu);
-    if (ordering(cta->emu)) view_add(&b->also, agent_of(w, AG_GENERIC), w->agent_clock[AG_GENERIC]);
+    if (ordering(cta->emu)) {
+      view_add(&b->also, agent_of(w, AG_GENERIC), w->agent_clock[AG_GENERIC]);
+      view_add(&b->also, agent_of(w, AG_FLOW), flow_event(w));
+    }
     if (!cta->emu->noted_inits)
       finding(w, I, CK_BARRIER, SEV_NOTE, "several threads initialise %s, to the same count: one "
               "thread should. Further mbarriers like it are not reported",

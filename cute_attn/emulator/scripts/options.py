@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..library import CHECKS
+from . import hook
 from .device import DEVICES, Device
 
 DEFAULT_ARCH = "sm_90a"
@@ -87,9 +88,7 @@ class _Hook(argparse.Action):
     """Installs or removes the hook of CUTE_ATTN_EMULATE=all, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from . import startup
-
-        print(startup.install_hook() if self.const == "install" else startup.remove_hook())
+        print(hook.install_hook() if self.const == "install" else hook.remove_hook())
         parser.exit()
 
 

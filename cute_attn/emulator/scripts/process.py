@@ -22,7 +22,7 @@ from .options import Options
 _RUNTIME = Path(__file__).parents[1] / "runtime"
 _SOURCES = ("cuda.c", "process.c", "memory.c", "dlpack.c")
 _PRELOAD = "LD_PRELOAD"
-_EMULATED = "CUTE_ATTN_EMULATED_PROCESS"  # number of the process that was started anew
+_EMULATED = "_CUTE_ATTN_EMULATED_PROCESS"  # number of the process that was started anew
 
 
 @functools.cache

@@ -26,6 +26,14 @@ HEAD_POOL_PASS = KernelDef(
     name="delta_head_pool_pass", target=f"{_HERE}.chunk.per_head.pool_pass:HeadPoolPass"
 )
 
+# The path for whole sequences in one kernel.
+HEAD_FORWARD = KernelDef(
+    name="delta_head_forward", target=f"{_HERE}.chunk.per_head.forward:HeadForward"
+)
+HEAD_POOL_FORWARD = KernelDef(
+    name="delta_head_pool_forward", target=f"{_HERE}.chunk.per_head.pool_forward:HeadPoolForward"
+)
+
 HEAD_ADJOINT_PASS = KernelDef(
     name="delta_head_adjoint_pass", target=f"{_HERE}.chunk.per_head.adjoint_pass:HeadAdjointPass"
 )
@@ -86,7 +94,14 @@ DECODE_RECORDS = KernelDef(
 RECURRENT = KernelDef(name="kda_recurrent", target=f"{_HERE}.step.recurrent:KdaRecurrent")
 
 # These kernels run on sm_90a alone; other architectures take PREPARE and the passes beside it.
-_OF_HOPPER = {HEAD_PREPARE, HEAD_STATE_PASS, HEAD_POOL_PASS, HEAD_ADJOINT_PASS}
+_OF_HOPPER = {
+    HEAD_PREPARE,
+    HEAD_STATE_PASS,
+    HEAD_POOL_PASS,
+    HEAD_FORWARD,
+    HEAD_POOL_FORWARD,
+    HEAD_ADJOINT_PASS,
+}
 
 
 def called(arch: str) -> set[KernelDef]:

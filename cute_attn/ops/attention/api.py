@@ -270,7 +270,7 @@ def refuse_varlen(
     """Raise what `flash_attn_varlen_func`, without a gradient, raises before its launch."""
     left, right = _pair(window_size)
     rows = None if max_seqlen_q is None else _length_on_the_host("max_seqlen_q", max_seqlen_q)
-    bounds = {"window_left": left, "window_right": right}
+    bounds: dict[str, Any] = {"window_left": left, "window_right": right}
     FORWARD.refuse(Arguments(q, k, v, max_seqlen_q=rows, **bounds, **others))
 
 

@@ -146,6 +146,7 @@ class BackwardArguments(NamedTuple):
             tile=row.tile[:2],
             costs=row.costs,
             most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
+            ordered=fused and adds_in_order(self),
         )
         return self.parts_with_ds(splits)
 
@@ -186,6 +187,17 @@ class BackwardArguments(NamedTuple):
             dq=self.need_dq,
             dkdv=self.need_dkdv,
         )
+
+    @property
+    def has_short_sequences(self) -> bool:
+        """Whether one kernel computes all gradients, and sequences have so few queries on average
+        that a fixed order of additions is faster."""
+        if not self.is_fused:
+            return False
+        arch = launch.arch_for(self.q.device)
+        most = configs.backward("backward_fused", arch, *dims_of(self)).ordered_queries
+        rows = self.q.shape[-3] * (self.batch if self.cu_seqlens_q is None else 1)
+        return rows <= most * self.batch
 
     def parts_with_ds(self, splits: int) -> Parts:
         """How the dK/dV kernel keeps dS, with at least `splits` parts of each group of heads."""
@@ -298,7 +310,7 @@ class Backward(Operator[BackwardArguments]):
             ds_of_keys=parts.key_blocks > 0,
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
-            deterministic=is_deterministic(a),
+            deterministic=adds_in_order(a),
             batch_invariant=bool(a.batch_invariant),
             float32_dkdv=bool(a.float32_dkdv),
             float32_dq=bool(a.float32_dq),
@@ -362,7 +374,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dq,
             a.need_dkdv,
             a.need_dsink,
-            is_deterministic(a),
+            adds_in_order(a),
             bool(a.batch_invariant),
             a.float32_dkdv,
             a.float32_dq,
@@ -404,7 +416,7 @@ class Backward(Operator[BackwardArguments]):
         dq_sums = zeroed = None
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
-            count = num_query_zeros(heads, stats.shape[-1], ordered=is_deterministic(a))
+            count = num_query_zeros(heads, stats.shape[-1], ordered=adds_in_order(a))
             zeroed = q.new_empty(count, dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -472,7 +484,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.postprocess is not None:
                 ready.postprocess(
                     dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0],
-                    zeroed if is_deterministic(a) else None,
+                    zeroed if adds_in_order(a) else None,
                 )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
@@ -586,6 +598,12 @@ def is_deterministic(a: BackwardArguments) -> bool:
     """Whether the call or torch asks for the same bits in every run."""
     asked = bool(a.deterministic or a.batch_invariant)
     return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def adds_in_order(a: BackwardArguments) -> bool:
+    """Whether the sums of dq are added up in a fixed order: in deterministic calls, and in calls of
+    short sequences, which are faster so."""
+    return is_deterministic(a) or a.has_short_sequences
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:

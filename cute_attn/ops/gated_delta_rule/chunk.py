@@ -328,7 +328,7 @@ class _Chunk(Operator[GatedDeltaArguments]):
     def prepare(self, a: GatedDeltaArguments) -> _Ready:
         device = a.q.device
         requests = plan_chunk_gated_delta_rule(
-            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states), recompute=True
+            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states)
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
 
