@@ -62,7 +62,7 @@ class Emulator:
         record: keep the steps of every so many clusters in `recordings`, for `cute_attn.timing`; 0
             keeps none. Turns the check `counters` on.
         progress: function that is called from time to time with numbers of clusters, as
-            progress(done, total).
+            progress(ended, total).
 
     Raises:
         ValueError: an argument has none of the values above.

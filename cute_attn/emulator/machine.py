@@ -219,7 +219,7 @@ class Machine:
     ) -> Run:
         """Run a kernel to its end, or to an error after which the kernel cannot go on.
 
-        `progress(done, total)` is called from time to time with numbers of clusters; exceptions of
+        `progress(ended, total)` is called from time to time with numbers of clusters; exceptions of
         `progress` end the launch and are raised here. All CTAs of a `cooperative` launch are
         resident together.
 

@@ -208,7 +208,7 @@ def plan_mla_decode(
         page_size=page_size,
         lse=return_lse,
     )
-    return [(table.SM90_LATENT_DECODE, spec)]
+    return [(table.find(spec), spec)]
 
 
 def check_arch(arch: str) -> None:
@@ -315,9 +315,9 @@ class LatentDecode(Operator[_Called]):
             page_size=a.kv_cache.shape[1],
             return_lse=bool(a.return_lse),
         )
-        ctas = launch.num_clusters(device, spec.cluster)
-        segments = shape[0] * -(-shape[1] * shape[2] // (TILE_M * spec.cluster))
-        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits) * spec.cluster
+        ctas = launch.num_sms(device)
+        segments = shape[0] * -(-shape[1] * shape[2] // TILE_M)
+        slots = {0: 2 * ctas, 1: 1}.get(a.num_splits, segments * a.num_splits)
         columns = a.head_dim_v + PART_COLUMNS
         layout = (slots, TILE_M, columns), (TILE_M * columns, columns, 1)
         counters = max(FEWEST_COUNTERS, 1 << (1 + 2 * slots).bit_length())

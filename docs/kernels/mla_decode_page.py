@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cute_attn.kernels.mla.sm90.latent_decode as kernel
-from cute_attn.kernels.mla.spec import LatentDecodeSpec
+import cute_attn.kernels.mla.sm90.latent_decode as few
+import cute_attn.kernels.mla.sm90.latent_decode_turns as many
+from cute_attn.kernels.mla.spec import LatentDecodeSpec, LatentTurnsSpec
 from cute_attn.ops.mla import plan_mla_decode
 
 from .page_tables import budgets, filled
@@ -16,21 +17,26 @@ from .page_tables import budgets, filled
 PAGE = Path(__file__).with_name("mla_decode.md")
 
 
-def decode() -> kernel.Sm90LatentDecode:
-    """The kernel of one query over tokens of 576 columns."""
-    ((_, spec),) = plan_mla_decode("sm_90a")
-    assert isinstance(spec, LatentDecodeSpec)
-    return kernel.Sm90LatentDecode(spec)
+def kernels() -> tuple[few.Sm90LatentDecode, many.Sm90LatentDecodeTurns]:
+    """The kernels of one query with 16 heads, and of two queries with 128 heads, over tokens of 576
+    columns."""
+    ((_, one),) = plan_mla_decode("sm_90a")
+    ((_, several),) = plan_mla_decode("sm_90a", queries=2, heads=128)
+    assert isinstance(one, LatentDecodeSpec) and isinstance(several, LatentTurnsSpec)
+    return few.Sm90LatentDecode(one), many.Sm90LatentDecodeTurns(several)
 
 
 def tables() -> dict[str, str]:
     """Marker -> Markdown."""
-    chosen = decode()
-    softmax, outputs, loads = kernel.REGISTERS
+    one, several = kernels()
+    softmax, outputs, loads = few.REGISTERS
     registers = {"softmax": softmax, "outputs": outputs, "queries and load": loads}
+    of_many = dict(zip(("even and odd", "queries and load"), many.REGISTERS, strict=True))
     return {
-        "edges": chosen.pipeline.table(),
-        "budgets": budgets(chosen.smem, None, registers),
+        "edges": one.pipeline.table(),
+        "budgets": budgets(one.smem, None, registers),
+        "edges of many rows": several.pipeline.table(),
+        "budgets of many rows": budgets(several.smem, None, of_many),
     }
 
 

@@ -1,21 +1,22 @@
-"""Bugs planted in the latent decode: every schedule must find each of them.
+"""Bugs planted in the kernels of the latent decode: every schedule must find each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
-change the result. Each sequence is cut into two pieces, of which one has no keys.
+change the result. Each sequence is cut into two pieces, of which one may have no keys.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import cache
 from cute_attn.kernels.mla.sm90.latent_decode import OUTPUT_GROUPS, Sm90LatentDecode
-from cute_attn.kernels.mla.spec import PART_COLUMNS, LatentDecodeSpec
-from cute_attn.kernels.mla.table import SM90_LATENT_DECODE
+from cute_attn.kernels.mla.sm90.latent_decode_turns import Sm90LatentDecodeTurns
+from cute_attn.kernels.mla.spec import PART_COLUMNS, LatentDecodeSpec, LatentTurnsSpec
 from cute_attn.ops.mla import plan_mla_decode
 from tests.ops.mla_cases import ARCH, Case
 
@@ -40,19 +41,26 @@ from .mutations import (
 )
 
 SMS, SPLITS, COUNTERS = 2, 2, 64
-CASE = Case((200, 300, 30), queries=2, heads=20, page_size=16)
+# One tile of 64 rows of a sequence, and two.
+CASES = {
+    "scores apart": Case((200, 300, 30), queries=2, heads=20, page_size=16),
+    "turns": Case((200, 330, 30), queries=2, heads=34, page_size=16),
+}
 CP_ASYNC = r"cp\.async\.cg"
 
 
 @functools.cache
-def kernel() -> tuple[Edged, Prepared]:
+def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch of two CTAs."""
-    ((_, spec),) = plan_mla_decode(ARCH, queries=2, page_size=16, return_lse=True)
-    assert isinstance(spec, LatentDecodeSpec)
-    entry = cache.compile(SM90_LATENT_DECODE, spec, arch=ARCH)
-    given = CASE.arguments()
+    case = CASES[name]
+    ((found, spec),) = plan_mla_decode(
+        ARCH, queries=2, heads=case.heads, page_size=16, return_lse=True
+    )  # fmt: skip
+    entry = cache.compile(found, spec, arch=ARCH)
+    given = case.arguments()
     q = given["q_nope"].contiguous(), given["q_rope"].contiguous()
     shape = q[0].shape
+    slots = len(case.lengths) * SPLITS * -(-shape[1] * shape[2] // 64)
     tensors = {
         "q": q[0],
         "q_rope": q[1],
@@ -62,73 +70,76 @@ def kernel() -> tuple[Edged, Prepared]:
         "table": given["block_table"],
         "lengths": given["cache_seqlens"],
         "counter": torch.zeros(COUNTERS, dtype=torch.int32),
-        "parts": torch.full((len(CASE.lengths) * SPLITS, 64, 512 + PART_COLUMNS), torch.nan),
+        "parts": torch.full((slots, 64, 512 + PART_COLUMNS), torch.nan),
     }
     arguments = [*tensors.values(), given["softmax_scale"], SPLITS, SMS]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments,
         [(x.data_ptr(), x.nbytes, name) for name, x in tensors.items()], num_sms=SMS,
     )  # fmt: skip
-    built = Sm90LatentDecode(spec)
+    built: Any = None
+    if isinstance(spec, LatentTurnsSpec):
+        built = Sm90LatentDecodeTurns(spec)
+    elif isinstance(spec, LatentDecodeSpec):
+        built = Sm90LatentDecode(spec)
     shared = built.names(0)["shared"]
     edges = {edge.name: shared[edge.name][:2] for edge in built.pipeline}
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-planted = Planter("mla")
+PLANTERS = {name: Planter(name) for name in CASES}
 TOUCHED = (SHARED, LOAD, WGMMA, CP_ASYNC, EXPECT, ARRIVE, r"^\s*stmatrix")
 
 
-def wait_dropped(edge: str, checks: str = "race uninitialised deadlock barrier") -> None:
-    @planted(f"wait for {edge} dropped", checks)
+def wait_dropped(planted: Planter, edge: str) -> None:
+    @planted(f"wait for {edge} dropped", "race uninitialised deadlock barrier")
     def _(p: Edged) -> Planted:
         return p.drop(*p.of(edge, WAIT)), [*lines_of(p, *TOUCHED), *all_waits(p)]
 
 
-def release_dropped(edge: str) -> None:
+def release_dropped(planted: Planter, edge: str) -> None:
     @planted(f"release of {edge} dropped", "deadlock")
     def _(p: Edged) -> Planted:
         return p.drop(*p.of(edge, ARRIVE)), all_waits(p)
 
 
-for edge in ("work_full", "work_empty", "q_full", "q_empty", "cache_empty", "p_full", "p_empty"):
-    wait_dropped(edge)
-for edge in ("work_empty", "q_empty", "q_full", "cache_empty", "p_full", "p_empty"):
-    release_dropped(edge)
+def other_bugs(planted: Planter) -> None:
+    @planted("P is published without a fence", "proxy-fence")
+    def _(p: Edged) -> Planted:
+        """Before tensor cores read what threads have written."""
+        line = p.before(r"fence\.proxy\.async", p.of("p_full", ARRIVE)[0])
+        return p.drop(line), range(1, len(p.lines))
+
+    @planted("Q is published before it has arrived", "race uninitialised")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.one(r"cp\.async\.wait_group")), range(1, len(p.lines))
+
+    @planted("the last scores are used before they are there", "wgmma race")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.one(r"wgmma\.wait_group", nth=-1)), range(1, len(p.lines))
+
+    @planted("the cache is released before P V is done", "wgmma race")
+    def _(p: Edged) -> Planted:
+        line = p.before(r"wgmma\.wait_group", p.of("cache_empty", ARRIVE)[0])
+        return p.drop(line), range(1, len(p.lines))
+
+    @planted("a piece does not count its arrival", "value")
+    def _(p: Edged) -> Planted:
+        *_, line, _ = p.all(r"atom\.acq_rel\.gpu\.global\.inc")  # the last is of groups of pieces
+        target = re.findall(r"%r\d+", p[line])[0]
+        return p.with_line(line, f"mov.b32 {target}, 0;"), [line]
 
 
-@planted("P is published without a fence", "proxy-fence")
-def _(p: Edged) -> Planted:
-    """Before tensor cores read what threads have written."""
-    line = p.before(r"fence\.proxy\.async", p.of("p_full", ARRIVE)[0])
-    return p.drop(line), range(1, len(p.lines))
+EDGES = ("work_empty", "q_full", "q_empty", "cache_empty", "p_full", "p_empty")
+for _planted, _edges in zip(PLANTERS.values(), (EDGES, (*EDGES, "last_empty")), strict=True):
+    for _edge in ("work_full", *_edges):
+        wait_dropped(_planted, _edge)
+    for _edge in _edges:
+        release_dropped(_planted, _edge)
+    other_bugs(_planted)
 
 
-@planted("Q is published before it has arrived", "race uninitialised")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"cp\.async\.wait_group")), range(1, len(p.lines))
-
-
-@planted("the last scores are used before they are there", "wgmma race")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"wgmma\.wait_group", nth=-1)), range(1, len(p.lines))
-
-
-@planted("the cache is released before P V is done", "wgmma race")
-def _(p: Edged) -> Planted:
-    line = p.before(r"wgmma\.wait_group", p.of("cache_empty", ARRIVE)[0])
-    return p.drop(line), range(1, len(p.lines))
-
-
-@planted("a piece does not count its arrival", "value")
-def _(p: Edged) -> Planted:
-    load, line, groups = p.all(r"atom\.acq_rel\.gpu\.global\.inc")
-    assert load < line < groups
-    target = re.findall(r"%r\d+", p[line])[0]
-    return p.with_line(line, f"mov.b32 {target}, 0;"), [line]
-
-
-@planted("outputs also wait for the other warpgroup's columns", "barrier")
+@PLANTERS["scores apart"]("outputs also wait for the other warpgroup's columns", "barrier")
 def _(p: Edged) -> Planted:
     """As the first version of early releases, which hung an H100: chunks are loaded again once one
     warpgroup has released them, so that the wait may come a whole phase late."""
@@ -142,8 +153,9 @@ def _(p: Edged) -> Planted:
 
 
 @pytest.mark.slow
-def test_the_kernel_is_clean() -> None:
-    _, prepare = kernel()
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_clean(name: str) -> None:
+    _, prepare = kernel(name)
     run = prepare(None)
     for schedule, seed in SEEDS:
         done, right = run(schedule, seed)
@@ -151,6 +163,10 @@ def test_the_kernel_is_clean() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", planted.bugs, ids=lambda bug: bug.name)
-def test_the_bug_is_found(bug: Bug) -> None:
-    assert list(found_on(bug, kernel(), SEEDS)) == []
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [(name, bug) for name, planted in PLANTERS.items() for bug in planted.bugs],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_the_bug_is_found(name: str, bug: Bug) -> None:
+    assert list(found_on(bug, kernel(name), SEEDS)) == []

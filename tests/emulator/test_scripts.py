@@ -466,15 +466,27 @@ def test_a_long_launch_shows_its_progress(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(launches.time, "monotonic", lambda: now)
-    progress = launches.Progress()
+    progress = launches.Progress(2)
     one = (1, 1, 1)
-    progress.begin(Launch("kernel_of_a_program", (8, 1, 1), one, one, 0, False, None))
-    for now, done in ((101.0, 1), (106.0, 2), (107.0, 3), (140.0, 6)):  # noqa: B007
-        progress(done, 8)
-    progress.end()
-    progress(8, 8)
-    said = "emulator: kernel_of_a_program: {} of 8 clusters in {} s, about {} s left\n"
-    assert capsys.readouterr().err == said.format(2, 6, 18) + said.format(6, 40, 13)
+
+    def shown(total: int, *calls: tuple[float, int]) -> list[str]:
+        nonlocal now
+        now = 100.0
+        progress.begin(Launch("kernel_of_a_program", (total, 1, 1), one, one, 0, False, None))
+        for when, done in calls:
+            now = when
+            progress(done, total)
+        progress.end()
+        progress(total, total)
+        return capsys.readouterr().err.splitlines()
+
+    said = "emulator: kernel_of_a_program: {} of {} clusters in {} s, about {} s left"
+    # Two CTAs run together, so the rate is known when both have ended, and the launch will be long.
+    assert shown(800, (100.5, 1), (101.0, 2)) == [said.format(2, 800, 1, 399)]
+    assert shown(8, (100.5, 2), (101.0, 4), (102.0, 7)) == []
+    late = shown(8, (101.0, 0), (106.0, 1), (107.0, 3), (140.0, 6))
+    assert late[0] == "emulator: kernel_of_a_program: 1 of 8 clusters in 6 s"
+    assert late[1:] == [said.format(6, 8, 40, 13)]
 
 
 def test_the_stand_ins_replace_the_compiler_s_runtime() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.mla import heuristics
+from cute_attn.kernels.mla import heuristics, table
 from cute_attn.ops.mla import plan_mla_decode
 
 from .attention_cases import FULL
@@ -44,9 +44,9 @@ def same(x: Any, y: Any) -> bool:
 CASES = {
     "16 heads": Case((130, 0, 5)),
     # The first queries of the first sequence see no token.
-    "pairs of CTAs, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
-    "pairs of CTAs, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
-    "pairs of CTAs, 128 heads": Case((200, 0, 5), heads=128),
+    "2 tiles, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
+    "2 tiles, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
+    "2 tiles, 128 heads": Case((200, 0, 5), heads=128),
     "4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
     "320 columns, float16": Case(
         (70, 129), queries=3, heads=7, head_dim=320, head_dim_v=256, dtype=torch.float16,
@@ -91,6 +91,25 @@ def test_equal_shares_of_ragged_sequences(emulator: Emulator):
 
 
 @pytest.mark.slow
+def test_equal_shares_of_groups_of_ctas(emulator: Emulator):
+    """The 3 CTAs of a group have the 3 tiles of rows of a sequence. Of 7 CTAs one has no work."""
+    args = Case((130, 0, 5, 700, 64), queries=3, heads=50, page_size=16).arguments()
+    found = on({"num_sms": 7, "schedule": "random", "seed": 3}, args)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 7, "schedule": "adversarial"}, args))
+
+
+@pytest.mark.slow
+def test_all_ctas_add_up_a_segment(emulator: Emulator):
+    """With a CTA for each piece, CTAs wait for one another. The bits are those of other ways."""
+    for case, splits in ((Case((900,), heads=12), 14), (Case((300,), queries=3, heads=30), 3)):
+        args = case.arguments()
+        found = on({"num_sms": 16, "schedule": "random", "seed": 2}, args, num_splits=splits)
+        assert_agrees(args, *found)
+        assert same(found, run(args, num_splits=splits))
+
+
+@pytest.mark.slow
 def test_sums_of_many_rows(emulator: Emulator):
     """More rows than are added up at a time, with one CTA and with several."""
     args = Case((300, 0, 9), queries=3, heads=14).arguments()
@@ -101,7 +120,7 @@ def test_sums_of_many_rows(emulator: Emulator):
 
 
 @pytest.mark.slow
-def test_pieces_and_groups_of_pairs(emulator: Emulator):
+def test_pieces_and_groups_of_two_tiles(emulator: Emulator):
     args = Case((900, 100), heads=100).arguments()
     found = run(args, num_splits=14)
     assert_agrees(args, *found)
@@ -296,14 +315,16 @@ def test_other_architectures_are_refused():
 
 
 def test_plans_depend_on_tiles_of_rows():
-    """Pairs of CTAs have two tiles of 64 rows, if there are no more."""
-    (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4)
+    """More than one tile of 64 rows has a kernel of its own."""
+    (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4, heads=64)
+    assert one[0] == table.SM90_LATENT_DECODE and several[0] == table.SM90_LATENT_DECODE_TURNS
     assert not one[1].causal and several[1].causal
-    assert one[1].cluster == several[1].cluster == 1
     assert plan_mla_decode(ARCH, heads=1) == plan_mla_decode(ARCH, heads=64) == [one]
     assert plan_mla_decode(ARCH, queries=3, heads=44) == [several]
     assert plan_mla_decode(ARCH, page_size=128) == [one]
-    (pairs,) = plan_mla_decode(ARCH, heads=128)
-    assert pairs[1].cluster == 2
-    assert plan_mla_decode(ARCH, heads=65) == [pairs]
     assert plan_mla_decode(ARCH, queries=2, heads=128) == [several]
+    (many,) = plan_mla_decode(ARCH, heads=128)
+    assert many[0] == table.SM90_LATENT_DECODE_TURNS
+    assert plan_mla_decode(ARCH, heads=65) == [many]
+    (narrow,) = plan_mla_decode(ARCH, heads=128, head_dim=320)
+    assert narrow[0] == table.SM90_LATENT_DECODE

@@ -594,6 +594,12 @@ static bool run_starving(Emu *e, Warp **warps, int n, bool spinning) {
   return ran;
 }
 
+static uint64_t ended_clusters(const Emu *e) {
+  uint64_t ended = e->next_cluster;
+  for (int k = 0; k < e->nclusters; k++) ended -= e->clusters[k] && !e->clusters[k]->exited;
+  return ended;
+}
+
 static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
   Warp **warps = malloc(sizeof *warps * (size_t)(e->nslots * e->warps_per_cta + 1));
   uint64_t stalled_at = UINT64_MAX, last_progress = 0, progress_time = 0, next_report = 0;
@@ -620,7 +626,7 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
     }
     if (report && e->time >= next_report) {
       next_report = e->time + 500000;
-      if (report(e->next_cluster, e->total_clusters)) e->stop = true;
+      if (report(ended_clusters(e), e->total_clusters)) e->stop = true;
     }
     if (ran || e->progress != before) {
       idle = 0;

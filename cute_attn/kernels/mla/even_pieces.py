@@ -1,12 +1,14 @@
 """Equal shares of the keys of all sequences, for the decode kernel.
 
-All segments lie on one line, in the order of the sequences. A segment takes a unit for each tile of
-keys, and OVERHEAD units at its end for what a CTA does once for a segment or a piece. CTA c has the
-units from c * share to (c + 1) * share - 1. So a segment that crosses a share's end is cut there,
-and each CTA has as much work as another. A CTA finds its segments from the lengths alone.
+All sequences lie on one line. A sequence takes a unit for each tile of keys, and OVERHEAD units at
+its end for what a CTA does once for a segment or a piece. A group of CTAs has one CTA for each tile
+of rows of a sequence. Group g has the units from g * share to (g + 1) * share - 1. So a sequence
+that crosses a share's end is cut there, and each CTA has as much work as another. A CTA finds its
+segments from the lengths alone. The CTAs of a group read the same keys at about the same time, so
+that memory sends the keys once.
 
-`PieceMap` cuts segments without regard to CTAs. Its pieces are better where each CTA takes at most
-one piece and the pieces have nearly equal lengths, because then fewer segments are cut.
+`PieceMap` cuts segments without regard to CTAs. Its pieces are better where all CTAs take equally
+many pieces of nearly equal lengths, because then fewer segments are cut.
 """
 
 from __future__ import annotations
@@ -24,8 +26,20 @@ from ..common.carried import Carried
 from ..common.spec import WARP_SIZE
 
 OVERHEAD = 2  # units of a segment beside its tiles of keys
-SLACK = 3  # tiles by which a piece of PieceMap may be longer than a CTA's even share
+LONG = 16  # tiles of the longest piece, from which on a CTA may take several pieces of PieceMap
 APART = 2  # the difference between the slots of a segment's consecutive pieces
+
+
+@dataclass(frozen=True)
+class LatentWork(PieceWork):
+    """A piece of a segment, or a whole segment.
+
+    Attributes:
+        together: not 0 if the CTAs of the segment's pieces wait for one another, and each adds up a
+            part of the sums.
+    """
+
+    together: Int32
 
 
 @dataclass(frozen=True)
@@ -34,10 +48,10 @@ class EvenWindow(Carried):
 
     Attributes:
         first: the sequence of lane 0.
-        before, cut_before: units, and segments that are cut, of the sequences before the window.
-        segments, key_tiles: segments of the lane's sequence, and tiles of keys of each.
-        up_to, cut_up_to: the window's units, and its segments that are cut, up to those of the
-            lane's sequence.
+        before, cut_before: units, and sequences that are cut, before the window.
+        segments, key_tiles: 1 if the lane's sequence has segments, and its tiles of keys.
+        up_to, cut_up_to: the window's units, and its sequences that are cut, up to the lane's
+            sequence.
     """
 
     first: Int32
@@ -60,48 +74,53 @@ class EvenPieces(Carried):
 
     Attributes:
         pieces: the segments; their pieces are not used.
-        total, share: units of all CTAs, and of one.
+        blocks: tiles of rows of a sequence, and CTAs of a group.
+        total, share: units of all sequences, and of a group of CTAs.
         used: whether equal shares are better than the pieces.
+        together: whether each CTA takes at most one of the pieces, so that a CTA may wait for
+            another.
     """
 
     pieces: PieceMap
+    blocks: Int32
     total: Int32
     share: Int32
     used: Boolean
+    together: Boolean
 
     @staticmethod
-    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean) -> EvenPieces:
-        """Equal shares for `ctas` CTAs, or pairs of CTAs; a whole warp calls this."""
+    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean, slack: int) -> EvenPieces:
+        """Equal shares for `ctas` CTAs; a whole warp calls this. The longest CTA of the pieces may
+        have `slack` tiles more than an even share."""
+        blocks = pieces.tiles.blocks(pieces.tiles.queries.tokens)
         total, segments, count, longest = _sizes(pieces)
         even = (total - segments * OVERHEAD + (ctas - 1)) // ctas
-        fits = (count <= ctas) & (longest <= even + SLACK)
-        share = cutlass.max((total + (ctas - 1)) // ctas, 1)
-        return EvenPieces(pieces, total, share, allowed & ~fits)
+        rounds = (count + (ctas - 1)) // ctas
+        fits = rounds * longest <= even + slack
+        fits = fits & ((rounds <= 1) | (longest >= LONG))
+        groups = cutlass.max(ctas // blocks, 1)
+        total = total // blocks
+        share = cutlass.max((total + (groups - 1)) // groups, 1)
+        used = allowed & ~fits & (blocks <= ctas)
+        return EvenPieces(pieces, Int32(blocks), total, share, used, (count <= ctas) & ~used)
 
     def shares(self, start: Int32, key_tiles: Int32) -> tuple[Int32, Int32]:
-        """The first and the last CTA of a segment that begins at unit `start`."""
+        """The first and the last group of a sequence that begins at unit `start`."""
         last = start + cutlass.max(key_tiles, 1) - 1
         return start // self.share, last // self.share
 
     def is_cut(self, start: Int32, key_tiles: Int32) -> Int32:
-        """1 for a segment of several CTAs, otherwise 0."""
+        """1 for a sequence of several groups, otherwise 0."""
         first, last = self.shares(start, key_tiles)
         return Int32(cutlass.select_(last > first, 1, 0))
-
-    @cute.jit
-    def cut(self, start: Int32, key_tiles: Int32, segments: Int32) -> Int32:
-        """How many of the first `segments` segments of a sequence are cut."""
-        count = Int32(0)
-        for i in cutlass.range(segments, unroll=1):
-            count += self.is_cut(start + i * (key_tiles + OVERHEAD), key_tiles)
-        return count
 
     def window(self, first: Int32, before: Int32, cut_before: Int32) -> EvenWindow:
         """The window whose first sequence is `first`."""
         segments, key_tiles, _ = map(Int32, self.pieces.sizes(first + cute.arch.lane_idx()))
+        segments = Int32(cutlass.min(segments, 1))
         units = segments * (key_tiles + OVERHEAD)
         up_to = sums_up_to(units)
-        cut = self.cut(before + up_to - units, key_tiles, segments)
+        cut = segments * self.is_cut(before + up_to - units, key_tiles)
         return EvenWindow(first, before, cut_before, segments, key_tiles, up_to, sums_up_to(cut))
 
     def start(self) -> EvenWindow:
@@ -119,41 +138,38 @@ class EvenPieces(Carried):
             end = window.end
         return window
 
-    def work(self, cta: Int32, unit: Int32, window: EvenWindow) -> tuple[PieceWork, Int32, Any]:
-        """The Work of CTA `cta` at a unit of the window, the unit after its segment, and whether
-        the CTA has any of the segment's work."""
+    def work(self, cta: Int32, unit: Int32, window: EvenWindow) -> tuple[LatentWork, Int32, Any]:
+        """The Work of CTA `cta` at a unit of the window, the unit after its sequence, and whether
+        the CTA has any of the sequence's work."""
+        group, block = cta // self.blocks, cta % self.blocks
         holds = cute.arch.vote_ballot_sync(unit < window.before + window.up_to)
         owner = first_lane(holds)
-        segments, key_tiles, up_to, cut_up_to = (
+        key_tiles, up_to, cut_up_to = (
             cute.arch.shuffle_sync(x, owner)
-            for x in (window.segments, window.key_tiles, window.up_to, window.cut_up_to)
+            for x in (window.key_tiles, window.up_to, window.cut_up_to)
         )
         size = key_tiles + OVERHEAD
-        start = window.before + up_to - segments * size
-        block = (unit - start) // size
-        of_segment = start + block * size
-        cut = window.cut_before + cut_up_to - self.cut(
-            of_segment, key_tiles, segments - block
-        )  # fmt: skip
-        first_cta, last_cta = self.shares(of_segment, key_tiles)
-        # Two cut segments that share a CTA follow each other among the cut segments.
-        odd = cut & 1
+        start = window.before + up_to - size
+        first_group, last_group = self.shares(start, key_tiles)
+        # Two cut sequences that share a group follow each other among the cut sequences.
+        odd = (window.cut_before + cut_up_to - self.is_cut(start, key_tiles)) & 1
         own = self.pieces.tiles.work(block, 0, window.first + owner)
-        before = cta * self.share - of_segment
+        before = group * self.share - start
         first, _ = self.pieces.key_tiles(own)
         begin = cutlass.max(before, 0)
         end = cutlass.min(before + self.share, key_tiles)
-        work = PieceWork(
+        work = LatentWork(
             **vars(own),
             first=first + begin,
             end=first + end,
-            pieces=last_cta - first_cta + 1,
-            slot=APART * cta + odd,
-            first_slot=APART * first_cta + odd,
-            apart=Int32(APART),
+            pieces=last_group - first_group + 1,
+            slot=(APART * group + odd) * self.blocks + block,
+            first_slot=(APART * first_group + odd) * self.blocks + block,
+            apart=APART * self.blocks,
+            together=Int32(0),
         )
         has_work = (begin < end) | ((key_tiles == 0) & (before <= 0))
-        return work, of_segment + size, has_work
+        return work, start + size, has_work
 
 
 @cute.jit

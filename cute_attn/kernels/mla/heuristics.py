@@ -7,12 +7,21 @@ LEAST_KEY_TILES tiles of the cache, because each piece stores its result and is 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from .spec import TILE_M, TILE_N, LatentDecodeSpec
+from .spec import TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, LatentTurnsSpec
 
 LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
+# A cut costs about so many tiles: a float32 result is written and read again.
+SLACK, SLACK_OF_MANY = 3, 12
+TURNS = True
+AHEAD = 1
+EVICT_FIRST = False
+PARTS = 1
+PREFETCH = 0
+HELD = 1
 
 
 def latent_decode_spec(
@@ -24,31 +33,34 @@ def latent_decode_spec(
     causal: bool,
     page_size: int,
     lse: bool,
-) -> LatentDecodeSpec:
-    """The specialisation of the decode kernel, for `rows` pairs of a query and a head."""
-    cluster = cluster_of(rows)
+) -> LatentSpec:
+    """The specialisation of a decode kernel, for `rows` pairs of a query and a head."""
+    many = rows > TILE_M
+    of_all: dict[str, Any] = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "causal": causal,
+        "page_rows": math.gcd(page_size, TILE_N),
+        "lse": lse,
+        "chunks": CHUNKS,
+        "least_key_tiles": LEAST_KEY_TILES,
+        "slack": SLACK_OF_MANY if many else SLACK,
+    }
+    # A tile of 64 rows waits for memory, several tiles for the tensor cores.
+    if many and head_dim_v == 512 and TURNS:
+        return LatentTurnsSpec(
+            **of_all,
+            ahead=AHEAD,
+            evict_first=EVICT_FIRST,
+            parts=PARTS,
+            prefetch=PREFETCH,
+            held=HELD,
+        )
     return LatentDecodeSpec(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        page_rows=math.gcd(page_size, TILE_N // cluster),
-        lse=lse,
+        **of_all,
         stages=STAGES.get(head_dim, 2),
-        chunks=CHUNKS,
-        least_key_tiles=LEAST_KEY_TILES,
-        cluster=cluster,
         # Chunks of columns are those of the outputs' warpgroups.
         early=head_dim_v == 512,
         halves=True,
     )
-
-
-def cluster_of(rows: int) -> int:
-    """CTAs of a cluster: a pair has two tiles of rows, so that ragged batches have equal shares.
-
-    With two tiles, pairs take 14 % less in a ragged batch, and 8 % more where lengths are equal.
-    With four, they take 13 % more where lengths are equal.
-    """
-    tiles = -(-rows // TILE_M)
-    return 2 if tiles == 2 else 1

@@ -22,8 +22,8 @@ PART_COLUMNS = 4  # of a row of a piece's result, beside o: the log-sum-exp, and
 
 
 @dataclass(frozen=True)
-class LatentDecodeSpec(Spec):
-    """The compile-time parameters of the decode kernel over a latent cache.
+class LatentSpec(Spec):
+    """The compile-time parameters that all kernels over a latent cache have.
 
     Attributes:
         dtype: dtype of q, the cache and o.
@@ -32,13 +32,11 @@ class LatentDecodeSpec(Spec):
         causal: queries see no later keys; needed only with several queries of a sequence.
         page_rows: pages are loaded `page_rows` rows at a time.
         lse: the kernel writes the log-sum-exp.
-        stages: tiles of the cache in shared memory at once.
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
-        cluster: CTAs that share the loads of the cache, each with 64 rows.
-        early: a chunk is released once its columns have been multiplied, not with the whole tile.
-        halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
+        slack: tiles by which a CTA may have more than an even share, before sequences are cut so
+            that all CTAs have equal shares.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -50,8 +48,7 @@ class LatentDecodeSpec(Spec):
         "dtype": DTYPES,
         "page_rows": PAGE_ROWS,
         "stages": (2, 3, 4, 5),
-        "chunks": (1, 2, 4),
-        "cluster": (1, 2),
+        "chunks": (1, 2, 4, 8),
     }
 
     dtype: str
@@ -60,12 +57,9 @@ class LatentDecodeSpec(Spec):
     causal: bool
     page_rows: int
     lse: bool
-    stages: int
     chunks: int
     least_key_tiles: int
-    cluster: int = 1
-    early: bool = False
-    halves: bool = False
+    slack: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +78,36 @@ class LatentDecodeSpec(Spec):
     def rope(self) -> int:
         """The last columns of a token, which are no value."""
         return self.head_dim - self.head_dim_v
+
+
+@dataclass(frozen=True)
+class LatentDecodeSpec(LatentSpec):
+    """The parameters of the decode kernel with warps of their own for the scores.
+
+    Attributes:
+        stages: tiles of the cache in shared memory at once.
+        early: a chunk is released once its columns have been multiplied, not with the whole tile.
+        halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
+    """
+
+    stages: int
+    early: bool
+    halves: bool
+
+
+@dataclass(frozen=True)
+class LatentTurnsSpec(LatentSpec):
+    """The parameters of the decode kernel whose two warpgroups take turns at the scores.
+
+    Attributes:
+        ahead: chunks of the next scores that start before the previous outputs are done.
+    """
+
+    ahead: int
+    evict_first: bool
+    parts: int
+    prefetch: int
+    held: int
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

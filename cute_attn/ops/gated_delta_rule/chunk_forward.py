@@ -79,8 +79,8 @@ class ChunkForward(NamedTuple):
             forward = launch.get_for(device, *first), first[1]
             first, *rest = rest
         whole, *split = rest
-        loaded = (launch.get_for(device, *request) for request in (first, whole))
-        return ChunkForward(forward, *loaded, tuple(split), launch.num_sms(device))
+        prepare, passes = (launch.get_for(device, *request) for request in (first, whole))
+        return ChunkForward(forward, prepare, passes, tuple(split), launch.num_sms(device))
 
     @property
     def per_head(self) -> bool:

@@ -10,6 +10,7 @@ has visible keys, the row is 0, and its lse is the sink, or -inf without a sink.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -52,14 +53,16 @@ class Parts(Carried):
 
 @cute.jit
 def add_up(
-    rows: list[Parts], first: Int32, step: cutlass.Constexpr[int], own: cute.Tensor
-) -> tuple[list[Float32], list[Float32]]:
+    rows: list[Parts], first: Int32, step: cutlass.Constexpr[int], own: cute.Tensor,
+    load: cutlass.Constexpr[Any] = load_global,
+) -> tuple[list[Float32], list[Float32]]:  # fmt: skip
     """Add up a thread's columns of some rows, over every `step`-th part from `first` on. The loads
     of all rows are in flight together.
 
     Args:
         rows: the rows' parts, equally many of each.
         own: the sums, `[VECTOR, rows]`.
+        load: loads float32 from the parts' addresses.
 
     Returns:
         For each row, the maximum of the parts' log-sum-exps, and the sum of their exponentials
@@ -75,8 +78,8 @@ def add_up(
         # Past the last part, the last part is loaded again.
         found = [Int64(cutlass.min(number, last)) for number in numbers]
         places = [[parts.at(number) for number in found] for parts in rows]
-        lses = [[load_global(Float32, lse)[0] for _, lse in row] for row in places]
-        values = [[load_global(Float32, o, VECTOR) for o, _ in row] for row in places]
+        lses = [[load(Float32, lse)[0] for _, lse in row] for row in places]
+        values = [[load(Float32, o, VECTOR) for o, _ in row] for row in places]
         for r in cutlass.range_constexpr(len(rows)):
             of_parts = [
                 cutlass.select_(number > last, Float32(-INF), x)

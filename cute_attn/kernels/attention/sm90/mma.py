@@ -118,16 +118,17 @@ def start_output_of_stored(
     tile_n: int,
     columns: int,
     steps: range | None = None,
+    widest: int = 128,
 ) -> list[Any]:
-    """Start O + P V, 64 by `columns`, in parts of at most 128 columns. P is at shared address `p`,
-    in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of V.
-    `steps` are as in `start_output`."""
+    """Start O + P V, 64 by `columns`, in parts of at most `widest` columns. P is at shared address
+    `p`, in a box of 64 rows and tile_n = 64 keys. `v` is the shared address of the first column of
+    V. `steps` are as in `start_output`."""
     box, parts = tile_n * LINE_BYTES, []
     steps = range(tile_n // STEP) if steps is None else steps
-    for column in range(0, columns, 128):
+    for column in range(0, columns, widest):
         first = wgmma.columns_descriptor(v + column // BOX * box, box)
         descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
-        parts.append((min(128, columns - column), descriptors))
+        parts.append((min(widest, columns - column), descriptors))
     return wgmma.shared_product_of_parts(
         dtype, o, _along_rows(p, ROWS, steps), parts, columns=True
     )  # fmt: skip

@@ -1,0 +1,680 @@
+"""What the kernels of the latent decode share: arguments, the launch, loads, and the results of
+pieces.
+
+A kernel derives from `LatentKernel`, and has the warps that compute scores and outputs. Long
+sequences are cut into pieces, as in the other kernels for few query rows, see `pieces`. Each
+piece's CTA stores float32 results, and counts its arrival. Where each CTA has at most one piece,
+the CTAs of a segment wait for one another, and each adds up a part of the results. Otherwise the
+CTA that arrives last adds up all results. The order of the keys is the order of the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric
+from cutlass.cute.nvgpu import cpasync
+
+from ...attention.parts import fragments
+from ...attention.parts.fragment_softmax import HEADROOM
+from ...attention.parts.merge import VECTOR, Parts, add_up, finish, store_rounded
+from ...attention.parts.pages import Pages
+from ...attention.parts.pieces import PieceMap
+from ...attention.parts.softmax import Scaling
+from ...attention.parts.visibility import HeadsVisibility
+from ...attention.parts.work import TileMap
+from ...attention.sm90.mma import ROWS, WARPGROUP, WARPGROUP_WARPS
+from ...attention.sm90.store import row_parts, store_parts
+from ...common.arguments import fake_contiguous, fake_rows, fake_strided
+from ...common.carried import Carried
+from ...common.cluster import prepare
+from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
+from ...common.overlap import overlaps
+from ...common.pipeline import Barriers, Pipeline, Role
+from ...common.ptx.async_copy import copy_async
+from ...common.ptx.memory import (
+    LINE_WORDS,
+    NEVER,
+    count_arrival,
+    increment_global,
+    load_acquire,
+    load_global,
+    load_shared,
+    prefetch_global,
+    store_global,
+    store_shared,
+)
+from ...common.scheduler import TileQueue
+from ...common.sequences import Sequences
+from ...common.smem import Pointers, SharedMemory
+from ...common.spec import VECTOR_BYTES, WARP_SIZE
+from ...common.tma import BOX, BoxedRows, boxes
+from ..even_pieces import EvenPieces, LatentWork
+from ..spec import PART_COLUMNS, TILE_M, TILE_N
+
+OUTPUT_GROUPS = 2  # warpgroups that hold O
+WARP_ROWS = ROWS // WARPGROUP_WARPS
+LINE_BYTES = 2 * BOX
+BOX_BYTES = ROWS * LINE_BYTES
+UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
+
+OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
+
+GROUP = 12  # pieces that are added up in one step
+ADDERS = OUTPUT_GROUPS * WARPGROUP  # threads that add up
+ENTRY_BYTES = 32  # of four columns of a group's result, with the log-sum-exp
+AT_ONCE = 8  # items that a thread adds up at a time, if it adds up a whole segment
+FEW_AT_ONCE = 4  # if it adds up a part of a segment
+
+
+class Arguments(NamedTuple):
+    """The kernel's arguments.
+
+    Attributes:
+        q: `[batch, queries, heads, head_dim_v]`.
+        q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, or None.
+        cache: `[pages, page_size, head_dim]`.
+        o: `[batch, queries, heads, head_dim_v]`.
+        lse: `[batch, heads, queries]`, float32, or None.
+        block_table: `[batch, max_pages]`.
+        cache_seqlens: `[batch]`.
+        counter: `[2 + 2 * slots]`: the next piece, the number of CTAs that are done, for the first
+            piece of each group of pieces the number of pieces that have arrived, and for each
+            segment's first piece the number of its groups. All are 0 before and after the launch.
+        parts: results of pieces: `[slots, 64, head_dim_v + PART_COLUMNS]`. With `num_splits` of 0
+            there are 2 * num_ctas slots, otherwise num_splits slots for each segment.
+        softmax_scale: factor of the scores.
+        num_splits: into how many pieces each segment is cut; 0: as many as balance the CTAs.
+        num_ctas: how many CTAs are resident at once.
+    """
+
+    q: cute.Tensor
+    q_rope: cute.Tensor | None
+    cache: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    block_table: cute.Tensor
+    cache_seqlens: cute.Tensor
+    counter: cute.Tensor
+    parts: cute.Tensor
+    softmax_scale: Float32
+    num_splits: Int32
+    num_ctas: Int32
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors and numbers that the device code reads and writes; see `Arguments`.
+
+    Attributes:
+        cache_tma, cache: TMA's copies of the cache, and coordinates for them.
+        tokens: the cache as it lies in memory.
+    """
+
+    cache_tma: cute.CopyAtom
+    cache: cute.Tensor
+    tokens: cute.Tensor
+    q: cute.Tensor
+    q_rope: cute.Tensor | None
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    pages: Pages
+    counter: cute.Tensor
+    parts: cute.Tensor
+    heads: Int32
+    num_splits: Int32
+    num_ctas: Int32
+
+
+@dataclass(frozen=True)
+class Outputs(Carried):
+    """What a warp of the outputs keeps.
+
+    Attributes:
+        warp: the warp's number in its warpgroup.
+        group: the warpgroup's number, 0 or 1.
+        acc: registers of O's rows, with the warpgroup's columns.
+    """
+
+    warp: Int32
+    group: Int32
+    barriers: Barriers
+    shared: Any
+    acc: cute.Tensor
+    visible: HeadsVisibility
+
+
+@dataclass(frozen=True)
+class Pieces(Carried):
+    """Results of pieces, or of groups of pieces, to add up.
+
+    Attributes:
+        first: the slot of the first result.
+        step: the difference between the slots of consecutive results.
+        count: the number of results.
+        lse_column: the column of a row's log-sum-exp.
+    """
+
+    first: Int32
+    step: Int32
+    count: Int32
+    lse_column: Int32
+
+
+class LatentKernel:
+    """A kernel for one LatentSpec, of 64 rows in each CTA.
+
+    Attributes:
+        kernel: the device code.
+        QUERIES, LOAD: roles of the warps that load Q, and of the warp that loads the cache.
+        OUTPUTS: the role of the warps that hold O, in two warpgroups.
+        WARPS: the warps of a CTA.
+        stages: tiles of the cache in shared memory at once.
+        smem, pipeline: shared memory and edges.
+    """
+
+    kernel: Any
+    QUERIES: ClassVar[Role]
+    LOAD: ClassVar[Role]
+    OUTPUTS: ClassVar[Role]
+    WARPS: ClassVar[int]
+    stages: int
+    smem: SharedMemory
+    pipeline: Pipeline
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.columns = spec.head_dim_v // OUTPUT_GROUPS
+        self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
+        self.tile_bytes = TILE_N * spec.head_dim * 2
+        self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
+        self.q_parts = {
+            "q_empty": range(spec.head_dim)
+        }  # columns of Q, by the edge that frees them
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        spec = self.spec
+        batch, queries, heads, pages, size = (cute.sym_int() for _ in range(5))
+        rows = batch, queries, heads
+        part = (cute.sym_int(), TILE_M, spec.head_dim_v + PART_COLUMNS)
+        return placeholders(
+            Arguments(
+                q=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
+                q_rope=fake_rows(self.dtype, (*rows, spec.rope)) if spec.rope else None,
+                cache=fake_rows(self.dtype, (pages, size, spec.head_dim)),
+                o=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
+                lse=fake_strided(Float32, (batch, heads, queries)) if spec.lse else None,
+                block_table=fake_rows(Int32, (batch, cute.sym_int()), align=Int32.width // 8),
+                cache_seqlens=fake_contiguous(Int32, (batch,)),
+                counter=fake_contiguous(Int32, (cute.sym_int(),)),
+                parts=fake_contiguous(Float32, part, VECTOR_BYTES),
+                softmax_scale=Float32(1.0),
+                num_splits=Int32(0),
+                num_ctas=Int32(1),
+            )
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        spec = self.spec
+        batch, queries, heads, _ = a.q.shape
+        pages = Pages.of(a.block_table, a.cache, spec, TILE_N)
+        keys = Sequences(pages.most_keys, None, a.cache_seqlens)
+        tiles = TileMap(
+            TILE_M, heads, spec.causal, Sequences(queries), keys, 1, 1, batch, Int32(1)
+        )  # fmt: skip
+        scaling = Scaling.of(a.softmax_scale, None, HEADROOM[spec.dtype])
+        visible = HeadsVisibility(
+            TILE_M, TILE_N, 1, None, Int32(0) if spec.causal else None,
+            cute.fast_divmod_create_divisor_v2(heads),
+        )  # fmt: skip
+        num_ctas = a.num_ctas
+        read = (a.q, a.q_rope, a.cache, a.block_table, a.cache_seqlens)
+        if overlaps((a.o, a.lse), read):
+            num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
+        # One head, as the boxes of attention's K and V have heads.
+        outer, row, one = a.cache.stride
+        shape = (a.cache.shape[0], a.cache.shape[1], 1, spec.head_dim)
+        cache = cute.make_tensor(
+            a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
+        )
+        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
+        x = Operands(
+            tma, cache, a.cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads,
+            a.num_splits, a.num_ctas,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.WARPS * WARP_SIZE, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.jit
+    def start(self, x: Operands, tiles: TileMap, barriers: Barriers, warp: Int32) -> None:
+        """Initialise the mbarriers. All threads take part."""
+        if warp == self.LOAD.warps[0]:
+            prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
+            x.pages.prefetch_first()
+            prepare((x.cache_tma,), barriers)
+        cute.arch.sync_threads()
+
+    def first_row(self, work: LatentWork) -> Any:
+        """The CTA's first row."""
+        return work.block * TILE_M
+
+    def key_tiles(self, visible: HeadsVisibility, work: LatentWork) -> tuple[Any, Any]:
+        """[first, end) of the key tiles of a piece."""
+        return work.part(*visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
+
+    # -- device: loads ------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap,
+        visible: HeadsVisibility,
+    ) -> None:  # fmt: skip
+        """Publish and load pieces and whole segments, one after the other."""
+        smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
+        queue = TileQueue(LatentWork, storage.work, barriers)
+        pieces = PieceMap.of(
+            tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
+        )
+        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits == 0, self.spec.slack)
+        taken = Int32(0)
+        if even.used:
+            taken = self.load_shares(x, smem, queue, visible, even)
+        else:
+            taken = self.load_pieces(x, smem, queue, visible, even)
+        queue.publish_end(taken)
+        if cute.arch.lane_idx() == 0:
+            # The last CTA to come here leaves the counters as it found them.
+            at = x.counter.iterator.toint()
+            ctas = cute.arch.grid_dim()[0]
+            if count_arrival(at + 4, ctas) == ctas - 1:
+                store_global(Int32, at, [Int32(0)])
+
+    @cute.jit
+    def load_shares(
+        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        even: EvenPieces,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments of the CTA's equal share. Return their
+        number."""
+        cta = cute.arch.block_idx()[0]
+        unit, taken, n = Int32(cta // even.blocks * even.share), Int32(0), Int32(0)
+        end = cutlass.min(unit + even.share, even.total)
+        window = even.start()
+        while unit < end:
+            window = even.window_of(unit, window)
+            work, unit, has_work = even.work(cta, unit, window)
+            if has_work:
+                queue.publish_work(taken, work)
+                n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
+                taken += 1
+        return taken
+
+    @cute.jit
+    def load_pieces(
+        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        even: EvenPieces,
+    ) -> Int32:  # fmt: skip
+        """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
+        these are."""
+        barriers, pieces = queue.barriers, even.pieces
+        number = cute.arch.block_idx()[0]
+        window = pieces.start()
+        window = pieces.window_of(number, window)
+        taken, n = Int32(0), Int32(0)
+        while window.order < pieces.orders:
+            found = pieces.work(number, window)
+            work = LatentWork(**vars(found), together=Int32(even.together))
+            queue.publish_work(taken, work)
+            n = self.load_tiles(x, smem, barriers, work, visible, n)
+            taken += 1
+            number = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                number = increment_global(x.counter.iterator.toint(), NEVER)
+            number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
+            window = pieces.window_of(number, window)
+        return taken
+
+    def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
+        """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
+        spec, columns = self.spec, self.spec.chunk_columns[number]
+        return boxes(
+            buffer + TILE_N * columns.start, spec.page_rows, (pages.boxes, spec.page_rows * BOX),
+            (len(columns) // BOX, TILE_N * BOX), (self.stages, TILE_N * spec.head_dim),
+        )  # fmt: skip
+
+    def load_tiles(
+        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        """Load a piece's tiles of the cache. `n` counts the uses of the cache's stages before the
+        piece; the method returns the count after the piece."""
+        raise NotImplementedError
+
+    @cute.jit
+    def query_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, shared: Any,
+        visible: HeadsVisibility, warp: Int32,
+    ) -> None:  # fmt: skip
+        """Load the tiles of Q."""
+        queue = TileQueue(LatentWork, storage.work, barriers)
+        taken = Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            barriers.warp_arrives("q_full", taken)
+            taken += 1
+            work = queue.take(taken)
+
+    def load_parts_of_queries(
+        self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,
+        work: LatentWork, warp: Int32, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Start to copy the warp's rows of Q, some columns after the other, as their place becomes
+        free."""
+        for edge, columns in self.q_parts.items():
+            barriers.wait_previous(edge, taken)
+            self.load_queries(x, shared, visible, work, warp, columns)
+
+    @cute.jit
+    def load_queries(
+        self, x: Operands, shared: Any, visible: HeadsVisibility, work: LatentWork, warp: Int32,
+        columns: cutlass.Constexpr[range],
+    ) -> None:  # fmt: skip
+        """Start to copy some columns of the warp's rows of Q. A lane copies every 32nd unit of 16
+        bytes of a row. Rows that do not exist become 0."""
+        spec, lane = self.spec, cute.arch.lane_idx()
+        of_q = range(columns.start, min(columns.stop, spec.head_dim_v))
+        first_unit, units = 2 * columns.start // VECTOR_BYTES, 2 * len(of_q) // VECTOR_BYTES
+        of_rope = 2 * max(0, columns.stop - spec.head_dim_v) // VECTOR_BYTES
+        for row in cutlass.range(warp, TILE_M, len(self.QUERIES), unroll=2):
+            token, head = divmod(self.first_row(work) + row, visible.by_heads)
+            present = token < work.seqlen_q
+            token = cutlass.select_(present, token, 0)
+            to = shared.q + row * LINE_BYTES
+            if cutlass.const_expr(units > 0):
+                source = x.q[work.sequence, token, head, None].iterator.toint()
+                for first in cutlass.range_constexpr(first_unit, first_unit + units, WARP_SIZE):
+                    unit = first + lane
+                    if cutlass.const_expr(first + WARP_SIZE <= first_unit + units):
+                        copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
+                    elif unit < first_unit + units:
+                        copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
+            if cutlass.const_expr(of_rope > 0):
+                source = x.q_rope[work.sequence, token, head, None].iterator.toint()
+                if lane < of_rope:
+                    at = _place(2 * spec.head_dim_v // VECTOR_BYTES + lane, row)
+                    copy_async(to + at, source + lane * VECTOR_BYTES, present)
+
+    # -- device: results ----------------------------------------------------------------------
+
+    def mask(self, own: Any, work: LatentWork, key_tile: Any) -> None:
+        """Set the columns of keys that a row does not see to -inf."""
+        highs = []
+        for lane_row in range(fragments.LANE_ROWS):
+            row = self.first_row(work) + fragments.first_row(own.warp)
+            token = own.visible.token(row + lane_row * fragments.LANE_ROW_STEP)
+            _, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
+            highs.append(high - key_tile * TILE_N)
+        fragments.mask_rows(own.s, highs)
+
+    @cute.jit
+    def divide_rows(self, own: Outputs, inverses: list[Float32]) -> None:
+        """Multiply the rows of O by the inverses of their sums."""
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            inverse = inverses[lane_row]
+            values = own.acc[None, lane_row, None]
+            for j in cutlass.range_constexpr(self.columns // 4):
+                # A row without a visible key is 0, whatever P V holds.
+                scaled = values[j] * inverse
+                values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
+
+    @cute.jit
+    def finish_piece(
+        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32]
+    ) -> None:
+        """Store the result of a whole segment, or of a piece, and add up the pieces. A segment with
+        more than GROUP pieces is added up in two steps: first groups of GROUP neighbouring
+        pieces. All ways of adding up give the same bits."""
+        if work.pieces == 1:
+            self.store_piece(x, own, work, log_sums, False)
+        else:
+            self.store_piece(x, own, work, log_sums, True)
+            if work.together != 0:
+                self.add_together(x, own, work)
+            else:
+                self.add_last(x, own, work)
+
+    @cute.jit
+    def add_last(self, x: Operands, own: Outputs, work: LatentWork) -> None:
+        """Add up the pieces of a group, or of a segment, in the CTA that arrives last."""
+        grouped = work.pieces > GROUP
+        group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
+        group = group // GROUP
+        first = work.first_slot + group * (GROUP * work.apart)
+        count = cutlass.min(work.pieces - group * GROUP, GROUP)
+        items = self.rows_of(x, work) * self.across
+        if self.is_last(x, own, first, count):
+            if grouped:
+                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                self.add_pieces(x, own, work, parts, True, Int32(0), items)
+                groups = (work.pieces + (GROUP - 1)) // GROUP
+                of_groups = x.parts.shape[0] + work.first_slot
+                if self.is_last(x, own, of_groups, groups):
+                    step = GROUP * work.apart
+                    parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
+                    self.add_pieces(x, own, work, parts, False, Int32(0), items)
+            else:
+                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
+                self.add_pieces(x, own, work, parts, False, Int32(0), items)
+
+    @cute.jit
+    def add_together(self, x: Operands, own: Outputs, work: LatentWork) -> None:
+        """Wait for all pieces of a segment, and add up the CTA's part of the sums."""
+        outputs_barrier()
+        if self.thread() == 0:
+            # Arrivals and departures share a counter, which ends at 0 again. All threads' stores
+            # come before the arrival.
+            at = x.counter.iterator.toint() + (2 + work.first_slot) * 4
+            arrived = count_arrival(at, 2 * work.pieces) + 1
+            while arrived < work.pieces:
+                arrived = load_acquire(at)
+            count_arrival(at, 2 * work.pieces)
+        outputs_barrier()
+        items = self.rows_of(x, work) * self.across
+        share = (items + (work.pieces - 1)) // work.pieces
+        begin = (work.slot - work.first_slot) // work.apart * share
+        end = cutlass.min(begin + share, items)
+        if work.pieces > GROUP:
+            self.add_groups(x, own, work, begin, end)
+        else:
+            parts = Pieces(work.first_slot, work.apart, work.pieces, self.spec.head_dim_v)
+            self.add_pieces(x, own, work, parts, False, begin, end, FEW_AT_ONCE)
+
+    def thread(self) -> Any:
+        """The thread's number among those that add up."""
+        return cute.arch.thread_idx()[0] - self.OUTPUTS.warps[0] * WARP_SIZE
+
+    def rows_of(self, x: Operands, work: LatentWork) -> Any:
+        """The rows of the CTA's tile that exist."""
+        return cutlass.min(work.seqlen_q * x.heads - self.first_row(work), TILE_M)
+
+    @cute.jit
+    def is_last(self, x: Operands, own: Outputs, number: Int32, count: Int32) -> Boolean:
+        """Count the CTA's arrival at a counter of arrivals. Return whether all other CTAs of
+        `count` have arrived, whose results the CTA then sees."""
+        outputs_barrier()
+        if cute.arch.thread_idx()[0] == self.OUTPUTS.warps[0] * WARP_SIZE:
+            # All threads' stores come before the arrival, which a later arrival sees.
+            at = x.counter.iterator.toint() + (2 + number) * 4
+            store_shared(Int32, own.shared.arrived, [count_arrival(at, count)])
+        outputs_barrier()
+        return load_shared(Int32, own.shared.arrived)[0] == count - 1
+
+    @cute.jit
+    def store_piece(
+        self, x: Operands, own: Outputs, work: LatentWork, log_sums: list[Float32],
+        piece: cutlass.Constexpr[bool],
+    ) -> None:  # fmt: skip
+        """Store the warp's rows from registers: to o and lse, or as the result of a `piece`."""
+        stored = Float32 if piece else self.dtype
+        first = own.group * self.columns
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            in_tile = fragments.first_row(own.warp) + lane_row * fragments.LANE_ROW_STEP
+            token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
+            values = own.acc[None, lane_row, None]
+            pairs = [[values[j], values[j + 1]] for j in range(0, self.columns // 4, 2)]
+            parts = row_parts(pairs, stored)
+            if token < work.seqlen_q:
+                keeps_sum = (own.group == 0) & (cute.arch.lane_idx() % fragments.LANES == 0)
+                if cutlass.const_expr(piece):
+                    to = x.parts[work.slot, in_tile, None]
+                    if keeps_sum:
+                        to[self.spec.head_dim_v] = log_sums[lane_row]
+                else:
+                    to = x.o[work.sequence, token, head, None]
+                    if cutlass.const_expr(x.lse is not None):
+                        if keeps_sum:
+                            x.lse[work.sequence, head, token] = log_sums[lane_row]
+                store_parts(cute.domain_offset((first,), to), parts, stored)
+
+    @cute.jit
+    def add_pieces(
+        self, x: Operands, own: Outputs, work: LatentWork, pieces: Pieces,
+        group: cutlass.Constexpr[bool], begin: Int32, end: Int32,
+        at_once: cutlass.Constexpr[int] = AT_ONCE,
+    ) -> None:  # fmt: skip
+        """Add up results of a segment, to o and lse, or of a `group` to the result of the group's
+        first piece. Items `begin` to `end` - 1 are added up: four columns of a row each. The loads
+        of `at_once` items of a thread are in flight together."""
+        spec = self.spec
+        step = self.step(x, pieces.step)
+        for first in cutlass.range(begin + self.thread(), end, ADDERS * at_once, unroll=1):
+            of_thread = [first + i * ADDERS for i in range(at_once)]
+            # An item that does not exist stands for the thread's own first item, because another
+            # thread may be storing a group's result to its row.
+            found = [cutlass.select_(item < end, item, first) for item in of_thread]
+            starts = [
+                x.parts[pieces.first, item // self.across, None].iterator.toint() for item in found
+            ]
+            vector = first % self.across
+            parts = [
+                Parts.of_row(at, vector, pieces.lse_column, step, pieces.count) for at in starts
+            ]
+            sums = cute.make_rmem_tensor((VECTOR, at_once), Float32)
+            maxima, totals = add_up(parts, Int32(0), 1, sums)
+            for i in cutlass.range_constexpr(at_once):
+                whole = cute.make_rmem_tensor((VECTOR,), Float32)
+                log_sum = finish([sums[None, i]], [maxima[i]], [totals[i]], None, whole)
+                if of_thread[i] < end:
+                    if cutlass.const_expr(group):
+                        store_global(Float32, parts[i].o, [whole[j] for j in range(VECTOR)])
+                        if vector == 0:  # other threads may still read the lse of the first piece
+                            at = starts[i] + (spec.head_dim_v + 1) * 4
+                            store_global(Float32, at, [log_sum])
+                    else:
+                        self.store_sum(x, own, work, of_thread[i], whole, log_sum)
+
+    @cute.jit
+    def add_groups(
+        self, x: Operands, own: Outputs, work: LatentWork, begin: Int32, end: Int32
+    ) -> None:
+        """Add up items of a segment with more than GROUP pieces. The results of groups go through
+        the shared memory of the cache, because the CTA has no more work."""
+        items, groups = end - begin, (work.pieces + (GROUP - 1)) // GROUP
+        step = self.step(x, work.apart)
+        for number in cutlass.range(self.thread(), items * groups, ADDERS, unroll=1):
+            group = number // items
+            item = begin + number - group * items
+            first = work.first_slot + group * (GROUP * work.apart)
+            row = x.parts[first, item // self.across, None].iterator.toint()
+            count = cutlass.min(work.pieces - group * GROUP, GROUP)
+            parts = Parts.of_row(
+                row, item % self.across, self.spec.head_dim_v, step, Int32(count)
+            )  # fmt: skip
+            whole, log_sum = self.add_item(parts)
+            at = own.shared.cache + number * ENTRY_BYTES
+            store_shared(Float32, at, [whole[j] for j in range(VECTOR)])
+            store_shared(Float32, at + VECTOR * 4, [log_sum])
+        outputs_barrier()
+        for each in cutlass.range(self.thread(), items, ADDERS, unroll=1):
+            at, apart = Int64(own.shared.cache + each * ENTRY_BYTES), Int64(items * ENTRY_BYTES)
+            parts = Parts(at, at + VECTOR * 4, apart, apart, groups)
+            whole, log_sum = self.add_item(parts, load_item)
+            self.store_sum(x, own, work, begin + each, whole, log_sum)
+
+    def add_item(self, parts: Parts, load: Any = load_global) -> tuple[cute.Tensor, Any]:
+        """Add up one item."""
+        sums = cute.make_rmem_tensor((VECTOR, 1), Float32)
+        maxima, totals = add_up([parts], Int32(0), 1, sums, load)
+        whole = cute.make_rmem_tensor((VECTOR,), Float32)
+        return whole, finish([sums[None, 0]], maxima, totals, None, whole)
+
+    def step(self, x: Operands, slots: Int32) -> Int64:
+        """The bytes between results that are `slots` slots apart."""
+        return Int64(slots) * (x.parts.stride[0] * 4)
+
+    @cute.jit
+    def store_sum(
+        self, x: Operands, own: Outputs, work: LatentWork, item: Int32, whole: cute.Tensor,
+        log_sum: Float32,
+    ) -> None:  # fmt: skip
+        """Store four columns of a row of o, and the row's log-sum-exp."""
+        in_tile, vector = item // self.across, item % self.across
+        token, head = divmod(self.first_row(work) + in_tile, own.visible.by_heads)
+        if cutlass.const_expr(x.lse is not None):
+            if vector == 0:
+                x.lse[work.sequence, head, token] = log_sum
+        store_rounded(x.o[work.sequence, token, head, None], vector, whole)
+
+
+@cute.jit
+def store_rows(warp: Int32, at: Int32, values: list[Any]) -> None:
+    """Store a number for each of the lane's rows, from shared address `at` on."""
+    if cute.arch.lane_idx() % fragments.LANES == 0:
+        row = fragments.first_row(warp)
+        for r in cutlass.range_constexpr(fragments.LANE_ROWS):
+            store_shared(Float32, at + (row + r * fragments.LANE_ROW_STEP) * 4, [values[r]])
+
+
+def load_rows(warp: Int32, at: Int32) -> list[Any]:
+    """The numbers of the lane's rows, from shared address `at` on."""
+    row = fragments.first_row(warp)
+    rows = [row + r * fragments.LANE_ROW_STEP for r in range(fragments.LANE_ROWS)]
+    return [load_shared(Float32, at + row * 4)[0] for row in rows]
+
+
+def outputs_barrier() -> None:
+    """Wait for the threads of the outputs."""
+    cute.arch.barrier(barrier_id=OUTPUTS_BARRIER, number_of_threads=ADDERS)
+
+
+def load_item(kind: type[Numeric], address: Int64, count: int = 1) -> Any:
+    """Load from a shared address, as `load_global` loads."""
+    return load_shared(kind, Int32(address), count)
+
+
+def _place(unit: Any, row: Any) -> Any:
+    """The place of a unit of 16 bytes of a row, relative to the row in the first box of 64 rows,
+    with TMA's swizzle."""
+    return unit // UNITS * BOX_BYTES + ((unit % UNITS) ^ (row % UNITS)) * VECTOR_BYTES
