@@ -7,6 +7,7 @@ LEAST_KEY_TILES tiles of the cache, because each piece stores its result and is 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .spec import TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, LatentTurnsSpec
 
@@ -34,7 +35,7 @@ def latent_decode_spec(
 ) -> LatentSpec:
     """The specialisation of a decode kernel, for `rows` pairs of a query and a head."""
     many = rows > TILE_M
-    of_all = {
+    of_all: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
