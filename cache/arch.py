@@ -63,8 +63,16 @@ def current_arch(device: int | None = None) -> str:
 
 @functools.cache
 def _chosen_arch() -> str:
+    return arch_of_environment()
+
+
+def arch_of_environment() -> str:
+    """`CUTE_ATTN_ARCH`, or "". Raises as `check_arch`, with the variable's name in the message."""
     chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip()
-    return check_arch(chosen) if chosen else ""
+    try:
+        return check_arch(chosen) if chosen else ""
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"CUTE_ATTN_ARCH is {chosen!r}: {error}") from None
 
 
 def _current_device() -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import cache
 from .cache import KernelDef
-from .cache.arch import check_arch
+from .cache.arch import arch_of_environment, check_arch
 from .settings import on_reload, settings
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ on_reload(_emulation_of_environment.cache_clear)
 
 
 def _arch_to_emulate() -> str:
-    chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip()
-    return check_arch(chosen) if chosen else DEFAULT_EMULATED_ARCH
+    return arch_of_environment() or DEFAULT_EMULATED_ARCH
 
 
 def current_emulation() -> Emulation | None:

@@ -128,7 +128,7 @@ FAMILIES = (
                 measured=("sm_90a",),
             ),
         ),
-        spec_files=("training.toml", "vllm.toml"),
+        spec_files=("kimi_training.toml", "training.toml", "vllm.toml"),
         pages=("operators.md",),
         benchmarks={
             "attention": (
@@ -201,7 +201,7 @@ FAMILIES = (
                 summary="Gated Delta Net, decode",
             ),
         ),
-        spec_files=("serving.toml",),
+        spec_files=("qwen_training.toml", "serving.toml"),
         pages=("operators.md",),
         benchmarks={
             "gdn": (

@@ -36,6 +36,8 @@ def write(directory: Path, backend: str = "cuda") -> Path:
     if backend not in KNOWN:
         raise ValueError(f"backend is {backend!r}, must be one of {', '.join(KNOWN)}")
     folder = directory / "build" / f"torch-{backend}"
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists: remove it, or name another folder")
 
     def left_out(parent: str, names: list[str]) -> set[str]:
         at = Path(parent).relative_to(PACKAGE)

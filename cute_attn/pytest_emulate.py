@@ -1,4 +1,5 @@
 """A plugin for pytest: `pytest --emulate sm_90a` runs tests of CuTe DSL kernels without a GPU.
+`CUTE_ATTN_EMULATE=all` in the environment does the same for `CUTE_ATTN_ARCH`.
 
 Every start of pytest imports this module, so that it imports nothing but pytest.
 """
@@ -6,6 +7,7 @@ Every start of pytest imports this module, so that it imports nothing but pytest
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,15 @@ def _arch(text: str) -> str:
     from .emulator.scripts.options import arch
 
     return arch(text)
+
+
+def _default_arch() -> str:
+    from .emulator.scripts.options import arch, default_arch
+
+    try:
+        return arch(default_arch())
+    except argparse.ArgumentTypeError as error:
+        raise pytest.UsageError(f"CUTE_ATTN_ARCH: {error}") from None
 
 
 def _checks(text: str) -> str | tuple[str, ...]:
@@ -75,6 +86,8 @@ def _options(given: argparse.Namespace) -> Options:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
     """Emulate a device before pytest captures output, and before it imports any test."""
     given = early_config.known_args_namespace
+    if given.emulate is None and os.environ.get("CUTE_ATTN_EMULATE", "").strip() == "all":
+        given.emulate = _default_arch()
     if given.emulate is None:
         return (yield)
     from .emulator import EmulatorUnavailable

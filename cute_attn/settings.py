@@ -24,6 +24,7 @@ class Settings:
         workspace_bytes: upper limit of a workspace whose only use is to make a call faster;
             `CUTE_ATTN_WORKSPACE_MIB` in MiB.
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
+            With `all` the whole process runs there, and its CUDA tensors.
         server_kda: whether the plugins for vLLM and SGLang replace KDA in layers; True with
             `CUTE_ATTN_SERVER_KDA=1`.
         server_gdn: likewise for the Gated Delta Net; True with `CUTE_ATTN_SERVER_GDN=1`.
@@ -51,7 +52,16 @@ class Settings:
 
     @functools.cached_property
     def emulate(self) -> bool:
-        return _switch("CUTE_ATTN_EMULATE") == "1"
+        name = "CUTE_ATTN_EMULATE"
+        if os.environ.get(name, "").strip() != "all":
+            return _switch(name) == "1"
+        if os.environ.get("_CUTE_ATTN_EMULATED_PROCESS") != str(os.getpid()):
+            raise ValueError(
+                f"{name} is 'all', but the emulator did not start this process: install its hook "
+                "by python -m cute_attn.emulator --install-hook, or run the program by "
+                "python -m cute_attn.emulator"
+            )
+        return False  # tensors on the emulated device are CUDA tensors
 
     @functools.cached_property
     def server_kda(self) -> bool:

@@ -92,12 +92,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is there when the tests begin stays: ten thousand tests, and all modules. The garbage
-    collector would take a second to look at it, again and again."""
+    collector would take a second to look at it, again and again. Tracing a kernel makes a million
+    objects that are no garbage: the collector runs less often, which saves 4 % of a compilation."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 

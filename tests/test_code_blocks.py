@@ -5,7 +5,7 @@ Comments above a block say what is done with it:
     <!-- not run: REASON -->
     <!-- needs a GPU: REASON -->
     <!-- continues the block before -->    run in the names of that block, after its code
-    <!-- slow: REASON -->                  emulated by the full sweeps alone
+    <!-- slow: REASON -->                  emulated by the full sweeps alone; else without kernels
     <!-- excerpt: FILE -->                 its lines are in FILE, in this order; `...` is a gap
 
 Any other Python block runs by itself, on a GPU and emulated: with device="cpu" in place of
@@ -37,7 +37,7 @@ from packaging.requirements import Requirement
 import cute_attn
 from cute_attn import cache
 from cute_attn.cache import arch as arch_of_cache
-from cute_attn.emulation import current_emulation
+from cute_attn.emulation import Emulation, current_emulation
 from cute_attn.emulator import Emulator, FindingsError
 from cute_attn.reference.mla import gathered, mla_expanded_reference
 
@@ -297,17 +297,32 @@ def check_results(block: Block, names: dict[str, Any]) -> None:
             assert eval(expected, {**names, **ERRORS}), expected
 
 
-def emulated() -> list[Any]:
-    """The blocks to emulate. A block that another block continues is run with that block."""
-    continued = [b.before for b in PYTHON if b.mark == "continues the block before"]
-    return [
-        pytest.param(b, marks=[pytest.mark.slow] if b.slow else [])
-        for b in PYTHON
-        if b.mark != "needs a GPU" and b not in continued
-    ]
+CONTINUED = [b.before for b in PYTHON if b.mark == "continues the block before"]
+# A block that another block continues is run with that block.
+EMULATED = [b for b in PYTHON if b.mark != "needs a GPU" and b not in CONTINUED]
 
 
-@pytest.mark.parametrize("block", emulated(), ids=str)
+@pytest.mark.parametrize("block", [b for b in EMULATED if b.slow], ids=str)
+def test_python_without_kernels(
+    block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operators check the arguments and choose kernels, and the kernels do nothing."""
+    check_imports(block)
+    emulate(monkeypatch, block)
+    asked = []
+
+    def function(_: Emulation, kernel: object, __: object) -> Callable[..., None]:
+        asked.append(kernel)
+        return lambda *_: None
+
+    monkeypatch.setattr(Emulation, "function", function)
+    run(block, folder, "cpu")
+    assert asked
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, marks=[pytest.mark.slow] * b.slow) for b in EMULATED], ids=str
+)
 def test_python_emulated(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_imports(block)
     emulate(monkeypatch, block)

@@ -112,7 +112,7 @@ def test_what_is_broken_is_said_beside_the_rest(tmp_path: Path) -> None:
         PYTHONPATH=str(tmp_path),
     )
     assert found["torch says"] == "unknown (OSError: libcudart.so.13: no such file)"
-    assert found["architecture"].startswith("unknown (ValueError: 'hopper' is not an architecture")
+    assert found["architecture"].startswith("unknown (ValueError: CUTE_ATTN_ARCH is 'hopper': ")
     assert "CUTE_ATTN_CACHE_MAX_BYTES: 'much'" in found["cache directory's limit"]
     assert "CUTE_ATTN_EMULATE is 'yes', must be 0 or 1" in found["setting emulate"]
     assert found["setting kda_split"] == "True"

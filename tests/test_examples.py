@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import subprocess
@@ -76,7 +77,11 @@ def test_the_quickstart_agrees() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["Gemma 3, sliding", pytest.param("Gemma 3, full", marks=pytest.mark.slow), "Qwen3-Next"],
+    [
+        "Gemma 3, sliding",
+        pytest.param("Gemma 3, full", marks=pytest.mark.slow),
+        pytest.param("Qwen3-Next", marks=pytest.mark.slow),  # other sizes of the same loop
+    ],
 )
 def test_gemma_qwen_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("gemma_qwen_attention")
@@ -107,6 +112,7 @@ def train(
 ) -> tuple[list[float], float, float]:
     example = load("train_step")
     monkeypatch.setattr(example, "TOKENS", 40)
+    monkeypatch.setattr(example, "HEADS_K", example.HEADS)  # the kernels of other tests
     monkeypatch.setattr(example, "STEPS", steps)
     monkeypatch.setattr(example, "WINDOWS", windows)
     with cute_attn.emulated("sm_100a", Emulator(num_sms=4, schedule="random")):
@@ -115,15 +121,24 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "windows", [(24,), pytest.param((24, None), marks=pytest.mark.slow)], ids=str
+    "windows", [(None,), pytest.param((24, None), marks=pytest.mark.slow)], ids=str
 )
 def test_train_step(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the sliding layer alone, and with the full one too, whose kernels are others."""
+    """With the full layer alone, and with the sliding one too, whose kernels are others."""
     losses, ours, plain = train(monkeypatch, 2, windows)
     assert losses[1] < losses[0]
     assert ours <= 2 * plain
 
 
+def test_train_step_notices_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cute_attn.flash_attn_func
+    wrong = functools.partial(right, softmax_scale=0.06)
+    monkeypatch.setattr(cute_attn, "flash_attn_func", wrong)
+    _, ours, plain = train(monkeypatch, 0, (None,))
+    assert ours > 2 * plain
+
+
+@pytest.mark.slow
 def test_train_step_notices_a_wrong_window(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cute_attn.flash_attn_func
 
@@ -351,6 +366,7 @@ def test_the_paged_server_prebuilds_what_it_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = load("paged_server")
+    monkeypatch.setattr(example, "WIDTH", 16)  # no kernel's shape depends on it
     monkeypatch.setenv("CUTE_ATTN_PREBUILT", "")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *_, **__: None)

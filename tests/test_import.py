@@ -28,6 +28,13 @@ def test_import_loads_no_compiler_and_no_kernel() -> None:
     assert {name for name in loaded if name.startswith("cute_attn.")} == {"cute_attn._version"}
 
 
+def test_operators_load_no_compiler() -> None:
+    """Neither the kernels' compiler nor torch's, which takes as long to import as torch."""
+    loaded = modules_after("import cute_attn\nfor x in cute_attn.__all__: getattr(cute_attn, x)")
+    assert "torch" in loaded
+    assert not loaded & {"cutlass", "tvm_ffi", "torch._dynamo"}
+
+
 def test_dir_lists_what_is_not_loaded_yet() -> None:
     listed = run("import cute_attn; print(*dir(cute_attn))").split()
     assert set(cute_attn.__all__) <= set(listed)

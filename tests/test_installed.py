@@ -90,8 +90,8 @@ class Environment:
         self.packages = directory / "venv/lib" / version / "site-packages"
         for name in distributions:
             self.link(name)
-        install = ["install", "--quiet", "--no-deps", "--no-index", *options, str(wheel)]
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), *install]
+        install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", *options]
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), *install, str(wheel)]
         subprocess.run(pip, check=True, cwd=directory)
 
     def link(self, name: str) -> None:

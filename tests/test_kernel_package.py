@@ -89,7 +89,7 @@ def test_it_has_the_files_of_a_wheel(tmp_path: Path) -> None:
     assert found == kept | {Path("metadata.json")}
     metadata = json.loads((folder / "metadata.json").read_text())
     assert (metadata["id"], metadata["backend"]) == (NAME, {"type": "cuda"})
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="torch-cuda exists: remove it"):
         kernel_package.write(tmp_path)
     with pytest.raises(ValueError, match="must be one of cuda, cpu"):
         kernel_package.write(tmp_path, "rocm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,14 @@ def read_again() -> None:
     """Read the settings again, as in a new process."""
     settings.cache_clear()
     emulation._emulation_of_environment.cache_clear()
+
+
+def test_a_program_with_all_is_emulated_by_the_hook(environment: pytest.MonkeyPatch):
+    environment.setenv("CUTE_ATTN_EMULATE", "all")
+    with pytest.raises(ValueError, match="the emulator did not start this process"):
+        cute_attn.reload_settings()
+    environment.setenv("_CUTE_ATTN_EMULATED_PROCESS", str(os.getpid()))
+    assert not cute_attn.reload_settings().emulate
 
 
 def test_the_workspace_is_a_number_of_mib(environment: pytest.MonkeyPatch):
@@ -132,7 +141,7 @@ def test_architectures_that_there_are_none_of(
     arch.forget()
     with pytest.raises(error, match=message):
         launch.arch_of(0)
-    with pytest.raises(error, match=message), cute_attn.emulated():
+    with pytest.raises(error, match=f"CUTE_ATTN_ARCH is '{name}': {message}"), cute_attn.emulated():
         pass
 
 

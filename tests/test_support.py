@@ -50,6 +50,6 @@ def test_an_empty_cell_is_an_error_of_the_call(arch: str, head_dim: int) -> None
     (row, *_) = support_page.ROWS
     assert head_dim not in row.sizes([arch])["head_dim"]
     q = torch.zeros(1, 8, 1, head_dim, dtype=torch.bfloat16)
-    listed = "there is: head_dim|there are kernels for: "
+    listed = "there is: head_dim|there are kernels for "
     with cute_attn.emulated(arch), pytest.raises(NotImplementedError, match=listed):
         cute_attn.flash_attn_func(q, q, q)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from .harness import output, pages
+from .harness.choosing import is_part
 from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Unavailable, load, require_gpu
 from .harness.report import Report
 
@@ -25,6 +27,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, parents=[common])
         if name == chosen:
             load(name).add_arguments(command)
+            command.set_defaults(default_of=command.get_default)
     of_pages = commands.add_parser(
         "pages", help="write the pages of results, with plots, of the reports kept"
     )
@@ -54,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{args.name}: {reason}", file=sys.stderr)
         return EXIT_UNAVAILABLE
+    tag = args.tag or output.PART * is_part(args)  # a part never replaces the whole report
     for each in (report, *report.runs):
-        each.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
+        each.tag = "-".join(word for word in ("short" * args.short, tag) if word)
     output.deliver(report, out, args.json)
     return 0 if report.succeeded else 1
 
@@ -66,13 +70,15 @@ def write_pages(args: argparse.Namespace) -> int:
     if directory is None:
         print(f"pages: {Path.cwd()} is not in a checkout of cute_attn: give --out", file=sys.stderr)
         return 1
-    kept: dict[str, Report] = {}
+    found: dict[str, list[Report]] = {}
     for file in args.files:
         report = Report.from_json(file.read_text())
-        first = kept.get(report.stem)
-        kept[report.stem] = report if first is None else first.joined(report)
-    for report in kept.values():
-        output.write_report(report, directory)
+        found.setdefault(report.stem, []).append(report)
+    for reports in found.values():
+        whole = functools.reduce(Report.joined, reports)
+        if len(reports) > 1:
+            whole.tag = whole.tag.removesuffix(output.PART).rstrip("-")
+        output.write_report(whole, directory)
     for page in pages.write_pages(directory):
         print(f"wrote {page}")
     return 0

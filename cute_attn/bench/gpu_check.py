@@ -81,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tests", type=Path, help="tests to run (default: those of the checkout that this runs in)"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="STAGE", help="stages to run, by a part of their name"
+        "--only",
+        dest="asked",
+        nargs="+",
+        metavar="STAGE",
+        help="stages to run, by a part of their name",
     )
 
 
@@ -177,9 +181,9 @@ def run(args: argparse.Namespace) -> Report:
             stages(everything, tests, args.test_limit, Path(directory), args.commit),
             root / DEFAULT_OUT if root is not None else None,
         )
-        asked = [s for s in todo if not args.only or any(part in s.name for part in args.only)]
+        asked = [s for s in todo if not args.asked or any(x in s.name for x in args.asked)]
         if not asked:
-            raise Unavailable(f"no stage named {' or '.join(args.only)}")
+            raise Unavailable(f"no stage named {' or '.join(args.asked)}")
         for stage in todo:
             if stage not in asked:
                 rows.append(left_out(stage, "not asked for"))

@@ -48,6 +48,11 @@ def flash_mla_with_kvcache(
     causal: bool = False,
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode over a latent cache in pages.
 
@@ -64,13 +69,22 @@ def flash_mla_with_kvcache(
         causal: whether the last query is the last token, and no query sees a later token.
         is_fp8_kvcache: only False.
         indices: only None: there is no sparse attention.
+        attn_sink: only None, as all later arguments, which belong to sparse attention.
+        extra_k_cache: only None.
+        extra_indices_in_kvcache: only None.
+        topk_length: only None.
+        extra_topk_length: only None.
 
     Returns:
         The pair (o, lse): o is `[batch, queries, heads, head_dim_v]`, lse float32 `[batch, heads,
         queries]`, natural logarithm, -inf for a query that sees no token.
     """
     del tile_scheduler_metadata, num_splits
-    refuse_given(indices=indices)
+    refuse_given(
+        indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+    )  # fmt: skip
     if is_fp8_kvcache:
         raise NotImplementedError("is_fp8_kvcache is True: there is no kernel for FP8")
     given_tensors({"q": q}, k_cache=k_cache)

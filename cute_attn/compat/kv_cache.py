@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.attention import flash_attn_varlen_func
-from ..ops.attention.arguments import is_fp8
+from ..ops.attention import flash_attn_varlen_func, refuse_varlen
+from ..ops.attention.arguments import check_strides, is_fp8
 from ..ops.attention.support import page_step
 from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
 from .arguments import Window, given_tensors, window_of, with_contiguous_rows
@@ -54,7 +54,18 @@ def attend(
     )  # fmt: skip
     rotated = rotary_cos is not None or rotary_sin is not None
     with torch.no_grad():
+        call = {
+            **cache.seen(0 if k is None else k.shape[1]),
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
+            "causal": causal,
+            "window_size": window_of(window_size),
+            "return_lse": bool(return_lse),
+            **options,
+        }
+        q = with_contiguous_rows(q)
         if k is not None and v is not None:
+            refuse_varlen(q, **call)  # first, so that a refused call leaves the cache as it was
             at = cache.appended(k.shape[1])
             if rotated:
                 if k_cache.dtype != q.dtype:
@@ -69,16 +80,7 @@ def attend(
             cache.write(k, v, at)
         elif rotated:
             raise ValueError("rotary_cos or rotary_sin is given, it needs k and v to be appended")
-        return flash_attn_varlen_func(
-            with_contiguous_rows(q),
-            **cache.seen(0 if k is None else k.shape[1]),
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            causal=causal,
-            window_size=window_of(window_size),
-            return_lse=bool(return_lse),
-            **options,
-        )
+        return flash_attn_varlen_func(q, **call)
 
 
 class _Cache(NamedTuple):
@@ -133,6 +135,7 @@ class _Cache(NamedTuple):
         for name in (*of_sequences, table_name, "cu_seqlens_q"):
             if name in given:
                 check_dtype(name, given[name], ("int32",))
+        check_strides(given, ("k_cache", "v_cache"))
         _refuse_together(given, "cache_batch_idx", table_name)
         _refuse_together(given, "cache_leftpad", table_name)
         _refuse_together(given, "cache_batch_idx", "cache_leftpad")

@@ -41,6 +41,8 @@ class ContextParallel(Plan):
         """
         return attend(self, q, k, v, **options)
 
+    # A graph break: torch.compile cannot trace messages.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def chunk_delta_rule(self, *arguments: Any) -> Any:
         """A delta rule over ranks. `chunk_kda` and `chunk_gated_delta_rule` call this method if
         they get `cp`. `delta.chunk_delta_rule` describes the arguments and the results."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import launch
+from ..kernels.attention.heuristics import has_fused_dq
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from . import gather, ring
 from .calls import Options
@@ -16,6 +18,7 @@ from .gather import Route
 from .heads import swapped
 from .layout import Window
 from .plan import Plan
+from .used import Used, takes
 
 
 class Run(NamedTuple):
@@ -25,44 +28,60 @@ class Run(NamedTuple):
     options: Options
     mode: str
     need_lse: bool
+    whole: bool  # whether ranks gather whole sequences
 
     @property
     def route(self) -> Route:
-        return self.plan.route(self.options.window)
+        return self.plan.route(self.options.window, whole=self.whole)
+
+    @property
+    def hops(self) -> ring.Ring:
+        return self.plan.ring(self.options.window.right == 0)
+
+    def returns_by_hops(self, q: Tensor, v: Tensor) -> bool:
+        """Whether the backward is by hops, for which a kernel must compute all gradients."""
+        return self.mode == "ring" and has_fused_dq(
+            launch.arch_for(q.device), q.shape[-1], v.shape[-1],
+            softcap=bool(self.options.softcap), dq=True, dkdv=True,
+        )  # fmt: skip
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, used: Used | None
     ) -> tuple[Tensor, Tensor | None]:
         tensors = q, k, v, sink, self.options, self.need_lse
         if self.mode == "ring":
-            hops = self.plan.ring(self.options.window.right == 0)
-            return ring.forward(hops, self.plan.group, *tensors)
-        return gather.forward(self.route, self.plan.group, *tensors)
+            return ring.forward(self.hops, self.plan.group, *tensors)
+        return gather.forward(self.route, self.plan.group, *tensors, used)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: Run
-    ) -> tuple[Tensor, Tensor | None]:
-        o, lse = run.forward(q, k, v, sink)
-        ctx.run = run
-        ctx.save_for_backward(q, k, v, o, lse, sink)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, run: Run,
+        used_q: Tensor | None, used_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        ctx.run, ctx.used = run, used_q is not None or used_k is not None
+        o, lse = run.forward(q, k, v, sink, Used(used_q, used_k) if ctx.used else None)
+        ctx.save_for_backward(q, k, v, o, lse, sink, used_q, used_k)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, o, lse, sink = ctx.saved_tensors
+        q, k, v, o, lse, sink, *used = ctx.saved_tensors
         run: Run = ctx.run
         if do is None:
             do = torch.zeros_like(o)
         of_sink = sink if ctx.needs_input_grad[3] else None
-        found = gather.backward(
-            run.route, run.plan.group, q, k, v, o, lse, do, dlse, of_sink, run.options
-        )
-        return (*found, None)
+        tensors = q, k, v, o, lse, do, dlse, of_sink, run.options
+        if run.returns_by_hops(q, v):
+            found = ring.backward(run.hops, run.plan.group, *tensors)
+        else:
+            found = gather.backward(
+                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None
+            )
+        return (*found, None, None, None)
 
 
 def attend(
@@ -81,6 +100,8 @@ def attend(
     scheduler: str | None,
     return_lse: bool,
     batch_invariant: bool,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     unsupported: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Run a public function that got `cp`. `flash_attn_func` describes the other arguments.
@@ -102,6 +123,7 @@ def attend(
             raise NotImplementedError(f"{name} is given with cp, which has no {name}")
     window = _window(causal, window_size)
     _check(plan, q, k, v, packed)
+    used = _used(plan, q, seqused_q, seqused_k)
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
     )
@@ -116,12 +138,14 @@ def attend(
             ("learnable_sink", learnable_sink is not None),
             ("a gradient", grad),
             ("return_lse", return_lse),
+            ("seqused_q, seqused_k", used and tuple(x is not None for x in used)),
+            ("seqused_q that is seqused_k", used and used.equal),
         )
     )
     options = Options(window, softmax_scale, softcap, scheduler, deterministic, batch_invariant)
     if packed:
         q, k, v = q[None], k[None], v[None]
-    o, lse = _by_heads(plan, q, k, v, learnable_sink, options, return_lse, grad)
+    o, lse = _by_heads(plan, q, k, v, learnable_sink, options, return_lse, grad, used)
     if packed:
         return o[0], None if lse is None else lse[0]
     return o, lse
@@ -129,17 +153,20 @@ def attend(
 
 def _by_heads(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
-    return_lse: bool, grad: bool,
+    return_lse: bool, grad: bool, used: Used | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention on 4-dimensional tensors. If the mode or the mesh asks for it, ranks exchange
     tokens for heads before and after."""
     mode = plan.mode or choose(_shape(plan, q, k, v, options, grad), mesh=plan.by_heads > 1)
+    if used is not None and plan.mode is None and not takes(*options.window):
+        # With other numbers of heads, or with a mesh, `_by_tokens` refuses the call.
+        mode = "gather" if q.shape[2] % plan.world or k.shape[2] % plan.world else "heads"
     if plan.by_heads > 1:
         swap = plan.swap
     elif mode == "heads":
         swap = plan.all_heads
     else:
-        return _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad)
+        return _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad, used)
     ranks = len(swap.rows)
     for name, heads in (("q", q.shape[2]), ("k", k.shape[2])):
         if heads % ranks:
@@ -151,9 +178,9 @@ def _by_heads(
         sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
     q, k, v = swapped(swap, q, k, v, to_heads=True)
     if plan.by_heads > 1 and plan.by_tokens > 1:
-        o, lse = _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad)
+        o, lse = _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad, used)
     else:
-        o, lse = _whole(plan, q, k, v, sink, options, return_lse)
+        o, lse = _whole(plan, q, k, v, sink, options, return_lse, used)
     if lse is None:
         (o,) = swapped(swap, o, to_heads=False)
         return o, None
@@ -163,21 +190,27 @@ def _by_heads(
 
 def _by_tokens(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
-    mode: str, return_lse: bool, grad: bool,
+    mode: str, return_lse: bool, grad: bool, used: Used | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    whole = options.window.left is None and options.window.right in (None, 0)
-    way = "ring" if mode == "ring" and whole else "gather"
-    run = Run(plan, options, way, return_lse or grad)
+    window = options.window
+    if used is not None and not takes(*window):
+        raise NotImplementedError(
+            f"window_size is {tuple(window)} with cp and seqused_q or seqused_k: take causal, no "
+            "window, or mode 'heads' without a mesh"
+        )
+    by_hops = mode == "ring" and window.left is None and window.right in (None, 0) and used is None
+    whole = used is not None and not used.equal
+    run = Run(plan, options, "ring" if by_hops else "gather", return_lse or grad, whole)
     if grad:
-        o, lse = _Attention.apply(q, k, v, sink, run)
+        o, lse = _Attention.apply(q, k, v, sink, run, *(used or (None, None)))
     else:
-        o, lse = run.forward(q, k, v, sink)
+        o, lse = run.forward(q, k, v, sink, used)
     return o, lse if return_lse else None
 
 
 def _whole(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
-    return_lse: bool,
+    return_lse: bool, used: Used | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention on all tokens of this rank's heads."""
     shared: dict[str, Any] = options._asdict()
@@ -187,6 +220,8 @@ def _whole(
         return flash_attn_func(q, k, v, **shared)
     bounds = torch.tensor(plan.layout.bounds, dtype=torch.int32).to(q.device)
     longest = max(plan.lengths, default=0)
+    if used is not None:
+        shared |= {"seqused_q": used.queries, "seqused_k": used.keys}
     o, lse = flash_attn_varlen_func(
         q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest,
         max_seqlen_k=longest, **shared,
@@ -222,6 +257,26 @@ def _window(causal: bool, window_size: Any) -> Window:
                 f"window_size is {tuple(window_size)} with cp, which takes no number below -1"
             )
     return Window(left, 0 if causal else right)
+
+
+def _used(plan: Plan, q: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None) -> Used | None:
+    """The used tokens, None if all are used."""
+    sequences = len(plan.lengths)
+    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}, must be torch.int32")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, must be on {q.device} as q is")
+        if list(x.shape) != [sequences]:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, must be [{sequences}], a number for each "
+                "sequence of the plan"
+            )
+    return None if seqused_q is None and seqused_k is None else Used(seqused_q, seqused_k)
 
 
 def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

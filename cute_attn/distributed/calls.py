@@ -33,63 +33,86 @@ class Options(NamedTuple):
     batch_invariant: bool = False
 
 
+Counts = tuple[Tensor, Tensor]  # see `used.UsedRows.counts`
+
+
 class Packed(NamedTuple):
     """A pass of several rectangles, as arguments of `flash_attn_varlen_func`."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     seqused_q: Tensor | None
+    seqused_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
 
     @property
     def lengths(self) -> dict[str, Any]:
         """The tensors by name."""
-        return {name: getattr(self, name) for name in self._fields[:3]}
+        return {name: getattr(self, name) for name in self._fields[:4]}
+
+
+def packed(
+    of: Pass, batch: int, rows_q: int, rows_k: int, device: torch.device, counts: Counts | None
+) -> Packed:
+    """The packed sequences of a pass, for all batch entries. Every row belongs to a sequence.
+    `counts` says how many rows of each rectangle are used."""
+    found, rectangles = _packed(of, batch, rows_q, rows_k, device)
+    if counts is None:
+        return found
+    used_q, used_k = (x.index_select(0, rectangles) for x in counts)
+    return found._replace(seqused_q=used_q, seqused_k=used_k)
 
 
 @lru_cache(maxsize=1024)
-def packed(of: Pass, batch: int, rows_q: int, rows_k: int, device: torch.device) -> Packed:
-    """The packed sequences of a pass, for all batch entries. Every row belongs to a sequence."""
-    bounds_q, bounds_k, used = [0], [0], []
+def _packed(
+    of: Pass, batch: int, rows_q: int, rows_k: int, device: torch.device
+) -> tuple[Packed, Tensor]:
+    """The packed sequences of a pass in which all rows are used. And the number of each sequence's
+    rectangle, or the number of rectangles for rows between two rectangles."""
+    bounds_q, bounds_k, used, rectangles = [0], [0], [], []
 
-    def add(end_q: int, end_k: int, queries: int) -> None:
+    def add(end_q: int, end_k: int, queries: int, rectangle: int) -> None:
         bounds_q.append(end_q)
         bounds_k.append(end_k)
         used.append(queries)
+        rectangles.append(rectangle)
 
     last = Rectangle(rows_q, rows_q, rows_k, rows_k)
     for entry in range(batch):
         at_q, at_k = entry * rows_q, entry * rows_k
-        for q, q_end, k, k_end in (*of.rectangles, last):
+        for number, (q, q_end, k, k_end) in enumerate((*of.rectangles, last)):
             if (bounds_q[-1], bounds_k[-1]) != (at_q + q, at_k + k):
-                add(at_q + q, at_k + k, 0)
+                add(at_q + q, at_k + k, 0, len(of.rectangles))
             if q < q_end:
-                add(at_q + q_end, at_k + k_end, q_end - q)
+                add(at_q + q_end, at_k + k_end, q_end - q, number)
     lengths_q = [b - a for a, b in pairwise(bounds_q)]
-    tensors = [torch.tensor(x, dtype=torch.int32) for x in (bounds_q, bounds_k, used)]
-    cu_q, cu_k, seqused = (x.to(device) for x in tensors)
-    return Packed(
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in (bounds_q, bounds_k, used, rectangles)]
+    cu_q, cu_k, seqused, numbers = (x.to(device) for x in tensors)
+    sequences = Packed(
         cu_q,
         cu_k,
         None if used == lengths_q else seqused,
+        None,
         max((r.q_end - r.q for r in of.rectangles), default=0),
         max((r.k_end - r.k for r in of.rectangles), default=0),
     )
+    return sequences, numbers
 
 
 def attend(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
-    sink: Tensor | None, options: Options,
+    sink: Tensor | None, options: Options, counts: Counts | None = None,
 ) -> None:  # fmt: skip
-    """Write out and lse of the pass's queries; other rows keep their values."""
+    """Write out and lse of the pass's queries; other rows keep their values. With `counts`, rows
+    of queries that are not used are undefined."""
     shared: dict[str, Any] = {
         **_shared(of, options),
         "batch_invariant": options.batch_invariant,
         "learnable_sink": sink,
         "return_lse": lse is not None,
     }
-    if len(of.rectangles) == 1:
+    if len(of.rectangles) == 1 and counts is None:
         ((first, end, first_k, end_k),) = of.rectangles
         queries, keys = slice(first, end), slice(first_k, end_k)
         _, found = flash_attn_func(
@@ -99,7 +122,7 @@ def attend(
             lse[..., first:end].copy_(found)
         return
     batch, rows, heads, _ = q.shape
-    sequences = packed(of, batch, rows, k.shape[1], q.device)
+    sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     _, found = flash_attn_varlen_func(
         flat_q,
@@ -135,7 +158,7 @@ def attend_in_float32(
         call = Arguments(q[:, first:end], k[:, keys], v[:, keys], **shared)
         attend_partial(call, o[None, :, first:end], lse[None, :, first:end])
         return
-    sequences = packed(of, batch, rows, k.shape[1], q.device)
+    sequences = packed(of, batch, rows, k.shape[1], q.device, None)
     if sequences.seqused_q is not None:
         lse.fill_(-torch.inf)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
@@ -145,7 +168,8 @@ def attend_in_float32(
 
 def gradients(
     of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor, *, first: bool,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, dq: Tensor,
+    counts: Counts | None, *, first: bool,
 ) -> tuple[Rectangle, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Write dq of the pass's queries, and return the gradients of the pass's keys.
 
@@ -158,6 +182,39 @@ def gradients(
     Returns:
         (rows, dk, dv, dsink): dk and dv are float32, for the keys `rows.k` to `rows.k_end - 1`.
     """
+    rows, call, sequences = _backward(of, q, k, v, o, lse, do, dlse, sink, options, counts)
+    if sequences is None:
+        dk, dv, dsink = BACKWARD.into(call, dq[:, rows.q : rows.q_end])
+        return rows, dk, dv, dsink
+    to = dq if first or sequences.seqused_q is None else torch.empty_like(dq)
+    dk, dv, dsink = BACKWARD.into(call, to.flatten(0, 1))
+    if to is not dq:
+        _copy(of, dq, to, 1, whole=False)
+    dk, dv = (x.view(len(q), -1, *x.shape[1:]) for x in (dk, dv))
+    return rows, dk, dv, dsink
+
+
+def float32_gradients(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options,
+) -> tuple[Rectangle, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(rows, dq, dk, dv, dsink) of a pass, in float32; arguments as for `gradients`. dq, dk and dv
+    are of the queries and keys in `rows`. Of queries that are not in the pass, dq is 0."""
+    rows, call, sequences = _backward(
+        of, q, k, v, o, lse, do, dlse, sink, options, None, float32_dq=True
+    )
+    *found, dsink = BACKWARD.forward(*call)
+    if sequences is not None:
+        found = [x.view(len(q), -1, *x.shape[1:]) for x in found]
+    dq, dk, dv = found
+    return rows, dq, dk, dv, dsink
+
+
+def _backward(
+    of: Pass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, counts: Counts | None, **more: Any,
+) -> tuple[Rectangle, BackwardArguments, Packed | None]:  # fmt: skip
+    """The rows of a pass's call, the call, and its packed sequences if the call has any."""
     shared: dict[str, Any] = {
         **_shared(of, options),
         "deterministic": options.deterministic,
@@ -165,10 +222,11 @@ def gradients(
         "learnable_sink": sink,
         "need_dsink": sink is not None,
         "float32_dkdv": True,
+        **more,
     }
     shared["window_left"], shared["window_right"] = shared.pop("window_size")
     batch, rows, _heads, _ = q.shape
-    if len(of.rectangles) == 1:
+    if len(of.rectangles) == 1 and counts is None:
         (r,) = of.rectangles
         queries = slice(r.q, r.q_end)
         call = BackwardArguments(
@@ -176,22 +234,15 @@ def gradients(
             do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
             **shared,
         )  # fmt: skip
-        dk, dv, dsink = BACKWARD.into(call, dq[:, queries])
-        return r, dk, dv, dsink
-    sequences = packed(of, batch, rows, k.shape[1], q.device)
-    lses = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
-    flat_lse, flat_dlse = lses
+        return r, call, None
+    sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
+    flat_lse, flat_dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     assert flat_lse is not None
     q_rows, k_rows, v_rows, o_rows, do_rows = (x.flatten(0, 1) for x in (q, k, v, o, do))
     call = BackwardArguments(
         q_rows, k_rows, v_rows, o_rows, do_rows, flat_lse, flat_dlse, **sequences.lengths, **shared
     )
-    to = dq if first or sequences.seqused_q is None else torch.empty_like(dq)
-    dk, dv, dsink = BACKWARD.into(call, to.flatten(0, 1))
-    if to is not dq:
-        _copy(of, dq, to, 1, whole=False)
-    dk, dv = (x.view(batch, -1, *x.shape[1:]) for x in (dk, dv))
-    return Rectangle(0, rows, 0, k.shape[1]), dk, dv, dsink
+    return Rectangle(0, rows, 0, k.shape[1]), call, sequences
 
 
 def _shared(of: Pass, options: Options) -> dict[str, Any]:

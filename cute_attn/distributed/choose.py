@@ -24,6 +24,9 @@ PASSES_OF_A_HOP = 13.0
 PASSES_OF_GRADIENTS = 4.0
 PASSES_OF_HEADS = 3.0  # packing and unpacking tokens of some heads
 
+# Head dimensions at which the backward of "ring" goes by hops on Hopper; see `ring`.
+HEAD_DIMS_OF_HOPS = (64, 128)
+
 GATHERED_BYTES = 8 * 2**30  # the most bytes of K and V that a rank gathers
 
 
@@ -62,8 +65,8 @@ def choose(shape: Shape, *, mesh: bool = False) -> str:
         seconds.pop("heads", None)
     if gathered_bytes(shape) > GATHERED_BYTES:
         del seconds["gather"]
-        if shape.gradient:
-            del seconds["ring"]  # the backward of "ring" gathers
+        if shape.gradient and shape.head_dim not in HEAD_DIMS_OF_HOPS:
+            del seconds["ring"]  # its backward gathers
     return min(seconds, key=seconds.__getitem__) if seconds else "gather"
 
 

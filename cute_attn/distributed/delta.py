@@ -69,13 +69,14 @@ class Held:
         return found
 
     def needed(self, route: Route, batch: int, device: torch.device) -> Tensor | None:
-        """For each span, 1 if its transition is needed, otherwise 0; None if none is needed."""
+        """For each span, 1 if its transition is needed, otherwise 0, as `[spans, 1, 1]`; None if
+        none is needed."""
         if not any(route.needed):
             return None
         key = "needed", route is self.forward, batch, device
         if key not in self._tensors:
             needed = torch.tensor(route.needed * batch, dtype=torch.float32)
-            self._tensors[key] = needed.to(device)
+            self._tensors[key] = needed.view(-1, 1, 1).to(device)
         found: Tensor = self._tensors[key]
         return found
 
@@ -115,23 +116,40 @@ class Run:
         a = self.rule.arguments(**named, **(self.options | options), cu_seqlens=spans.cu_seqlens)
         return self.rule.operator.readable(a)
 
-    def matrices(self, x: Tensor | None, like: Tensor, dims: tuple[int, int]) -> Tensor:
-        """A state of each sequence as `[batch, sequences, HV, V, K]`, float32; None is 0."""
-        sequences = len(self.plan.lengths)
-        shape = self.batch, sequences, like.shape[2], *dims
+    def shape(self, like: Tensor, dims: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of a state of each sequence: `[batch, sequences, HV, V, K]`."""
+        return self.batch, len(self.plan.lengths), like.shape[2], *dims
+
+    def matrices(self, x: Tensor | None, like: Tensor, dims: tuple[int, int]) -> Tensor | None:
+        """A state of each sequence in float32, with the shape `shape`; None is 0."""
         if x is None:
-            return like.new_zeros(shape, dtype=torch.float32)
+            return None
         x = x if self.v_first else x.mT
         found = readable_state(x)
         assert found is not None
-        return found.reshape(shape)
+        return found.reshape(self.shape(like, dims))
 
-    def copy_empty(self, into: Tensor, states: Tensor) -> None:
-        """On rank 0, copy the states of sequences without tokens, which no rank's kernels carry."""
-        if self.plan.rank == 0:
+    def ends(
+        self, route: Route, local: Tensor | None, given: Tensor | None, like: Tensor,
+        dims: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        """The matrix at the end of each sequence in the direction of `route`, on the rank that has
+        it; other ranks have 0.
+
+        Args:
+            local: the matrices at the ends of the rank's spans; None without spans.
+            given: the matrices before the sequences. A sequence without tokens ends with these, on
+                rank 0.
+        """
+        found = like.new_zeros(self.shape(like, dims), dtype=torch.float32)
+        if local is not None:
+            spans, sequences = route.ends
+            sequences.put(found, spans.take(self.held.by_span(local, self.batch)))
+        if self.plan.rank == 0 and given is not None:
             for sequence, length in enumerate(self.plan.lengths):
                 if length == 0:
-                    into[:, sequence].copy_(states[:, sequence])
+                    found[:, sequence].copy_(given[:, sequence])
+        return found
 
     def as_given(self, x: Tensor) -> Tensor:
         """The inverse of `matrices`, as a contiguous tensor."""
@@ -154,8 +172,10 @@ class _DeltaRule(torch.autograd.Function):
         count = len(_INPUTS)
         needs = ctx.needs_input_grad[2:]
         tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        found, dinitial = backward(ctx.run, tensors, kept, do, dfinal, needs)
-        return None, dinitial if ctx.needs_input_grad[1] else None, *found
+        found, dinitial = backward(
+            ctx.run, tensors, kept, do, dfinal, needs, ctx.needs_input_grad[1]
+        )
+        return None, dinitial, *found
 
 
 def forward(
@@ -166,10 +186,10 @@ def forward(
     q, v = tensors[0], tensors[2]
     dims = v.shape[-1], q.shape[-1]
     first = run.matrices(initial, v, dims)
-    if not held.pieces:
-        o, local = torch.empty_like(v), v.new_empty(0, v.shape[2], *dims)
+    local = None
+    if not held.pieces:  # such a rank neither sends nor receives states
+        o = torch.empty_like(v)
         kept: list[Tensor | None] = []
-        held.forward.states(run.plan.all_ranks, None, first, held.by_span(local, batch)).wait()
     else:
         sent: list[Messages] = []
         a = run.arguments(tensors, keep_states=keep)
@@ -187,39 +207,37 @@ def forward(
     if not run.final:
         return o, None, kept
     # One rank has the state after a sequence's last token. The other ranks add zeros.
-    final = torch.zeros_like(first)
-    by_span = held.by_span(local, batch)
-    ends, sequences = held.forward.ends
-    sequences.put(final, ends.take(by_span))
-    run.copy_empty(final, first)
+    final = run.ends(held.forward, local, first, v, dims)
     dist.all_reduce(final, group=run.plan.all_ranks)
     return o, run.as_given(final), kept
 
 
 def backward(
     run: Run, tensors: tuple[Any, ...], kept: tuple[Tensor, ...], do: Tensor | None,
-    dfinal: Tensor | None, needs: tuple[bool, ...],
-) -> tuple[list[Tensor | None], Tensor]:  # fmt: skip
-    """(the gradients of `tensors`, the gradient of the initial states)."""
+    dfinal: Tensor | None, needs: tuple[bool, ...], need_initial: bool,
+) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
+    """(the gradients of `tensors`, the gradient of the initial states or None)."""
     held, batch, plan = run.held, run.batch, run.plan
     q, v = tensors[0], tensors[2]
     dims = v.shape[-1], q.shape[-1]
     last = run.matrices(dfinal, v, dims)
     if run.final:  # every rank has a copy of the final states
+        if last is None:
+            last = v.new_zeros(run.shape(v, dims), dtype=torch.float32)
         parts = [torch.empty_like(last) for _ in range(plan.world)]
         dist.all_gather(parts, last.contiguous(), group=plan.all_ranks)
         last = parts[0]
         for part in parts[1:]:
             last = last + part
-    dinitial = torch.zeros_like(last)
-    run.copy_empty(dinitial, last)
+
+    def of_initial(local: Tensor | None) -> Tensor | None:
+        if not need_initial:
+            return None
+        return run.as_given(run.ends(held.backward, local, last, v, dims))
+
     if not held.pieces:
-        local = v.new_empty(0, v.shape[2], *dims)
-        held.backward.states(plan.all_ranks, None, last, held.by_span(local, batch)).wait()
         found = [torch.zeros_like(x) if x is not None else None for x in tensors]
-        return [x if need else None for x, need in zip(found, needs, strict=True)], run.as_given(
-            dinitial
-        )
+        return [x if need else None for x, need in zip(found, needs, strict=True)], of_initial(None)
     a = run.arguments(tensors)
     do = torch.zeros_like(v) if do is None else do
     names = [name for name in BackwardArguments._fields if hasattr(a, name)]
@@ -245,15 +263,11 @@ def backward(
     needed = held.needed(held.backward, batch, v.device)
     *gradients, local = run.rule.gradients(arguments, spans, needed, carry)
     sent[0].wait()
-    assert local is not None
-    by_span = held.by_span(local, batch)
-    ends, sequences = held.backward.ends
-    sequences.put(dinitial, ends.take(by_span))
     found = [
         None if x is None or not need else x.to(given.dtype).view(given.shape)
         for x, given, need in zip(gradients, tensors, needs, strict=True)
     ]
-    return found, run.as_given(dinitial)
+    return found, of_initial(local)
 
 
 def chunk_delta_rule(

@@ -158,14 +158,16 @@ def wait_for(after: Any) -> None:
 class Messages:
     """Messages that have started. The messages' tensors stay alive as long as this object."""
 
-    def __init__(self, works: list[Any], kept: Any) -> None:
-        self._works, self._kept = works, kept
+    def __init__(self, works: list[Any], kept: Any, *, on_host: bool = False) -> None:
+        self._works, self._kept, self._on_host = works, kept, on_host
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the messages. With NCCL, the host does not
-        wait."""
+        wait, and several streams may wait. With gloo, the host waits, once for each message."""
         for work in self._works:
             work.wait()
+        if self._on_host:
+            self._works = []
 
 
 def send(
@@ -187,14 +189,13 @@ def send(
     if not ways:
         return Messages([], None)
     if ways[0][2].device.type == "cuda":
-        works = _send_by_nccl(group, ways)
-    else:
-        works = []
-        for kind, rank, x in ways:
-            raw = x.view(-1).view(torch.uint8)  # gloo supports few dtypes
-            peer = dist.get_global_rank(group, rank)
-            works.append((dist.irecv if kind else dist.isend)(raw, peer, group))
-    return Messages(works, (to, into))
+        return Messages(_send_by_nccl(group, ways), (to, into))
+    works = []
+    for kind, rank, x in ways:
+        raw = x.view(-1).view(torch.uint8)  # gloo supports few dtypes
+        peer = dist.get_global_rank(group, rank)
+        works.append((dist.irecv if kind else dist.isend)(raw, peer, group))
+    return Messages(works, (to, into), on_host=True)
 
 
 def _send_by_nccl(group: Any, ways: list[tuple[int, int, Tensor]]) -> list[Any]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..ops.attention.arguments import readable_or_copied
-from .calls import Options, attend, gradients
+from .calls import Counts, Options, attend, gradients
 from .exchange import Messages, Rows, beside, copy_rows, event, flat, send, wait_for
 from .layout import Layout, Needs, Pass, Window, shared_rows
+from .used import Used, UsedRows
 
 
 class Route:
@@ -35,8 +36,11 @@ class Route:
         received: other rank -> the rows of gathered keys that the other rank sends.
     """
 
-    def __init__(self, layout: Layout, rank: int, window: Window) -> None:
-        self.needs: Needs = layout.needs(rank, window)
+    def __init__(self, layout: Layout, rank: int, window: Window, *, whole: bool = False) -> None:
+        """`whole` is as for `Layout.needs`."""
+        self.layout, self.held = layout, layout.ranges[rank]
+        self.needs: Needs = layout.needs(rank, window, whole=whole)
+        self._used: dict[Any, UsedRows] = {}
         self.rows = sum(end - start for start, end in self.needs.ranges)
         self.own: tuple[Rows, Rows] | None = None
         self.sent: dict[int, Rows] = {}
@@ -46,12 +50,25 @@ class Route:
                 held, gathered = shared_rows(layout.ranges[rank], self.needs.ranges)
                 self.own = (Rows(held), Rows(gathered)) if held else None
                 continue
-            rows, _ = shared_rows(layout.ranges[rank], layout.needs(other, window).ranges)
+            rows, _ = shared_rows(
+                layout.ranges[rank], layout.needs(other, window, whole=whole).ranges
+            )
             if rows:
                 self.sent[other] = Rows(rows)
             _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
             if rows:
                 self.received[other] = Rows(rows)
+
+    def counts(self, of: Pass, used: Used | None, keys: Tensor, *, local: bool) -> Counts | None:
+        """How many rows of each rectangle of a pass are used; None: all rows. `keys` are the
+        pass's keys: the rank's own with `local`, otherwise gathered keys."""
+        if used is None:
+            return None
+        key = of, local, keys.device
+        if key not in self._used:
+            ranges = self.held if local else self.needs.ranges
+            self._used[key] = UsedRows(of, self.layout, self.held, ranges, keys.device)
+        return self._used[key].counts(used)
 
 
 class _Keys:
@@ -86,7 +103,7 @@ class _Keys:
 
 def forward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    options: Options, need_lse: bool,
+    options: Options, need_lse: bool, used: Used | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o, lse) of the rank's queries."""
     keys = _Keys(route, group, (k, v))
@@ -96,16 +113,18 @@ def forward(
     if route.needs.local.forward:
         own_k, own_v = readable_or_copied(k), readable_or_copied(v)
         for of in route.needs.local.forward:
-            attend(of, q, own_k, own_v, out, lse, sink, options)
+            counts = route.counts(of, used, own_k, local=True)
+            attend(of, q, own_k, own_v, out, lse, sink, options, counts)
     seen_k, seen_v = keys.wait()
     for of in route.needs.remote.forward:
-        attend(of, q, seen_k, seen_v, out, lse, sink, options)
+        counts = route.counts(of, used, seen_k, local=False)
+        attend(of, q, seen_k, seen_v, out, lse, sink, options, counts)
     return out, lse
 
 
 def backward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    dlse: Tensor | None, sink: Tensor | None, options: Options,
+    dlse: Tensor | None, sink: Tensor | None, options: Options, used: Used | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
     keys = _Keys(route, group, (k, v))
@@ -117,8 +136,9 @@ def backward(
 
     def add(sums: _KeySums, of: Pass, of_k: Tensor, of_v: Tensor) -> None:
         nonlocal first
+        counts = route.counts(of, used, of_k, local=sums is local)
         rows, *of_keys, of_sink = gradients(
-            of, q, of_k, of_v, o, lse, do, dlse, sink, options, dq, first=first
+            of, q, of_k, of_v, o, lse, do, dlse, sink, options, dq, counts, first=first
         )
         first = False
         sums.add(slice(rows.k, rows.k_end), of_keys)
@@ -199,7 +219,7 @@ def _return(
         if local.sums is not None:
             parts.insert(0, (Rows([(local.first.start, local.first.stop)]), [local.sums[i]]))
         if all(rows.in_pieces(out.shape[0]) for rows, _ in parts):
-            _add_ranges(out, parts)
+            add_ranges(out, parts)
             continue
         total = torch.zeros_like(out, dtype=torch.float32)
         for rows, pieces in parts:
@@ -207,7 +227,7 @@ def _return(
         out.copy_(total)
 
 
-def _add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
+def add_ranges(out: Tensor, parts: list[tuple[Rows, list[Tensor]]]) -> None:
     """Write the sums of parts to `out`, range by range of rows. The last addition of a range also
     rounds its sum, which saves a pass over memory."""
     cuts = {0, out.shape[1], *(end for rows, _ in parts for both in rows.ranges for end in both)}

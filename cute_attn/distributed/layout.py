@@ -205,23 +205,26 @@ class Layout:
                 start = stop
         return found
 
-    def needs(self, rank: int, window: Window) -> Needs:
-        """The keys that a rank's queries see, on any rank."""
+    def needs(self, rank: int, window: Window, *, whole: bool = False) -> Needs:
+        """The keys that a rank's queries see, on any rank. With `whole`, the keys are whole
+        sequences, and the window is for each query as `window` says."""
         local: list[_Part] = []
         remote: list[_Part] = []
         for piece in self.pieces(rank):
             low, high = self.bounds[piece.sequence], self.bounds[piece.sequence + 1]
             for start, end in _cuts(piece, (low, high), window):
                 keys = (
-                    low if window.left is None else max(low, start - window.left),
-                    high if window.right is None else min(high, end + window.right),
+                    low if whole or window.left is None else max(low, start - window.left),
+                    high if whole or window.right is None else min(high, end + window.right),
                 )
                 part = _Part((start, end), piece.row + start - piece.start, keys)
                 inside = piece.start <= keys[0] and keys[1] <= piece.end
                 (local if inside else remote).append(part)
         ranges = joined(part.keys for part in remote)
         return Needs(
-            ranges, _stage(local, self.ranges[rank], window), _stage(remote, ranges, window)
+            ranges,
+            _stage(local, self.ranges[rank], window, shifted=not whole),
+            _stage(remote, ranges, window, shifted=not whole),
         )
 
     def hop(self, rank: int, other: int, causal: bool) -> tuple[Pass, ...]:
@@ -313,8 +316,11 @@ def _cuts(piece: Piece, sequence: Range, window: Window) -> list[Range]:
     return [(a, b) for a, b in pairwise(cuts) if a < b]
 
 
-def _stage(parts: Sequence[_Part], ranges: Sequence[Range], window: Window) -> Stage:
-    """The calls of some queries, whose keys are rows of `ranges`."""
+def _stage(
+    parts: Sequence[_Part], ranges: Sequence[Range], window: Window, *, shifted: bool
+) -> Stage:
+    """The calls of some queries, whose keys are rows of `ranges`. With `shifted`, calls have the
+    window between positions, and otherwise `window` itself."""
     forward: dict[Window, list[Rectangle]] = {}
     backward: list[tuple[Window, list[Rectangle]]] = []
     for (start, end), row, (low, high) in parts:
@@ -322,25 +328,25 @@ def _stage(parts: Sequence[_Part], ranges: Sequence[Range], window: Window) -> S
         rectangle = Rectangle(row, row + end - start, first, first + high - low)
         # Kernels align the last query with the last key. Here `past` keys follow the position of
         # the last query, so the window shifts by `past` keys.
-        past = high - end
-        shifted = Window(
+        past = high - end if shifted else 0
+        of_call = Window(
             *(None if x is None else x + s * past for x, s in zip(window, (1, -1), strict=True))
         )
-        in_forward = forward.setdefault(shifted, [])
-        if shifted == (None, None) and in_forward and in_forward[-1][2:] == rectangle[2:]:
+        in_forward = forward.setdefault(of_call, [])
+        if of_call == (None, None) and in_forward and in_forward[-1][2:] == rectangle[2:]:
             in_forward[-1] = in_forward[-1]._replace(q_end=rectangle.q_end)  # adjacent rows
         else:
             in_forward.append(rectangle)
         for of, rectangles in backward:
             last = rectangles[-1]
-            if of == shifted == (None, None) and last[2:] == rectangle[2:]:
+            if of == of_call == (None, None) and last[2:] == rectangle[2:]:
                 rectangles[-1] = last._replace(q_end=rectangle.q_end)
                 break
-            if of == shifted and last.k_end <= rectangle.k:
+            if of == of_call and last.k_end <= rectangle.k:
                 rectangles.append(rectangle)
                 break
         else:
-            backward.append((shifted, [rectangle]))
+            backward.append((of_call, [rectangle]))
     return Stage(
         tuple(Pass(tuple(sorted(r, key=_fewest)), w) for w, r in forward.items()),
         tuple(Pass(tuple(r), w) for w, r in backward),
@@ -383,6 +389,15 @@ def row_of(ranges: Sequence[Range], token: int) -> int:
             return row + token - start
         row += end - start
     raise ValueError(f"token {token} is in none of the ranges {ranges}")
+
+
+def token_of(ranges: Sequence[Range], row: int) -> int:
+    """The token in a row of the rows of `ranges`."""
+    for start, end in ranges:
+        if row < end - start:
+            return start + row
+        row -= end - start
+    raise ValueError(f"the ranges {ranges} have {row} rows too few")
 
 
 def shared_rows(

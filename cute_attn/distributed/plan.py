@@ -47,7 +47,7 @@ class Plan:
         self.token_rank = dist.get_rank(group)
         self.head_rank = 0 if heads_group is None else dist.get_rank(heads_group)
         self.agreed: set[Any] = set()
-        self._routes: dict[Any, Route] = {}
+        self._routes: dict[tuple[Window, bool], Route] = {}
         self._rings: dict[bool, Ring] = {}
         self.kept: dict[Any, Any] = {}  # what other modules compute once for a plan
         self._received: dict[Window, int] = {}
@@ -147,11 +147,13 @@ class Plan:
 
     # -- what calls exchange
 
-    def route(self, window: Window) -> Route:
-        """The exchange of keys among the ranks that split tokens, for a window."""
-        found = self._routes.get(window)
+    def route(self, window: Window, *, whole: bool = False) -> Route:
+        """The exchange of keys among the ranks that split tokens, for a window. `whole` is as for
+        `Layout.needs`."""
+        found = self._routes.get((window, whole))
         if found is None:
-            found = self._routes[window] = Route(self.rows_of, self.token_rank, window)
+            found = Route(self.rows_of, self.token_rank, window, whole=whole)
+            self._routes[window, whole] = found
         return found
 
     def received(self, window: Window) -> int:

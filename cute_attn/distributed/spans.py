@@ -9,27 +9,16 @@ backward runs the other way: the gradient of the state at a span's end comes fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.kda.chunk_spans import followed
-from .exchange import Messages, Rows, beside, send
+from ..ops.kda.chunk_spans import chain
+from .exchange import Messages, Rows, send
 from .layout import Layout, Piece, Range
 
-
-class Step(NamedTuple):
-    """A step of all chains: the first chains of the list take a transition each, from `pool`.
-
-    Attributes:
-        pool: for each of these chains, the transition's place in the pool.
-        chains, spans: chains whose matrix is now at the start of a rank's own span, and that span.
-    """
-
-    pool: Rows
-    chains: Rows
-    spans: Rows
+NOTHING = -1  # in a step of a chain: no matrix to take, or no place to write
 
 
 class Route:
@@ -39,9 +28,11 @@ class Route:
         count: the rank's spans.
         needed: for each of the rank's spans, whether another span needs the span's transition.
         sent: other rank -> the rank's spans whose transitions the other rank needs.
-        received: other rank -> the number of transitions from this rank.
-        sequences: the sequence of each chain; longer chains come first.
-        steps: the steps of the chains. Step 0 has no transitions.
+        received: other rank -> the places of this rank's transitions in the pool.
+        pool: the number of transitions in the pool: the rank's own, then other ranks'.
+        chains: for each sequence that the rank has a part of, the steps of
+            `ops.kda.chunk_spans.chain`. A step after the first takes a transition from the pool. A
+            step writes the matrix at the start of a rank's own span.
         ends: (spans, sequences): the rank's spans at the ends of sequences, and these sequences.
     """
 
@@ -64,28 +55,19 @@ class Route:
         }
         pool = sorted(before[rank], key=lambda x: (x[0] != rank, *x))
         self.own = _rows([i for r, i in pool if r == rank])
-        self.received = {
-            other: sum(r == other for r, _ in pool)
-            for other in sorted({r for r, _ in pool} - {rank})
-        }
-        chains = []
+        self.pool = len(pool)
+        self.received = {}
+        for other in sorted({r for r, _ in pool} - {rank}):
+            places = [at for at, (r, _) in enumerate(pool) if r == other]
+            self.received[other] = Rows([(places[0], places[-1] + 1)])
+        self.chains: list[list[tuple[int, int]]] = []
         for sequence in sorted({p.sequence for p in pieces[rank]}):
             order = orders[sequence]
             last = max(at for at, (r, _) in enumerate(order) if r == rank)
-            chains.append((sequence, order[: last + 1]))
-        chains.sort(key=lambda x: -len(x[1]))
-        self.sequences = _rows([sequence for sequence, _ in chains])
-        self.steps = []
-        for at in range(max((len(order) for _, order in chains), default=0)):
-            active = [(n, order) for n, (_, order) in enumerate(chains) if len(order) > at]
-            own = [(n, order[at][1]) for n, order in active if order[at][0] == rank]
-            self.steps.append(
-                Step(
-                    _rows([pool.index(order[at - 1]) for _, order in active] if at else []),
-                    _rows([n for n, _ in own]),
-                    _rows([i for _, i in own]),
-                )
-            )
+            places = [i if r == rank else NOTHING for r, i in order[: last + 1]]
+            taken = [sequence, *(pool.index(x) for x in order[:last])]
+            self.chains.append(list(zip(taken, places, strict=True)))
+        self._steps: dict[torch.device, Tensor] = {}
         ends = [
             (i, p.sequence)
             for i, p in enumerate(pieces[rank])
@@ -93,45 +75,48 @@ class Route:
         ]
         self.ends = _rows([i for i, _ in ends]), _rows([sequence for _, sequence in ends])
 
-    def states(self, group: Any, moves: Tensor | None, first: Tensor, out: Tensor) -> Messages:
+    def steps(self, device: torch.device) -> Tensor:
+        """The steps of all chains, int32 `[chains, steps, 2]`."""
+        if device not in self._steps:
+            longest = max(map(len, self.chains))
+            nothing = NOTHING, NOTHING
+            filled = [x + [nothing] * (longest - len(x)) for x in self.chains]
+            self._steps[device] = torch.tensor(filled, dtype=torch.int32).to(device)
+        return self._steps[device]
+
+    def states(
+        self, group: Any, moves: Tensor | None, first: Tensor | None, out: Tensor
+    ) -> Messages:
         """Write the matrix at the start of each of the rank's spans. Return the messages, for which
         the caller waits at the end, because a rank that only sends need not wait before its pass.
 
         Args:
             moves: [B | M] of the rank's spans, `[batch, spans, HV, V + K, K]`; None if no span's is
                 needed.
-            first: the matrix at the start of each sequence, `[batch, sequences, HV, V, K]`.
+            first: the matrix at the start of each sequence, `[batch, sequences, HV, V, K]`; None
+                is 0.
             out: `[batch, spans, HV, V, K]`, which is written.
         """
-        pool, messages = self._pool(group, moves, out)
-        dim_v = out.shape[-2]
-        states = self.sequences.take(first).double()
-        for step in self.steps:
-            if step.pool.count:
-                # Chains that have ended come last, and are not needed again.
-                moves = step.pool.take(pool).double()
-                states = followed(states[:, : step.pool.count], moves, dim_v)
-            if step.spans.count:
-                step.spans.put(out, step.chains.take(states).to(out.dtype))
-        return messages
-
-    def _pool(self, group: Any, moves: Tensor | None, like: Tensor) -> tuple[Tensor, Messages]:
-        """The transitions that the steps take: the rank's own, then other ranks'."""
-        batch, _, heads, dim_v, dim_k = like.shape
-        shape = heads, dim_v + dim_k, dim_k
-        into = {
-            other: [like.new_empty(batch, count, *shape)] for other, count in self.received.items()
-        }
-        with beside(like.device):
-            to = {} if moves is None else {r: [rows.take(moves)] for r, rows in self.sent.items()}
-            messages = send(group, to, into)
-        own = [] if moves is None or not self.own.count else [self.own.take(moves)]
+        batch, _, heads, dim_v, dim_k = out.shape
+        # The current stream packs and sends, because nothing else is ready to run meanwhile.
+        to = {} if moves is None else {r: [rows.take(moves)] for r, rows in self.sent.items()}
+        pool = out.new_empty(batch, self.pool, heads, dim_v + dim_k, dim_k)
+        into = {other: rows.memory(pool, inside=True) for other, rows in self.received.items()}
+        messages = send(group, to, into)
+        if self.own.count and moves is not None:
+            self.own.packed.put(pool, self.own.take(moves))
         if into:
             messages.wait()
-        parts = [*own, *(part for (part,) in into.values())]
-        if not parts:
-            return like.new_empty(batch, 0, *shape), messages
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1), messages
+            for other, rows in self.received.items():
+                rows.fill(pool, into[other])
+        if self.pool:
+            chain(first, pool, self.steps(out.device), out)
+        elif first is None:
+            out.zero_()
+        else:
+            for ((sequence, span),) in self.chains:
+                out[:, span].copy_(first[:, sequence])
+        return messages
 
 
 def _before(

@@ -17,7 +17,7 @@ from .program import Program
 from .recording import Recording
 from .report import Finding, FindingsError, LaunchRecord, Report
 
-SCHEDULES = ("fair", "random", "adversarial")
+SCHEDULES = ("fair", "random", "adversarial", "starving")
 _OBJECT, _PTX = "kernel.o", "kernel.ptx"  # the files of a cache entry
 _ENTRY_FUNCTION = "k"  # the exported name of an entry's function
 _MISALIGNED = "Misaligned Tensor data"  # how the host code's error begins
@@ -48,7 +48,9 @@ class Emulator:
             of a cooperative launch, are resident even if there are fewer SMs.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
             the warps, and the times at which each asynchronous operation reads and writes, by
-            `seed`; "adversarial" delays each asynchronous effect until no warp can run.
+            `seed`; "adversarial" delays each asynchronous effect until no warp can run;
+            "starving" gives each warp a priority by `seed`, and runs a warp only while no warp of
+            a higher priority can run.
         seed: seed of the random choices; equal seeds give equal runs.
         checks: "all", "none", or names of checks in `Emulator.CHECKS`.
         on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"
@@ -60,7 +62,7 @@ class Emulator:
         record: keep the steps of every so many clusters in `recordings`, for `cute_attn.timing`; 0
             keeps none. Turns the check `counters` on.
         progress: function that is called from time to time with numbers of clusters, as
-            progress(done, total).
+            progress(ended, total).
 
     Raises:
         ValueError: an argument has none of the values above.

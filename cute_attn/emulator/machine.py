@@ -116,7 +116,7 @@ class Machine:
 
     Args:
         num_sms: number of CTAs that are resident at a time.
-        schedule: 0 fair, 1 random, 2 adversarial.
+        schedule: 0 fair, 1 random, 2 adversarial, 3 starving.
         seed: seed of all random choices.
         checks: names from `CHECKS`.
         numerics: arithmetic of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.
@@ -219,7 +219,7 @@ class Machine:
     ) -> Run:
         """Run a kernel to its end, or to an error after which the kernel cannot go on.
 
-        `progress(done, total)` is called from time to time with numbers of clusters; exceptions of
+        `progress(ended, total)` is called from time to time with numbers of clusters; exceptions of
         `progress` end the launch and are raised here. All CTAs of a `cooperative` launch are
         resident together.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_state_address, check_state_strides
+from ..ops.checks import check_state_address, check_state_strides, dtype_name
 from ..ops.devices import runs_on
 from ..ops.kda.limits import (
     BETA_DTYPES,
@@ -28,7 +28,7 @@ from ..ops.kda.limits import (
     DTYPES,
     GATE_DTYPES,
     HEAD_DIMS,
-    STATE_DTYPES,
+    INITIAL_STATE_DTYPES,
     STEP_DTYPES,
     STEP_HEAD_DIMS,
     STEP_PARAMETER_DTYPES,
@@ -62,13 +62,13 @@ def register() -> None:
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
     on the GPU's architecture, chunks of 32, intermediate states of packed sequences without
     `cu_seqlens_cpu`, a beta for each channel, a `scale` or `lower_bound` that is a tensor, a
-    `lower_bound` that is not negative, initial states of other dtypes than float32 and bfloat16 or
-    of another number than the sequences, in-place states of packed sequences, or that are not
-    contiguous and aligned, and gradients of the recurrent functions. Keywords that the library
-    ignores are ignored.
+    `lower_bound` that is not negative, initial states of other dtypes than float32, bfloat16 and
+    float16 or of another number than the sequences, in-place states of packed sequences, or that
+    are not contiguous and aligned, and gradients of the recurrent functions. Keywords that the
+    library ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
-    not 0; and the chunked functions convert an initial state in bfloat16, which the library's
+    not 0; and the chunked functions convert an initial state in 16 bits, which the library's
     `chunk_kda` refuses.
 
     The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; a call that the
@@ -203,14 +203,14 @@ def _declines_dtypes_and_sizes(
     first = given["k"]
     if not runs_on(first.device):
         return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
-    if _name(first.dtype) not in dtypes:
+    if dtype_name(first.dtype) not in dtypes:
         return f"k has dtype {first.dtype}, and {NAME} has kernels for {dtypes}"
     for name in ("q", "v", "A"):
         x = given.get(name)
         if x is not None and x.dtype != first.dtype:
             return f"{name} has dtype {x.dtype} and k {first.dtype}"
     gate, beta = given["gk" if "gk" in given else "g"], given["beta"]
-    if _name(gate.dtype) not in GATE_DTYPES or _name(beta.dtype) not in BETA_DTYPES:
+    if dtype_name(gate.dtype) not in GATE_DTYPES or dtype_name(beta.dtype) not in BETA_DTYPES:
         return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
     for letter, x in (("K", first), ("V", given["v"])):
         dim = x.shape[-1]
@@ -238,16 +238,12 @@ def _declines_state(given: Arguments, dtypes: tuple[str, ...]) -> Reason:
     state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
     if state is None:
         return None
-    if _name(state.dtype) not in dtypes:
+    if dtype_name(state.dtype) not in dtypes:
         return f"initial_state has dtype {state.dtype}, {NAME} has {dtypes}"
     sequences = given["k"].shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if given.get("ssm_state_indices") is None and state.shape[0] != sequences:
         return f"initial_state has {state.shape[0]} states for {sequences} sequences"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _needs_gradients(given: Arguments) -> bool:
@@ -294,7 +290,7 @@ def _declines_chunk_gated_delta_rule(given: Arguments) -> Reason:
     return (
         _declines_chunks_and_contexts(given)
         or _declines_dtypes_and_sizes(given)
-        or _declines_state(given, STATE_DTYPES)
+        or _declines_state(given, INITIAL_STATE_DTYPES)
         or _declines_gradients_of_chunks(given, decays="head")
     )
 
@@ -310,7 +306,7 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
             return "the number of chunks may change from replay to replay (use_graph)"
     return (
         _declines_dtypes_and_sizes(given)
-        or _declines_state(given, STATE_DTYPES)
+        or _declines_state(given, INITIAL_STATE_DTYPES)
         or _declines_gradients_of_chunks(given, decays="channel")
     )
 
@@ -323,7 +319,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
     elif given.get("out") is not None:
         reason = f"{NAME} takes an out with a state in place only"
     else:
-        reason = _declines_state(given, STATE_DTYPES)
+        reason = _declines_state(given, INITIAL_STATE_DTYPES)
     return (
         reason
         or _declines_gradients(given)
@@ -350,7 +346,7 @@ def _declines_in_place(given: Arguments) -> Reason:
         x = given.get(name)
         if x is None or not given.get("use_gate_in_kernel"):
             continue
-        if _name(x.dtype) not in STEP_PARAMETER_DTYPES:
+        if dtype_name(x.dtype) not in STEP_PARAMETER_DTYPES:
             return f"{name} has dtype {x.dtype}, {NAME} has {STEP_PARAMETER_DTYPES} in place"
         if not x.is_contiguous():
             return f"{name} has strides {x.stride()}, and {NAME} takes contiguous ones in place"
@@ -373,7 +369,7 @@ def _declines_gate(given: Arguments) -> Reason:
     if not runs_on(g.device):
         return f"g is on {g.device}, and {NAME} runs on CUDA devices"
     fits = g.dim() == 4 and g.shape[-1] in HEAD_DIMS["K"]
-    if not fits or _name(g.dtype) not in GATE_DTYPES:
+    if not fits or dtype_name(g.dtype) not in GATE_DTYPES:
         return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
     if given["chunk_size"] != CHUNK:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"

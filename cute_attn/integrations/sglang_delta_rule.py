@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..ops.checks import dtype_name
 from ..ops.kda import limits
 
 PADDING = 0  # the slot that `MambaSlotAllocator` leaves out
@@ -217,8 +218,8 @@ def has_steps(x: Tensor, states: Tensor) -> bool:
     """Whether the operators for steps have a kernel for tokens like x and states
     `[slots, HV, V, K]`."""
     return (
-        _name(x) in limits.STEP_DTYPES
-        and _name(states) in limits.STEP_STATE_DTYPES
+        dtype_name(x.dtype) in limits.STEP_DTYPES
+        and dtype_name(states.dtype) in limits.STEP_STATE_DTYPES
         and set(states.shape[-2:]) <= set(limits.STEP_HEAD_DIMS["K"])
     )
 
@@ -226,12 +227,8 @@ def has_steps(x: Tensor, states: Tensor) -> bool:
 def has_chunks(q: Tensor, v: Tensor, states: Tensor) -> bool:
     """Whether the operators for chunks have a kernel for these tensors."""
     return (
-        _name(q) in limits.DTYPES
-        and _name(states) in limits.STATE_DTYPES
+        dtype_name(q.dtype) in limits.DTYPES
+        and dtype_name(states.dtype) in limits.STATE_DTYPES
         and q.shape[-1] in limits.HEAD_DIMS["K"]
         and v.shape[-1] in limits.HEAD_DIMS["V"]
     )
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

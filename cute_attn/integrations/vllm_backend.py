@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
 
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import equal_head_dims
+from ..ops.checks import dtype_name
 from .vllm import NAME
 
 try:
@@ -163,7 +164,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
                 return f"a KV cache of {of_cache} has no kernel on this GPU, only on Hopper"
             if head_size not in FP8_HEAD_SIZES[FP8_MAJOR]:
                 return _no_fp8(of_cache, head_size)
-        elif of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
+        elif of_cache not in (None, "auto", dtype_name(dtype)):
             return f"a KV cache of {of_cache} beside a model of {dtype} has no kernel"
         return None
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
+from ..ops.checks import dtype_name
 from ..ops.kda import limits
 
 NULL_BLOCK = 0  # vllm.v1.attention.backends.utils.NULL_BLOCK_ID
@@ -90,7 +91,7 @@ class DeltaRule:
             ("convolution states", of_conv, (str(self.model_config.dtype)[len("torch.") :],)),
             ("states", of_state, limits.STATE_DTYPES),
         ):
-            if str(dtype).removeprefix("torch.") not in dtypes:
+            if dtype_name(dtype) not in dtypes:
                 return f"the {name} are {dtype}, there are kernels for {dtypes}"
         for name, size, sizes in (
             ("the head_dim of keys", self.sizes[2], limits.HEAD_DIMS["K"]),

@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import head_dims_by_major
+from ..ops.checks import dtype_name
 from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
 from .vllm import MLA_NAME, NAME
 from .vllm_backend import write_to_slots
@@ -93,7 +94,7 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
         """Why the combination has no kernel, or None."""
-        if kv_cache_dtype in (None, "auto", str(dtype).removeprefix("torch.")):
+        if kv_cache_dtype in (None, "auto", dtype_name(dtype)):
             return None
         return f"a latent cache of {kv_cache_dtype} beside a model of {dtype} has no kernel"
 

@@ -21,6 +21,13 @@ DTYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, which kernels may lack: "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 # The smallest and the largest normal number of float32.
 SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 

@@ -261,6 +261,22 @@ class Operator(Generic[_Arguments]):
             self._check(a)
         return self._dispatched(a)
 
+    def refuse(self, a: _Arguments) -> None:
+        """Raise what a call with these arguments raises before its launch, and load its kernels.
+
+        A function that writes memory in front of the call calls this method first.
+        """
+        if is_compiling():  # the fake implementation checks the arguments, and nothing is written
+            return
+        tensors = [a[i] for i in self._positions]
+        if _intercepted(*tensors):
+            if not _overridden(*tensors):
+                self._check(a)
+            return
+        self._validate(a)
+        if self.nothing(a) is None and self.key(a) not in self.ready:
+            self.prepare(a)
+
     def failed(self, error: Exception, key: Any, ready: Any, *arguments: Any) -> Any:
         """Handle an exception of `forward`: load the kernels on a cold call; otherwise raise the
         documented exception, or call again with copies of tensors that the kernel refused.

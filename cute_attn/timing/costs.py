@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..emulator.cubin import cubins
@@ -16,8 +17,11 @@ from ..emulator.program import Program
 from ..machine_code.disassembly import disassemble, find_nvdisasm
 from ..machine_code.listing import Function, Instruction, functions
 
-# Units of a quarter of an SM. "issue" is its scheduler; integer products take half of "fma".
-UNITS = ("issue", "fma", "imad", "alu", "xu", "mma")
+# Units of a quarter of an SM. "issue" is its scheduler, "dispatch" the port to all units that
+# compute, tensor cores included; integer products take half of "fma".
+UNITS = ("issue", "fma", "imad", "alu", "xu", "mma", "dispatch")
+
+INSTRUCTION_BYTES, CODE_LINE = 16, 128
 
 _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
@@ -43,6 +47,8 @@ _ONCE = {
     "mma.sync": "HMMA", "shfl.": "SHFL", "ld.global": "LDG", "st.global": "STG",
     "fma.rn.f32": "FFMA",
     "max.f32": "FMNMX", "cvt.rn.bf16x2": "F2FP", "cvt.rn.f16x2": "F2FP", "mul.f32": "FMUL",
+    "wgmma.wait_group": "WARPGROUP", "bar.sync": "BAR", "barrier.sync": "BAR",
+    "mbarrier.": "SYNCS", "fence.proxy.async": "FENCE",
 }  # fmt: skip
 
 
@@ -59,12 +65,14 @@ class Cost:
         stall: clocks for which the machine code stalls the warp after issuing.
         block: the number of the basic block.
         copies: how often the machine code repeats the block, since the assembler unrolls loops.
+        lines: lines of machine code that each copy of the instruction has.
     """
 
     units: tuple[float, ...]
     stall: float
     block: int = 0
     copies: float = 1.0
+    lines: tuple[tuple[int, ...], ...] = ()
 
 
 def unit_of(base: str) -> str | None:
@@ -104,13 +112,38 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
+                units[UNITS.index("dispatch")] += clocks[
+                    "dispatch xu" if unit == "xu" else "dispatch"
+                ]
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]
         found.append(
-            Cost(tuple(u / share for u in units), stall / share, blocks[index], copies[index])
+            Cost(
+                tuple(u / share for u in units),
+                stall / share,
+                blocks[index],
+                copies[index],
+                _lines_of(by_line.get(ptx.line, ()), copies[index]),
+            )
         )
     return found
+
+
+def _lines_of(machine: Sequence[Instruction], copies: float) -> tuple[tuple[int, ...], ...]:
+    """The lines of code of each copy, which lie one after the other."""
+    lines = sorted(i.address // CODE_LINE for i in machine)
+    number = max(1, min(round(copies), len(lines)))
+    parts = (
+        lines[k * len(lines) // number : (k + 1) * len(lines) // number] for k in range(number)
+    )
+    return tuple(tuple(dict.fromkeys(part)) for part in parts)
+
+
+def code_bytes(program: Program, image: bytes) -> int:
+    """Bytes of a kernel's machine code."""
+    instructions = _function(program, image)[0].instructions
+    return max(i.address for i in instructions) + INSTRUCTION_BYTES
 
 
 def _function(program: Program, image: bytes) -> tuple[Function, dict[int, int]]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from .code import HELD_LINES, STARTED_LINES, Fetch
+from .costs import CODE_LINE
 from .rates import Rates
 from .simulate import Machine
 from .steps import Latencies
 
 QUARTER = "on a quarter"
 RESULT = "until the result"
-INSTRUCTION_BYTES = 16
+FIRST_KIB = 128  # of code that has no branch, whose first pass is measured
+BEYOND_KIB = {"SM": 64, "L2": 160}  # of passes that find code at these places
+JUMP_BYTES = 256  # of code from jump to jump
+HELD_CODE = HELD_LINES * CODE_LINE
+OPERAND_ROW, WAVEFRONT = 32, 128  # bytes of 16 operands of a row, and of all banks
+ROWS = 64  # of A in a wgmma
+
+# Clocks that a micro-benchmark's own instructions take in this model, besides what it measures.
+OWN = {"hand-over": 32.0, "named barrier": 10.0, "product": 28.0}
 
 
 @dataclass(frozen=True)
@@ -20,18 +30,17 @@ class Model:
 
     rates: Rates
 
-    @cached_property
-    def clock_mhz(self) -> float:
-        """The clock of a short launch: during products, or else during copies."""
-        key = "launch", "clock during products", "after a rest, short", "MHz"
-        if key in self.rates.values:
-            return self.rates.values[key]
+    def clock_mhz(self, multiplying: float) -> float:
+        """The clock while this share of all tensor cores is busy: between the clock of copies, and
+        the clock while all multiply."""
         how = "64 KiB in flight, 1 SMs"
         gbps, per_clock = (
             self.rates.value("copies", "bulk load from L2", how, unit)
             for unit in ("GB/s", "bytes a clock and SM")
         )
-        return 1e3 * gbps / per_clock
+        light = 1e3 * gbps / per_clock
+        most = self.rates.value("launch", "clock during products", "after a rest, short", "MHz")
+        return light + (most - light) * min(1.0, multiplying)
 
     @cached_property
     def launch_us(self) -> float | None:
@@ -41,8 +50,7 @@ class Model:
     @cached_property
     def unmeasured(self) -> tuple[str, ...]:
         """What a prediction leaves out, because the GPU's report does not have it."""
-        parts = {"the launch": self.launch_us, "fetching instructions": self.fetch}
-        return tuple(name for name, value in parts.items() if value is None)
+        return () if self.launch_us is not None else ("the launch",)
 
     @cached_property
     def unit_clocks(self) -> dict[str, float]:
@@ -53,6 +61,8 @@ class Model:
             return min(v for (how, _), v in values.items() if how.startswith(QUARTER))
 
         return {
+            "dispatch": self._dispatch("logic"),
+            "dispatch xu": self._dispatch("ex2"),
             "fma": clocks("fma"),
             "alu": clocks("logic"),
             "xu": clocks("ex2"),
@@ -65,6 +75,12 @@ class Model:
             "PRMT": clocks("permute"),
             "HFMA2": clocks("fma_bf16x2"),
         }
+
+    def _dispatch(self, kind: str) -> float:
+        """Clocks for which an instruction keeps the tensor cores of its quarter from working, since
+        both need the same port."""
+        stall = "stall for an instruction of a quarter"
+        return self.rates.value("beside", f"m64n256k16 beside {kind}", stall)
 
     @cached_property
     def latencies(self) -> Latencies:
@@ -102,68 +118,84 @@ class Model:
         n = 128
         operands = "RS" if from_registers else "SS"
         alone = self.rates.value("mma", f"m64n{n}k16 {operands}", RESULT)
-        return max(0.0, alone - self.multiply(n, from_registers))
+        return max(0.0, alone - self.multiply(n, from_registers) - OWN["product"])
 
-    @cached_property
-    def fetch(self) -> float | None:
-        """Clocks of a machine instruction's first execution, since its code comes from memory; None
-        if nobody has measured it. A time of zero or less says that a cache still had the code."""
-        values = self.rates.all_of("launch", "instructions from memory")
-        each = []
-        for (how, _), clocks in values.items():
-            kib = int(how.partition(" KiB")[0])
-            each.append(clocks / (kib * 1024 / INSTRUCTION_BYTES))
-        least = min(each, default=0.0)
-        return least if least > 0 else None
+    def operands(self, n: int, from_registers: bool) -> float:
+        """Wavefronts of shared memory for a product's operands."""
+        return (n + (0 if from_registers else ROWS)) * OPERAND_ROW / WAVEFRONT
+
+    def fetch(self, beyond: str) -> Fetch:
+        """What fetching machine code takes, if lines that the SM lacks come from `beyond`."""
+        rates = self.rates
+
+        def again(what: str, kib: int) -> float:
+            """Clocks of a pass, for each line or jump."""
+            pieces = kib * 1024 // (CODE_LINE if what == "code" else JUMP_BYTES)
+            how = f"{kib} KiB, 4 warps, {rates.sms} SMs"
+            return rates.value("code", f"{what}, again", how) / pieces
+
+        lines_of_a_jump = JUMP_BYTES // CODE_LINE
+        line = {level: again("code", kib) for level, kib in BEYOND_KIB.items()}
+        jump = {
+            level: max(0.0, again("code with jumps", kib) - lines_of_a_jump * line[level])
+            for level, kib in BEYOND_KIB.items()
+        }
+        how = f"{FIRST_KIB} KiB, 4 warps, {rates.sms} SMs"
+        first = rates.value("code", "code, first from memory", how)
+        lines = FIRST_KIB * 1024 // CODE_LINE - STARTED_LINES
+        line["memory"], jump["memory"] = line["SM"] + first / lines, jump["L2"]
+        return Fetch(line, jump, beyond)
 
     def meet(self, warps: int) -> float:
         """Clocks of a named barrier: measured for a few numbers of warps, which lie on a line."""
         few, many = (
             self.rates.value("barriers", "bar.sync of all warps", f"{n} warps") for n in (4, 12)
         )
-        return max(0.0, few + (many - few) / 8 * (warps - 4))
+        return max(0.0, few + (many - few) / 8 * (warps - 4) - OWN["named barrier"])
 
-    def machine(self, loading: float, storing: float, memory_share: float) -> Machine:
+    @cached_property
+    def fence(self) -> float:
+        """Clocks of a fence.proxy.async behind stores to shared memory."""
+        stores = "4 stmatrix x4"
+        with_fence, without = (
+            self.rates.value("chain", f"{stores}, {rest}", "4 warps")
+            for rest in ("fence.proxy.async, bar.sync", "bar.sync")
+        )
+        return with_fence - without
+
+    def shared_rate(self, what: str, sms: float) -> float:
+        """Bytes a clock of an SM while so many SMs do the same: measured for a few numbers."""
+        unit = "bytes a clock and SM"
+        points: dict[int, float] = {}
+        for (how, u), value in self.rates.all_of("sharing", what).items():
+            if u == unit and "the same" not in how:
+                count = int(how.split()[-2])
+                points[count] = max(points.get(count, 0.0), value)
+        below = max((n for n in points if n <= sms), default=min(points))
+        above = min((n for n in points if n >= sms), default=max(points))
+        if below == above:
+            return points[below]
+        # The sum of all SMs' rates is nearly linear between two points.
+        share = (sms - below) / (above - below)
+        total = below * points[below] * (1 - share) + above * points[above] * share
+        return total / sms
+
+    def machine(
+        self, loading: float, storing: float, memory_share: float, code_from: str | None = None
+    ) -> Machine:
         """The SM that has the most to do, of `loading` and `storing` SMs like it, which share the
         rates of L2 and memory. Memory is read for `memory_share` of the bytes that an SM waits
-        for."""
+        for. Code that the SM does not hold comes from `code_from`."""
         rates = self.rates
-
-        def stream(level: str) -> tuple[float, float]:
-            """Bytes a clock of one SM alone, and of one of all SMs."""
-            name, unit = f"bulk load from {level}", "bytes a clock and SM"
-            values = rates.all_of("copies", name)
-
-            def best(ctas: int) -> float:
-                return max(
-                    v
-                    for (how, u), v in values.items()
-                    if u == unit and how.endswith(f", {ctas} SMs")
-                )
-
-            return best(1), best(rates.sms)
 
         def latency(level: str) -> float:
             values = rates.all_of("copies", f"bulk load from {level}")
             return values["16 bytes alone", "clocks"]
 
-        def out(what: str) -> float:
-            values = rates.all_of("copies", f"bulk {what} to L2")
-            unit = "bytes a clock and SM"
-            one = max(v for (how, u), v in values.items() if u == unit and how.endswith(", 1 SMs"))
-            every = max(
-                v
-                for (how, u), v in values.items()
-                if u == unit and how.endswith(f", {rates.sms} SMs")
-            )
-            return min(one, every * rates.sms / storing)
-
-        shared = {}
-        for level in ("L2", "memory"):
-            one, every = stream(level)
-            share = memory_share if level == "memory" else 1.0
-            shared[level] = min(one, every * rates.sms / loading / share)
-        shared["memory"] = min(shared["memory"], shared["L2"])
+        shared = {"L2": self.shared_rate("bulk load from L2", loading)}
+        # Memory gives its rate to those that miss, as if so many fewer SMs asked.
+        fewer = max(1.0, loading * memory_share)
+        shared["memory"] = min(self.shared_rate("bulk load from memory", fewer), shared["L2"])
         known: dict[tuple[int, bool], float] = {}
 
         def multiply(n: int, from_registers: bool) -> float:
@@ -173,7 +205,7 @@ class Model:
             return known[key]
 
         barrier = "mbarrier, two hand-overs between two warps"
-        hand_over = rates.value("barriers", barrier, "2 warps") / 2
+        hand_over = rates.value("barriers", barrier, "2 warps") / 2 - OWN["hand-over"]
         return Machine(
             multiply=multiply,
             multiply_latency=self.multiply_latency,
@@ -184,9 +216,12 @@ class Model:
             memory_latency=latency("memory") - hand_over,
             l2_rate=shared["L2"],
             memory_rate=shared["memory"],
-            store_rate=out("store"),
-            add_rate=out("add"),
+            store_rate=self.shared_rate("bulk store to L2", storing),
+            add_rate=self.shared_rate("bulk add to L2", storing),
             store_latency=latency("L2"),
             wavefront=rates.value("shared", "store 4 B", "16 warps"),
-            fetch=self.fetch or 0.0,
+            operands=self.operands,
+            fence=self.fence,
+            fetch=self.fetch(code_from or "L2"),
+            holds_code=code_from is None,
         )

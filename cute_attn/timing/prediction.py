@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ..emulator import trace
 from ..emulator.recording import Recording
-from .costs import costs
-from .model import Model
+from .costs import code_bytes, costs
+from .model import HELD_CODE, Model
 from .rates import Rates, load_rates
-from .simulate import Result, simulate
+from .simulate import Machine, Result, simulate
 from .steps import LaunchItems, Memory, launch_items
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def predict(
     timeline: bool = False,
 ) -> list[Prediction]:
     """Predict each launch that an emulator has recorded, in order. The L2 is empty before the first
-    launch, and keeps what later launches find.
+    launch, and keeps what later launches find. The SMs have run all of these launches before, so
+    that they hold the machine code, unless it is larger than their caches.
 
     Args:
         emulator: an `Emulator(record=...)` after its calls, or its recordings.
@@ -110,7 +112,16 @@ def predict(
     found = rates or load_rates(gpu)
     model = Model(found)
     memory = Memory()
-    return [_predict(recording, model, memory, timeline) for recording in recordings]
+    sizes = {r.program.name: code_bytes(r.program, r.image) for r in recordings}
+    held = sum(sizes.values()) <= HELD_CODE
+    seen: set[str] = set()
+    predictions = []
+    for recording in recordings:
+        name = recording.program.name
+        code_from = None if held else "L2" if name in seen else "memory"
+        seen.add(name)
+        predictions.append(_predict(recording, model, memory, code_from, timeline))
+    return predictions
 
 
 def resident_ctas(recording: Recording) -> int:
@@ -129,7 +140,9 @@ def resident_ctas(recording: Recording) -> int:
     )
 
 
-def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool) -> Prediction:
+def _predict(
+    recording: Recording, model: Model, memory: Memory, code_from: str | None, timeline: bool
+) -> Prediction:
     launch = launch_items(
         recording,
         costs(recording.program, recording.image, model.unit_clocks),
@@ -142,11 +155,15 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
     together = min(resident, -(-grid // model.rates.sms)) if cluster == 1 else 1
     alike = launch.alike() if cluster == 1 and together == 1 else {}
     sharers = launch.sharers(sms, grid)
-    result = _simulate(launch, model, sharers, together, alike, timeline)
+    machine = model.machine(*sharers, launch.memory_share, code_from)
+    result = _simulate(launch, machine, together, alike, timeline)
     clocks = _whole_launch(result, alike, grid, sms * together)
     warps = sum(w.cta in result.ends for w in launch.warps)
-    to_us = 1.0 / model.clock_mhz
     share = 1.0 / result.sms
+    turns = math.ceil(grid / (sms * together))
+    busy = result.busy.get("tensor cores", 0.0) * share * turns / clocks
+    clock_mhz = model.clock_mhz(busy * sms / model.rates.sms)
+    to_us = 1.0 / clock_mhz
     return Prediction(
         kernel=recording.kernel,
         gpu=model.rates.gpu,
@@ -161,14 +178,13 @@ def _predict(recording: Recording, model: Model, memory: Memory, timeline: bool)
         resident=resident,
         simulated=len(result.ends),
         result=result,
-        clock_mhz=model.clock_mhz,
+        clock_mhz=clock_mhz,
     )
 
 
 def _simulate(
     launch: LaunchItems,
-    model: Model,
-    sharers: tuple[float, float],
+    machine: Machine,
     together: int,
     alike: Mapping[int, int],
     timeline: bool,
@@ -176,7 +192,6 @@ def _simulate(
     """Simulate the recorded CTAs, `together` of them on each SM; of CTAs that do the same, one."""
     ctas = sorted(set(alike.values()) or {w.cta for w in launch.warps})
     places = {cta: i // together for i, cta in enumerate(ctas)}
-    machine = model.machine(*sharers, launch.memory_share)
     return simulate(launch, machine, places, timeline=timeline)
 
 

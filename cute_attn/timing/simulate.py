@@ -9,10 +9,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .code import CodeCache, Fetch
 from .costs import UNITS
 from .steps import Arrive, Await, Copy, LaunchItems, Multiply, Wait, WarpItems, Work
 
@@ -39,7 +40,10 @@ class Machine:
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
         store_latency: until a bulk store has read its source.
         wavefront: clocks of a wavefront of shared memory.
-        fetch: clocks until a machine instruction has come that the SM has not executed before.
+        operands: wavefronts for the operands of a wgmma of (n, A in registers).
+        fence: clocks of a fence.proxy.async behind stores to shared memory.
+        fetch: what fetching machine code takes.
+        holds_code: whether the SM holds all of the kernel's code when it starts.
     """
 
     multiply: Callable[[int, bool], float]
@@ -54,7 +58,10 @@ class Machine:
     add_rate: float
     store_latency: float
     wavefront: float
-    fetch: float
+    operands: Callable[[int, bool], float]
+    fence: float
+    fetch: Fetch
+    holds_code: bool = True
 
 
 @dataclass
@@ -91,10 +98,10 @@ class _Quarter:
     """Warps that work on one quarter of an SM at a time."""
 
     def __init__(self) -> None:
-        self.active: dict[int, list[Any]] = {}  # warp -> [left, shortest time, units]
+        self.active: dict[Any, list[Any]] = {}  # warp, or product -> [left, shortest time, units]
         self.since = 0.0
         self.version = 0
-        self.speeds: dict[int, float] = {}
+        self.speeds: dict[Any, float] = {}
 
     def advance(self, now: float) -> None:
         passed = now - self.since
@@ -121,24 +128,25 @@ class _Quarter:
         return nearest
 
 
-class _Sm:
-    def __init__(self) -> None:
-        self.quarters = [_Quarter() for _ in range(QUARTERS)]
-        self.queues: dict[Any, deque[tuple[int, float, bool]]] = {}
-        self.turn: deque[Any] = deque()
-        self.multiplying = False
-        self.port = self.out = self.shared = 0.0
-        self.fetched: set[int] = set()  # PTX instructions
-        self.known: set[tuple[tuple[int, int], ...]] = set()  # runs of them
+@dataclass
+class _Product:
+    """A wgmma that the tensor cores of all quarters work on."""
 
-    def new_code(self, runs: tuple[tuple[int, int], ...], code: Sequence[float]) -> float:
-        """Machine instructions of these runs that the SM executes for the first time."""
-        if runs in self.known or not code:
-            return 0.0
-        self.known.add(runs)
-        new = {i for first, count in runs for i in range(first, first + count)} - self.fetched
-        self.fetched |= new
-        return sum(code[i] for i in new)
+    key: tuple[int, int, int]
+    late: float
+    left: int = QUARTERS
+    floor: float = 0.0  # until its operands have been read
+
+
+class _Sm:
+    def __init__(self, code: CodeCache | None) -> None:
+        self.code = code
+        self.fetching = 0.0
+        self.quarters = [_Quarter() for _ in range(QUARTERS)]
+        self.queues: dict[Any, deque[tuple[int, int, bool]]] = {}
+        self.turn: deque[Any] = deque()
+        self.multiplying: _Product | None = None
+        self.port = self.out = self.shared = 0.0
 
 
 class Simulator:
@@ -164,7 +172,12 @@ class Simulator:
         self._warps: list[WarpItems] = [w for w in launch.warps if w.cta in places]
         self._sm_of = [places[w.cta] for w in self._warps]
         numbers = sorted(set(places.values()))
-        self._sms = {number: _Sm() for number in numbers}
+        self._sms = {
+            number: _Sm(
+                CodeCache(launch.code, machine.fetch, machine.holds_code) if launch.code else None
+            )
+            for number in numbers
+        }
         self._next = [0] * len(self._warps)
         self._issued: dict[tuple[int, int, int], int] = defaultdict(int)
         self._done: dict[tuple[int, int, int], float] = {}
@@ -243,6 +256,7 @@ class Simulator:
             sm.shared = max(sm.shared, now) + clocks
             self._busy["shared memory"] += clocks
             until = max(until, sm.shared)
+        until += work.fences * self._m.fence
         if work.loaded:
             hit = work.loaded - work.missed
             clocks = hit / self._m.l2_rate + work.missed / self._m.memory_rate
@@ -256,12 +270,16 @@ class Simulator:
             sm.out = max(sm.out, now) + clocks
             self._busy["stores"] += clocks
             self._written[index] = sm.out + self._m.l2_latency
-        fetching = sm.new_code(work.runs, self._launch.code) * self._m.fetch
-        self._busy["instruction fetch"] += fetching
+        if sm.code:
+            clocks = sm.code.clocks(work.runs)
+            if clocks:
+                sm.fetching = max(sm.fetching, now) + clocks
+                self._busy["instruction fetch"] += clocks
+                until = max(until, sm.fetching)
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
-        shortest = max(work.latency, *work.units, 1e-3) + fetching
+        shortest = max(work.latency, *work.units, 1e-3)
         quarter = sm.quarters[self._warps[index].warp % QUARTERS]
         quarter.advance(now)
         quarter.active[index] = [1.0, shortest, work.units]
@@ -287,6 +305,9 @@ class Simulator:
             del quarter.active[index]
         self._settle(quarter, now)
         for index in ended:
+            if isinstance(index, tuple):
+                self._part_multiplied(index[0], now)
+                continue
             then = max(now, self._floor[index])
             self._note("work", index, self._starts[index], then, "work")
             if then > now:
@@ -337,11 +358,10 @@ class Simulator:
         if self._issued[key] < WARPGROUP:
             return
         sm = self._sms[self._sm_of[index]]
-        clocks = self._m.multiply(item.n, item.from_registers)
         if group not in sm.queues:
             sm.queues[group] = deque()
             sm.turn.append(group)
-        sm.queues[group].append((item.order, clocks, item.from_registers))
+        sm.queues[group].append((item.order, item.n, item.from_registers))
         self._start_multiply(sm, now)
 
     def _start_multiply(self, sm: _Sm, now: float) -> None:
@@ -354,17 +374,37 @@ class Simulator:
                 break
         else:
             return
-        order, clocks, from_registers = sm.queues[group].popleft()
-        sm.multiplying = True
+        order, n, from_registers = sm.queues[group].popleft()
+        clocks = self._m.multiply(n, from_registers)
+        reading = self._m.operands(n, from_registers) * self._m.wavefront
+        sm.shared = max(sm.shared, now) + reading
         self._busy["tensor cores"] += clocks
+        self._busy["shared memory"] += reading
         late = self._m.multiply_latency(from_registers)
-        self._at(now + clocks, lambda then: self._multiplied(sm, (*group, order), late, then))
+        product = sm.multiplying = _Product((*group, order), late, floor=sm.shared)
+        units = tuple(clocks if unit == "dispatch" else 0.0 for unit in UNITS)
+        for quarter in sm.quarters:
+            quarter.advance(now)
+            quarter.active[sm, product.key] = [1.0, clocks, units]
+            self._settle(quarter, now)
 
-    def _multiplied(self, sm: _Sm, key: tuple[int, int, int], late: float, now: float) -> None:
-        sm.multiplying = False
-        end = now + late
-        self._done[key] = end
-        for index, since, insn in self._await_multiply.pop(key, ()):
+    def _part_multiplied(self, sm: _Sm, now: float) -> None:
+        """A quarter has done its part of the product."""
+        product = sm.multiplying
+        assert product
+        product.left -= 1
+        if not product.left:
+            if product.floor > now:
+                self._at(product.floor, lambda then: self._multiplied(sm, then))
+            else:
+                self._multiplied(sm, now)
+
+    def _multiplied(self, sm: _Sm, now: float) -> None:
+        product, sm.multiplying = sm.multiplying, None
+        assert product
+        end = now + product.late
+        self._done[product.key] = end
+        for index, since, insn in self._await_multiply.pop(product.key, ()):
             self._waited(index, "wgmma", insn, since, end)
             self._at(end, lambda then, i=index: self._go(i, then))  # type: ignore[misc]
         self._start_multiply(sm, now)
@@ -405,7 +445,7 @@ class Simulator:
         if item.kind == "wgmma":
             w = self._warps[index]
             key = w.cta, w.warp // WARPGROUP, item.order
-            end = self._done.get(key)
+            end = self._done.get(key) if item.order else 0.0  # the first product is number 1
             if end is None:
                 self._await_multiply[key].append((index, now, item.insn))
                 return True

@@ -29,6 +29,7 @@ class Work(NamedTuple):
         loaded, missed: bytes of global memory that are loaded, and that the L2 does not hold.
         stored, added: bytes that are stored, and added atomically.
         runs: the PTX instructions: first and number, of each run.
+        fences: fences of the asynchronous proxy behind stores to shared memory.
     """
 
     units: tuple[float, ...]
@@ -39,6 +40,7 @@ class Work(NamedTuple):
     stored: int
     added: int
     runs: tuple[tuple[int, int], ...] = ()
+    fences: int = 0
 
 
 class Arrive(NamedTuple):
@@ -98,14 +100,14 @@ class LaunchItems:
         signals: what an asynchronous operation signals, by its number.
         contributions: arrivals and signals of each (object, phase).
         memory_share: bytes that memory is read for, of each byte that a CTA misses.
-        code: machine instructions of each PTX instruction.
+        code: of each PTX instruction, the lines of machine code of each of its copies.
     """
 
     warps: list[WarpItems]
     signals: Mapping[int, list[tuple[int, int]]]
     contributions: Counter[tuple[int, int]]
     memory_share: float
-    code: Sequence[float] = ()
+    code: Sequence[tuple[tuple[int, ...], ...]] = ()
 
     def sharers(self, sms: int, ctas: int) -> tuple[float, float]:
         """How many SMs share the rates of loads and of stores with the busiest CTA's, as if all had
@@ -229,7 +231,7 @@ def launch_items(
     for stream in streams.values():
         stream.finish()
     warps = [stream.out for _, stream in sorted(streams.items())]
-    code = [cost.units[0] for cost in costs]
+    code = [cost.lines for cost in costs]
     launch = LaunchItems(warps, signals, contributions, memory.shared, code)
     memory.end_launch()
     return launch
@@ -330,7 +332,7 @@ class _Stream:
         units, latency = self._readers.work(runs, tuple(self._cold))
         self.out.items.append(
             Work(units, latency, self._wavefronts, self._loaded, self._missed, self._stored,
-                 self._added, runs)
+                 self._added, runs, self._readers.fences(runs) if self._wavefronts else 0)
         )  # fmt: skip
         self._runs = []
         self._cold = []
@@ -350,6 +352,11 @@ class _Instructions:
         self._known: dict[Any, tuple[tuple[float, ...], float]] = {}
         forms = engine().forms.forms
         self._edges = []
+        self._fences = [
+            number
+            for number, ptx in enumerate(program.instructions)
+            if ptx.opcode.startswith("fence.proxy.async")
+        ]
         for ptx, form in zip(program.instructions, program.forms, strict=True):
             results = sum(t.startswith("d") for t in forms[form].signature.split())
             names = [list(_registers(o, id(ptx.scope))) for o in ptx.operands]
@@ -363,6 +370,12 @@ class _Instructions:
 
     def opcode(self, insn: int) -> str:
         return self._program.opcode(insn)
+
+    def fences(self, runs: tuple[tuple[int, int], ...]) -> int:
+        """How many fence.proxy.async the runs execute."""
+        return sum(
+            start <= fence < start + count for start, count in runs for fence in self._fences
+        )
 
     def _latency(self, opcode: str) -> float:
         some = self._latencies

@@ -25,6 +25,7 @@ from cute_attn.kernels.ladder.table import find
 from cute_attn.launch import Request
 from cute_attn.ops.attention import plan_attention
 from cute_attn.ops.attention.plan import plan_attention_backward
+from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda.chunk_plan import plan_chunk_kda, plan_chunk_kda_backward
 
 FIGURES = Path(__file__).with_name("figures")
@@ -85,6 +86,9 @@ SHOWN: dict[str, Callable[[], Pipeline]] = {
     "hd256_backward_dkdv": lambda: backward(attention.HD256_BACKWARD_DKDV, "sm_100a", 256),
     "kda_state_pass": lambda: first(kda.STATE_PASS, plan_chunk_kda("sm_90a", split=False)),
     "kda_gradients": lambda: first(kda.GRADIENTS, plan_chunk_kda_backward("sm_90a", split=False)),
+    "gdn_forward": lambda: first(
+        kda.HEAD_FORWARD, plan_chunk_gated_delta_rule("sm_90a", split=False)
+    ),
     "async_copy": producer_warps,
     "ladder_6_tma": lambda: ladder(6),
     "ladder_10_persistent": lambda: ladder(10),

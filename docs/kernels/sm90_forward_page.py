@@ -35,7 +35,7 @@ GHZ, SMS = 1.98, 132  # clock and number of SMs of an H200
 
 def request(head_dim: int, head_dim_v: int, *, causal: bool = False) -> Request:
     dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
-    (found,) = plan_attention(ARCH, **dims, causal=causal, short=False)
+    (found,) = plan_attention(ARCH, **dims, causal=causal, short=False, long=False)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def fa3_plan(*sizes: Any, causal: bool) -> str:
     return "planned"
 
 
+PEER_FUNCTIONS = problem.peer_functions
 PEERS = {
     "dense": dense, "varlen": varlen, "fa3_dense": dense, "fa3_cache": fa3_cache,
     "fa3_plan": fa3_plan,
@@ -102,6 +104,36 @@ def fake_times(calls: Any, **_: Any) -> dict[str, Timing]:
 def run(tmp_path: Path, *argv: str, code: int = 0) -> Any:
     assert main(["attention", *argv, "--out", str(tmp_path), "--commit", "abc"]) == code
     return {path.stem: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface"]
+)
+def test_flash_attention_3_is_a_peer_under_each_of_its_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType(name)
+    for function in ("flash_attn_func", "flash_attn_with_kvcache", "get_scheduler_metadata"):
+        setattr(module, function, function)
+    for other in ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, other, None)
+    for config in ("fa3_fwd_config", "flash_attn_config"):
+        monkeypatch.setitem(sys.modules, config, types.ModuleType(config))
+    monkeypatch.setitem(sys.modules, name, module)
+    found, notes = PEER_FUNCTIONS()
+    assert found["fa3_dense"] == "flash_attn_func" and found["fa3_plan"] == "get_scheduler_metadata"
+    assert not any("FlashAttention-3" in note for note in notes)
+
+
+def test_a_missing_flash_attention_3_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface",
+        "fa3_fwd_config",
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, None)
+    found, notes = PEER_FUNCTIONS()
+    assert "fa3_dense" not in found
+    assert sum("FlashAttention-3 was left out" in note for note in notes) == 1
 
 
 # ---- cases

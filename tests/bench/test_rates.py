@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from cute_attn.bench.rates import study
+from cute_attn.bench.rates.beside import NOTHING, ROUNDS
 from cute_attn.bench.rates.loops import LOOPS
 from cute_attn.bench.rates.machine import spec_of
 from cute_attn.bench.rates.spec import KERNEL
@@ -15,10 +16,17 @@ from cute_attn.emulator import Emulator
 CASES = {
     "arithmetic": (1, 1, {}),
     "code": (1, 1, {}),
+    "code with jumps": (1, 1, {}),
     "mma.sync": (4, 4, {}),
     "shared memory": (0, 4, {}),
     "shared memory latency": (0, 1, {}),
     "wgmma": (64, 4, {}),
+    **{f"wgmma beside {kind}": (64, 12, {}) for kind in (NOTHING, *ROUNDS)},
+    "chains": (0, 4, {}),
+    "cluster barrier": (0, 4, {}),
+    **dict.fromkeys(("load", "store", "load and store"), (0, 8, {})),
+    "mma.sync beside square": (0, 8, {}),
+    "mma.sync beside logic": (0, 8, {}),
     "wgmma, A in registers": (64, 4, {}),
     "barriers": (0, 4, {}),
     "bulk loads": (0, 1, {"size": 1024, "depth": 4, "step": 2048, "mask": 2**20 - 1}),
@@ -44,7 +52,7 @@ def test_every_loop_runs_in_the_emulator(what: str) -> None:
     from cute_attn.emulation import emulated
 
     width, warps, parameters = CASES[what]
-    shared = 64 if what.startswith("wgmma") else 36
+    shared = 64 if what.startswith(("wgmma", "chains")) else 36
     with emulated("sm_90a", Emulator(num_sms=2)):
         machine = Machine(memory_bytes=2**21)
         times = machine.run(spec_of(what, width, warps, shared), 6, ctas=2, **parameters)

@@ -91,7 +91,8 @@ cache.get(SCALE, ScaleSpec(), "sm_90a")
         pytest.param("compiler", "_options", 1, marks=pytest.mark.slow),
         ("compiler", "_export", 1),
         pytest.param("store", "_write_synced", 1, marks=pytest.mark.slow),
-        ("store", "_write_synced", 3),
+        # test_a_process_killed_in_the_middle_of_a_file_leaves_nothing is quick
+        pytest.param("store", "_write_synced", 3, marks=pytest.mark.slow),
         ("store", "_sync_directory", 1),  # written, not yet renamed
         ("store", "_sync_directory", 2),  # renamed, not yet synced
         ("loader", "_file_in_memory", 1),

@@ -7,6 +7,7 @@ function of this module, which every rank calls with equal arguments, or with `o
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.utils.checkpoint
 from torch import Tensor
 
 INPUTS = ("q", "k", "v", "learnable_sink")
@@ -90,6 +92,10 @@ def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None
         try:
             pipe.send(globals()[name](**arguments))
         except Exception as error:
+            # Other ranks may wait for this rank until the group's time is over.
+            print(
+                f"rank {rank} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True
+            )
             pipe.send(RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     dist.destroy_process_group()
     os._exit(0)  # threads of gloo may wait for ranks that are gone
@@ -183,6 +189,28 @@ def attention(
                 dist.all_reduce(total)
                 found[name] = total.to(gradient.dtype)
     return found
+
+
+def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) -> list[Tensor]:
+    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again."""
+    import cute_attn
+
+    plan = plan_of("zigzag", mode, None, seqlen=seqlen)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, _ = cute_attn.flash_attn_func(q * 2.0, k, v.sin(), causal=True, cp=plan)
+        return o.cos() * 0.5
+
+    leaves = [plan.shard(args[name]).clone().requires_grad_() for name in ("q", "k", "v")]
+    with kernels(emulated=False):
+        if way == "compile":
+            o = torch.compile(layer, backend="eager")(*leaves)
+        elif way == "checkpoint":
+            o = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+        else:
+            o = layer(*leaves)
+        o.backward(plan.shard(do))
+    return [o.detach(), *(x.grad for x in leaves)]
 
 
 DELTA_TOKENS = ("q", "k", "v", "g", "beta")

@@ -38,7 +38,8 @@ def test_the_choices(case: tuple[int, int, int]) -> None:
 def test_a_mesh_does_not_exchange_heads_twice() -> None:
     of_column = shape(32, 32, 2**20, 8, gradient=True)
     assert choose(of_column) == "heads"
-    assert choose(of_column, mesh=True) == "gather"
+    assert choose(of_column, mesh=True) == "ring"  # 16 GiB of K and V
+    assert choose(shape(32, 32, 2**18, 8, gradient=True), mesh=True) == "gather"
 
 
 def test_whole_documents_are_gathered() -> None:
@@ -57,4 +58,6 @@ def test_more_than_the_limit_is_not_gathered_unless_it_must_be() -> None:
     large = shape(64, 12, 2**21, 8, gradient=False)
     assert gathered_bytes(large) > 8 * 2**30
     assert choose(large) == "ring"
-    assert choose(large._replace(gradient=True)) == "gather"  # the ring's backward gathers too
+    assert choose(large._replace(gradient=True)) == "ring"
+    wide = large._replace(gradient=True, head_dim=256, head_dim_v=256)
+    assert choose(wide) == "gather"  # the ring's backward gathers too

@@ -77,7 +77,9 @@ def check(
         gradients = {name: found[name] for name in INPUTS if name in found}
         assert_gradients_agree(whole, gradients, do, dlse)
     for other in results[1:]:
-        assert all(torch.equal(other[name], x) for name, x in found.items())
+        assert all(
+            torch.equal(other[name].nan_to_num(), x.nan_to_num()) for name, x in found.items()
+        )
     return found
 
 
@@ -92,6 +94,16 @@ CASES: dict[str, dict[str, Any]] = {
     "capped": {"lengths": (90,), "causal": True, "softcap": 3.0},
     "heads": {"lengths": (90,), "heads": 4, "heads_k": 2, "causal": True},
 }
+PACKED = {"lengths": (33, 0, 17, 40), "batch": None}
+# Sequences that use some tokens: (queries, keys); one number is for both.
+USED: dict[str, dict[str, Any]] = {
+    "equal": {**PACKED, "causal": True, "used": (20, 0, 17, 31)},
+    "equal-window": {**PACKED, "window_size": (9, 0), "used": (33, 5, 2, 40)},
+    "more-queries": {**PACKED, "causal": True, "used": ((30, 0, 17, 33), (12, 3, 0, 40))},
+    "more-keys": {**PACKED, "window_size": (20, 0), "used": ((3, 0, 99, 9), (33, 3, 2, 40))},
+    "queries": {**PACKED, "causal": True, "used": ((5, 0, 17, 39), None), "sink": True},
+    "keys": {**PACKED, "used": (None, (20, 0, 1, 25)), "sink": True},
+}
 EMULATED = {
     **CASES,
     "wide": {**CASES["heads"], "dim": 128, "deterministic": True},
@@ -104,6 +116,8 @@ def check_case(
 ) -> None:
     options = dict(case)
     lengths = options.pop("lengths")
+    if (used := options.pop("used", None)) is not None:
+        options |= seqused(*(used if isinstance(used[0], tuple | None) else (used, used)))
     if layout is LISTED and sum(lengths) != 90:
         pytest.skip("the listed ranges are of 90 tokens")
     if mode == "heads":
@@ -112,6 +126,14 @@ def check_case(
         options["dim"] = 256  # what stands in has no other
     args, do, dlse = inputs(lengths, **options)
     check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=emulated)
+
+
+def seqused(queries: Any, keys: Any) -> dict[str, Any]:
+    """The arguments seqused_q and seqused_k, which are one tensor if the numbers are equal."""
+    used_q, used_k = (
+        None if x is None else torch.tensor(x, dtype=torch.int32) for x in (queries, keys)
+    )
+    return {"seqused_q": used_q, "seqused_k": used_q if queries == keys else used_k}
 
 
 LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
@@ -125,6 +147,22 @@ MODES = pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
 def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
     """With float64 in place of the kernels."""
     check_case(two, mode, CASES[case], layout, emulated=False)
+
+
+@pytest.mark.in_turn("mode")
+@LAYOUTS
+@pytest.mark.parametrize("case", USED)
+@MODES
+def test_used_tokens(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, USED[case], layout, emulated=False)
+
+
+@pytest.mark.slow
+@LAYOUTS
+@pytest.mark.parametrize("case", USED)
+@pytest.mark.parametrize("mode", ["gather", "heads"])
+def test_used_tokens_emulated(two: Ranks, mode: str | None, case: str, layout: Any) -> None:
+    check_case(two, mode, USED[case], layout, emulated=True)
 
 
 @pytest.mark.slow
@@ -220,13 +258,45 @@ def test_a_mesh_of_tokens_and_heads(mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4, 8])
 def test_more_ranks(world: int) -> None:
-    with ranks(world, timeout=600) as group:  # ranks compile different kernels meanwhile
+    """With a backward on three ranks, whose modes have it in common with more ranks."""
+    with ranks(world, timeout=900) as group:  # ranks compile different kernels meanwhile
         for mode in ("gather", "ring"):
-            args, do, dlse = inputs((75,), causal=True)
-            check(group, args, do, dlse, (75,), layout="zigzag", mode=mode)
-        lengths = (2, 40, 0, 31)
+            args, do, dlse = inputs((5 * world + 3,), causal=True)
+            upstream = (do, dlse) if world == 3 else (None, None)
+            check(group, args, *upstream, (5 * world + 3,), layout="zigzag", mode=mode)
+        lengths = (2, 4 * world, 0, 9)
         args, do, dlse = inputs(lengths, batch=None, window_size=(11, 0))
-        check(group, args, do, dlse, lengths, layout="contiguous", mode=None)
+        check(group, args, None, None, lengths, layout="contiguous", mode=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+def test_gradients_on_more_ranks(world: int) -> None:
+    """With float64 in place of the kernels."""
+    with ranks(world, timeout=300) as group:
+        for mode, layout, lengths in (
+            ("gather", "zigzag", (75,)),
+            ("ring", "zigzag", (75,)),
+            ("heads", "contiguous", (75,)),
+            ("gather", "documents", (2, 40, 0, 31)),
+        ):
+            packed = len(lengths) > 1
+            args, do, dlse = inputs(
+                lengths, batch=None if packed else 1, causal=True, dim=256, heads=8, heads_k=8
+            )
+            check(group, args, do, dlse, lengths, layout=layout, mode=mode, emulated=False)
+
+
+@pytest.mark.parametrize("mode", ["gather", pytest.param("heads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [pytest.param("compile", marks=pytest.mark.slow), "checkpoint"])
+def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
+    """torch.compile breaks its graph at the call, and activation checkpointing calls twice."""
+    args, do, _ = inputs((22,), dim=256, heads_k=2)
+    shared: dict[str, Any] = {"args": args, "do": do, "mode": mode, "seqlen": 22}
+    for plain, other in zip(
+        *(two.call("wrapped", way=x, **shared) for x in ("", way)), strict=True
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
 
 
 @settings(max_examples=100 if FULL else 12, deadline=None)

@@ -147,9 +147,10 @@ def test_calls_repeat(two: Ranks) -> None:
     world=st.integers(1, 4),
     batch=st.integers(1, 2),
     backwards=st.booleans(),
+    from_states=st.booleans(),
 )
 def test_states_follow_from_transitions(
-    lengths: list[int], layout: str, world: int, batch: int, backwards: bool
+    lengths: list[int], layout: str, world: int, batch: int, backwards: bool, from_states: bool
 ) -> None:
     """Without processes and kernels: every rank finds the states at the starts of its spans."""
     heads, dim_v, dim_k = 2, 3, 4
@@ -157,6 +158,8 @@ def test_states_follow_from_transitions(
     routes = [spans.Route(of, rank, backwards=backwards) for rank in range(world)]
     moves = [torch.rand(batch, r.count, heads, dim_v + dim_k, dim_k) for r in routes]
     first = torch.rand(batch, len(lengths), heads, dim_v, dim_k)
+    if not from_states:
+        first.zero_()
 
     class Arrived:
         def wait(self) -> None:
@@ -168,6 +171,23 @@ def test_states_follow_from_transitions(
         for other, (memory,) in into.items():
             memory.copy_(routes[other].sent[rank].take(moves[other]))
         return Arrived()
+
+    def chain(start: Tensor | None, pool: Tensor, steps: Tensor, out: Tensor) -> None:
+        for of_chain in steps.tolist():
+            (taken, place), *rest = of_chain
+            state = torch.zeros(batch, heads, dim_v, dim_k, dtype=torch.float64)
+            if start is not None:
+                state = start[:, taken].double()
+            if place >= 0:
+                out[:, place] = state
+            for move, to in rest:
+                if move >= 0:
+                    state = after(state, pool[:, move].double())
+                if to >= 0:
+                    out[:, to] = state
+
+    def after(state: Tensor, move: Tensor) -> Tensor:
+        return move[..., :dim_v, :] + state @ move[..., dim_v:, :]
 
     expected = {}
     for sequence in range(len(lengths)):
@@ -182,13 +202,14 @@ def test_states_follow_from_transitions(
                 *(rows.index(first.device).tolist() for rows in routes[rank].ends), strict=True
             )
             assert ((i, sequence) in ends) == last
-            move = moves[rank][:, i].double()
-            state = move[..., :dim_v, :] + state @ move[..., dim_v:, :]
+            state = after(state, moves[rank][:, i].double())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "send", send)
+        patch.setattr(spans, "chain", chain)
         for rank, route in enumerate(routes):
             out = torch.full((batch, route.count, heads, dim_v, dim_k), torch.nan)
-            route.states(rank, moves[rank] if any(route.needed) else None, first, out)
+            given_first = first if from_states else None
+            route.states(rank, moves[rank] if any(route.needed) else None, given_first, out)
             for i in range(route.count):
                 torch.testing.assert_close(out[:, i], expected[rank, i].float())
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_attn.distributed.gather import Route
-from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Window
+from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Rectangle, Window
+from cute_attn.distributed.used import Used
 from cute_attn.reference.attention import visible
 
 
@@ -101,6 +102,38 @@ def test_hops_are_what_queries_see(layout: Layout, causal: bool) -> None:
             for of in layout.hop(rank, other, causal):
                 add(found, of, tokens(layout.ranges[rank]), tokens(layout.ranges[other]))
     assert torch.equal(found, whole(layout, Window(None, 0 if causal else None)))
+
+
+@given(layouts(), st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_used_rows_are_what_queries_see(
+    layout: Layout, causal: bool, equal: bool, backward: bool, data: st.DataObject
+) -> None:
+    """Used queries see used keys, with the last query of a sequence aligned to its last key."""
+    window = Window(None, 0 if causal else None)
+    numbers = st.lists(
+        st.integers(-1, 40), min_size=len(layout.lengths), max_size=len(layout.lengths)
+    )
+    used_q = torch.tensor(data.draw(numbers), dtype=torch.int32)
+    used = Used(used_q, used_q if equal else torch.tensor(data.draw(numbers), dtype=torch.int32))
+    expected, found = (torch.zeros(layout.total, layout.total, dtype=torch.int32) for _ in "ab")
+    for start, length, of_q, of_k in zip(layout.bounds, layout.lengths, *used, strict=False):
+        q, k = (min(max(int(x), 0), length) for x in (of_q, of_k))
+        queries, keys = torch.arange(q)[:, None], torch.arange(k)[None]
+        seen = keys <= queries + k - q if causal else torch.ones(q, k, dtype=torch.bool)
+        expected[start : start + q, start : start + k] = seen.int()
+    for rank in range(layout.world):
+        route = Route(layout, rank, window, whole=not equal)
+        held = tokens(layout.ranges[rank])
+        for stage, local in ((route.needs.local, True), (route.needs.remote, False)):
+            keys = held if local else tokens(route.needs.ranges)
+            for of in stage.backward if backward else stage.forward:
+                counts = route.counts(of, used, keys, local=local)
+                assert counts is not None and counts[0][-1] == counts[1][-1] == 0
+                for r, q, k in zip(of.rectangles, *(x.tolist() for x in counts), strict=False):
+                    if q and k:
+                        part = Pass((Rectangle(r.q, r.q + q, r.k, r.k + k),), of.window)
+                        add(found, part, held, keys)
+    assert torch.equal(found, expected)
 
 
 @given(layouts(), st.integers(1, 3))

@@ -301,12 +301,13 @@ def record_capture(captured: Any) -> Iterator[Recorded]:
 
 # -- bugs -----------------------------------------------------------------------------------------
 
-FAIR, RANDOM, ADVERSARIAL = range(3)
+FAIR, RANDOM, ADVERSARIAL, STARVING = range(4)
 SEEDS = [(FAIR, 0), (RANDOM, 0), (ADVERSARIAL, 0)]
 MORE_SEEDS = [
     *((RANDOM, seed) for seed in range(1, 23)),
     *((ADVERSARIAL, seed) for seed in range(1, 9)),
 ]
+STARVING_SEEDS = [(STARVING, seed) for seed in range(8)]
 
 Planted = tuple[Ptx, Iterable[int]]  # the text with the bug, and the lines that it shows at
 

@@ -431,7 +431,7 @@ CLUSTER = Small(
     ld.param.u64 %rd2, [out];
     mov.u32 %rank, %cluster_ctarank; xor.b32 %r1, %rank, 1; mov.u32 %bars, dynamic;
     setp.ne.u32 %p1, %thread, 0;
-    @%p1 bra READY;
+    @%p1 bra READY; // @init_all
     mbarrier.init.shared::cta.b64 [%bars], 32; // @init
     fence.mbarrier_init.release.cluster; // @init_fence
     READY:

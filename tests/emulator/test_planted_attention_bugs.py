@@ -213,7 +213,7 @@ def _(p: Edged) -> Planted:
     return p.changed_operand(line, operand(p, line), "add.s32", 1), all_waits(p)
 
 
-@dense("fence of the initialisation dropped", "proxy-fence barrier")
+@dense("fence of the initialisation dropped", "proxy-fence barrier", severity="note")
 def _(p: Edged) -> Planted:
     return p.drop(p.one(r"fence\.mbarrier_init")), lines_of(p, r"mbarrier\.", LOAD)
 

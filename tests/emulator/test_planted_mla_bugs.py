@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.mla.sm90.latent_decode import Sm90LatentDecode
+from cute_attn.kernels.mla.sm90.latent_decode import OUTPUT_GROUPS, Sm90LatentDecode
 from cute_attn.kernels.mla.sm90.latent_decode_turns import Sm90LatentDecodeTurns
 from cute_attn.kernels.mla.spec import PART_COLUMNS, LatentDecodeSpec, LatentTurnsSpec
 from cute_attn.ops.mla import plan_mla_decode
@@ -137,6 +137,19 @@ for _planted, _edges in zip(PLANTERS.values(), (EDGES, (*EDGES, "last_empty")), 
     for _edge in _edges:
         release_dropped(_planted, _edge)
     other_bugs(_planted)
+
+
+@PLANTERS["scores apart"]("outputs also wait for the other warpgroup's columns", "barrier")
+def _(p: Edged) -> Planted:
+    """As the first version of early releases, which hung an H100: chunks are loaded again once one
+    warpgroup has released them, so that the wait may come a whole phase late."""
+    line, (first, _) = p.of("cache_full", WAIT)[0], p.mbarriers["cache_full"]
+    chunk, parity = re.findall(r"%r\d+", p[line])
+    half = 4 * 8 // OUTPUT_GROUPS  # bytes of the mbarriers of a warpgroup's chunks
+    other = f"sub.u32 o, {chunk}, {first}; xor.b32 o, o, {half}; add.u32 o, o, {first};"
+    wait = f"OTHERS: mbarrier.try_wait.parity.shared.b64 q, [o], {parity}; @!q bra OTHERS;"
+    at = p.before(r"^\s*\{\s*$", line)
+    return p.insert(at, f"{{ .reg .b32 o; .reg .pred q; {other} {wait} }}"), [at]
 
 
 @pytest.mark.slow

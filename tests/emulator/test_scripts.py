@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from cute_attn.emulator.host import Launch
-from cute_attn.emulator.scripts import launches, memory, options, process, products, run
+from cute_attn.emulator.scripts import (
+    hook,
+    launches,
+    memory,
+    options,
+    process,
+    products,
+    run,
+    startup,
+)
 
 ROOT = Path(__file__).parents[2]
 HEADER = """
@@ -162,15 +171,25 @@ def emulated(
     *arguments: str, directory: Path, module: str = "cute_attn.emulator"
 ) -> subprocess.CompletedProcess[str]:
     """A process of the command line."""
+    return python("-m", module, *arguments, directory=directory)
+
+
+def python(*arguments: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process of Python, with these variables in its environment."""
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, *arguments],
         cwd=directory,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
         # As tests/conftest.py: one engine for all runs of the tests.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUTE_ATTN_CACHE_DIR": str(ROOT / "build")},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "CUTE_ATTN_CACHE_DIR": str(ROOT / "build"),
+            **variables,
+        },
     )
 
 
@@ -207,6 +226,99 @@ def test_an_unmodified_script_runs_and_its_errors_are_found(tmp_path: Path) -> N
         ("race", line_of(PROGRAM, "before the race")),
         ("race", line_of(PROGRAM, "after the race")),
     }
+
+
+PRINTS = f"""{HEADER}
+import sys
+
+@cute.kernel
+def store_kernel(x: cute.Tensor, at: cutlass.Int32):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        cute.printf("stores at %d", at)
+    x[thread + at] = thread
+
+@cute.jit
+def store(x: cute.Tensor, at: cutlass.Int32):
+    store_kernel(x, at).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+x = torch.zeros(32, dtype=torch.int32, device="cuda")
+store(from_dlpack(x), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [[], ["--schedules", "3"]])
+def test_text_is_shown_where_a_launch_raises(tmp_path: Path, schedules: list[str]) -> None:
+    (tmp_path / "program.py").write_text(PRINTS)
+    done = emulated("--on-findings", "raise", *schedules, "program.py", "9", directory=tmp_path)
+    assert done.returncode == 1 and "out-of-bounds" in done.stderr
+    assert done.stdout.strip() == "stores at 9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("python x.py -m 1", "python -m cute_attn.emulator x.py -m 1"),
+        ("python -X dev -Werror x.py", "python -X dev -Werror -m cute_attn.emulator x.py"),
+        ("python -uBm a.b -c 1", "python -uB -m cute_attn.emulator -m a.b -c 1"),
+        ("python --check-hash-based-pycs never -ma", (
+            "python --check-hash-based-pycs never -m cute_attn.emulator -m a"
+        )),
+        ("python -m cute_attn.emulator x.py", None),
+        ("python -m pytest tests", None),
+        ("python /usr/bin/pytest tests", None),
+        ("python -Bc pass", None),
+        ("python - x", None),
+        ("python -i", None),
+        ("python", None),
+    ],
+)  # fmt: skip
+def test_the_command_that_emulates_a_program(arguments: str, command: str | None) -> None:
+    assert startup.command_of(arguments.split()) == (command and command.split())
+
+
+def test_the_hook_is_a_file_that_python_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hook, "hook_path", lambda: tmp_path / "hook.pth")
+    started: list[bool] = []
+    monkeypatch.setattr(startup, "start", lambda: started.append(True))
+    for option, said in (("install", "wrote"), ("remove", "removed"), ("remove", "there is no")):
+        with pytest.raises(SystemExit) as ended:
+            options.parse([f"--{option}-hook"])
+        assert ended.value.code == 0 and said in capsys.readouterr().out
+        assert list(tmp_path.iterdir()) == ([tmp_path / "hook.pth"] if option == "install" else [])
+    for value in ("1", "all"):
+        monkeypatch.setenv("CUTE_ATTN_EMULATE", value)
+        exec(hook.HOOK, {})
+    assert started == [True]
+
+
+@pytest.mark.slow
+def test_a_variable_emulates_programs_and_the_programs_that_they_start(tmp_path: Path) -> None:
+    """The hook's line is in a sitecustomize.py, which Python executes at the same time."""
+    (tmp_path / "sitecustomize.py").write_text(hook.HOOK)
+    (tmp_path / "program.py").write_text(PRINTS)
+    start = (
+        "import subprocess, sys; subprocess.run([sys.executable, 'program.py', '0'], check=True)"
+    )
+    (tmp_path / "starts.py").write_text(
+        f"{start}\nimport torch\nprint(torch.cuda.is_available())\n"
+    )
+    (tmp_path / "test_kernels.py").write_text(TESTS)
+    variables = {"CUTE_ATTN_EMULATE": "all", "CUTE_ATTN_ARCH": "sm_100a"}
+    path = f"{tmp_path}:{ROOT}"
+
+    done = python("starts.py", directory=tmp_path, **variables, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "stores at 0" and "True" in done.stdout
+    assert "emulator: sm_100a: 1 launches" in done.stderr
+
+    tests = "-m", "pytest", "-p", "cute_attn.pytest_emulate", "-p", "no:cacheprovider"
+    done = python(*tests, "test_kernels.py", directory=tmp_path, **variables)
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "emulator: sm_100a: 2 launches" in done.stdout
 
 
 @pytest.mark.slow  # the script's process stands for it, except for pytest's hooks
@@ -354,15 +466,27 @@ def test_a_long_launch_shows_its_progress(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(launches.time, "monotonic", lambda: now)
-    progress = launches.Progress()
+    progress = launches.Progress(2)
     one = (1, 1, 1)
-    progress.begin(Launch("kernel_of_a_program", (8, 1, 1), one, one, 0, False, None))
-    for now, done in ((101.0, 1), (106.0, 2), (107.0, 3), (140.0, 6)):  # noqa: B007
-        progress(done, 8)
-    progress.end()
-    progress(8, 8)
-    said = "emulator: kernel_of_a_program: {} of 8 clusters in {} s, about {} s left\n"
-    assert capsys.readouterr().err == said.format(2, 6, 18) + said.format(6, 40, 13)
+
+    def shown(total: int, *calls: tuple[float, int]) -> list[str]:
+        nonlocal now
+        now = 100.0
+        progress.begin(Launch("kernel_of_a_program", (total, 1, 1), one, one, 0, False, None))
+        for when, done in calls:
+            now = when
+            progress(done, total)
+        progress.end()
+        progress(total, total)
+        return capsys.readouterr().err.splitlines()
+
+    said = "emulator: kernel_of_a_program: {} of {} clusters in {} s, about {} s left"
+    # Two CTAs run together, so the rate is known when both have ended, and the launch will be long.
+    assert shown(800, (100.5, 1), (101.0, 2)) == [said.format(2, 800, 1, 399)]
+    assert shown(8, (100.5, 2), (101.0, 4), (102.0, 7)) == []
+    late = shown(8, (101.0, 0), (106.0, 1), (107.0, 3), (140.0, 6))
+    assert late[0] == "emulator: kernel_of_a_program: 1 of 8 clusters in 6 s"
+    assert late[1:] == [said.format(6, 8, 40, 13)]
 
 
 def test_the_stand_ins_replace_the_compiler_s_runtime() -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import cute_attn
 from cute_attn import launch
@@ -14,9 +15,10 @@ from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.ds_tiles import CLUSTER_KEYS, nbytes
 from cute_attn.kernels.attention.statistics import STATS_ROWS
 from cute_attn.ops.attention import forward
+from cute_attn.ops.attention.forward import empty_o
 from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
 from tests.ops import attention_cases
-from tests.ops.attention_gradient_cases import workspace
+from tests.ops.attention_gradient_cases import fused_where_possible, workspace
 from tests.ops.test_attention_pages import in_pages
 
 ATTENTION = {
@@ -77,12 +79,16 @@ def attention(device: str) -> Iterator[Named]:
     yield title, lambda: cute_attn.flash_attn_combine(*parts, out_dtype=torch.bfloat16)
 
 
+def zero_o(q: Tensor, columns: int) -> Tensor:
+    return empty_o(q, columns).zero_()
+
+
 @contextmanager
 def outputs_start_as_zeros() -> Iterator[None]:
     """initcheck does not see what TMA stores, as o, dq, dk and dv, and would take reads of it for
     reads of nothing. Workspaces are left as they are."""
     with (
-        mock.patch.object(forward, "_empty_like", torch.zeros_like),
+        mock.patch.object(forward, "empty_o", zero_o),
         mock.patch.object(torch, "empty_like", torch.zeros_like),
     ):
         yield
@@ -97,13 +103,13 @@ def attention_gradients(device: str) -> Iterator[Named]:
             function = cute_attn.flash_attn_varlen_func
         title = f"gradients of attention, {name}, head_dim {target.head_dim}"
         call = differentiate(function, given, ATTENTION_INPUTS)
-        yield title, outputs_start_as_zeros()(call)
+        yield title, fused_where_possible()(outputs_start_as_zeros()(call))
         if name != DETERMINISTIC:
             continue
         call = differentiate(function, given | {"deterministic": True}, ATTENTION_INPUTS)
         always = outputs_start_as_zeros()(call)
         yield f"{title}, deterministic", always
-        if table.has("backward_ds_dq", target.arch, target.head_dim):
+        if table.has("backward_ds_dq", target.arch, target.head_dim, target.head_dim_v):
             with workspace(0):
                 yield f"{title}, without a workspace for dS", always
             long = on_device(LONG_KEYS.arguments(), device)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 
 import cute_attn
+from cute_attn.ops.gated_delta_rule import chunk_forward
 from tests.gpu.kda_small_calls import LONG
 from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
 from tests.ops import gated_delta_rule_cases
@@ -49,9 +52,28 @@ def by_chunks(device: str) -> Iterator[Named]:
         )
         title = f"gradients of chunk_gated_delta_rule, {name}"
         yield title, differentiate(chunked, given, INPUTS)
-    served = gated_delta_rule_cases.Case(SERVER, LENGTHS, heads=2).arguments(device)
-    pool = pool_call(served).given
-    yield "chunk_gated_delta_rule, pool", torch.inference_mode()(lambda: chunked(**pool))
+    for name, lengths, heads in (("pool", LENGTHS, 2), ("pool, split", (LONG,), 1)):
+        served = gated_delta_rule_cases.Case(SERVER, lengths, heads=heads).arguments(device)
+        pool = pool_call(served).given
+        yield (
+            f"chunk_gated_delta_rule, {name}",
+            torch.inference_mode()(lambda pool=pool: chunked(**pool)),
+        )
+        if name == "pool":
+            yield f"chunk_gated_delta_rule, {name}, one kernel", in_one_kernel(pool)
+    plain = gated_delta_rule_cases.Case(gated_delta_rule_cases.PLAIN, (sum(LENGTHS),), heads=2)
+    yield "chunk_gated_delta_rule, one kernel", in_one_kernel(plain.arguments(device))
+
+
+def in_one_kernel(given: dict[str, Any]) -> Callable[[], Any]:
+    """A call so small that two kernels would be faster."""
+
+    @torch.inference_mode()
+    def call() -> Any:
+        with mock.patch.object(chunk_forward, "in_one_kernel", return_value=True):
+            return cute_attn.chunk_gated_delta_rule(**given)
+
+    return call
 
 
 CALLS: dict[str, Group] = {"by_tokens": by_tokens, "by_chunks": by_chunks}

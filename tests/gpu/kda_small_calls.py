@@ -11,6 +11,7 @@ import torch
 import cute_attn
 from cute_attn.kernels.delta.chunk.spec import CHUNK
 from cute_attn.ops import kda
+from cute_attn.ops.kda.chunk_spans import chain
 from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_device
 from tests.ops import kda_cases, kda_decode_cases, test_kda_stages_backward
 from tests.ops.kda_calls import OPERATORS
@@ -54,6 +55,10 @@ def chunk_kda(device: str) -> Iterator[Named]:
     yield "chunk_kda, split", torch.inference_mode()(lambda: cute_attn.chunk_kda(**long))
     pool = pool_call(kda_cases.Case(SERVER, LENGTHS, heads=2).arguments(device)).given
     yield "chunk_kda, pool", torch.inference_mode()(lambda: cute_attn.chunk_kda(**pool))
+    moves, states = (torch.randn(1, 2, 2, rows, 128, device=device) for rows in (256, 128))
+    steps = torch.tensor([[(0, 0), (1, 1)]], dtype=torch.int32, device=device)
+    for start in (states, None):
+        yield "transitions of spans", lambda start=start: chain(start, moves, steps, states)
 
 
 def kda_gradients(device: str) -> Iterator[Named]:

@@ -17,6 +17,18 @@ CASES = {
     "queries, pages of 16": (mla_cases.Case((150, 70), queries=3, heads=40, page_size=16), 1),
     "splits": (mla_cases.Case((900, 100), heads=12), 14),
     "320 columns": (mla_cases.Case((200,), head_dim=320, head_dim_v=256), 2),
+    "512 columns, no mask": (
+        mla_cases.Case(
+            (200,),
+            queries=2,
+            heads=5,
+            head_dim=512,
+            head_dim_v=512,
+            dtype=torch.float16,
+            causal=False,
+        ),
+        0,
+    ),
 }
 
 

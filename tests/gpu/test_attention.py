@@ -4,10 +4,12 @@ head_dims that the GPU has a backward for. The emulator runs all kernels in test
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 import cute_attn
 from cute_attn import cache, launch
@@ -19,7 +21,18 @@ from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS
 from cute_attn.reference.attention import attention_gradients
-from tests.ops.attention_cases import head_dim_v_of
+from tests.ops import attention_grid as grid
+from tests.ops.attention_cases import FULL, Case, Target, head_dim_v_of, on_target
+from tests.ops.attention_gradient_cases import (
+    INPUTS,
+    UPSTREAMS,
+    Upstream,
+    assert_gradients_agree,
+    fused_where_possible,
+    gradient_cases,
+)
+
+from .test_attention_forward import on_gpu
 
 DEVICE = torch.device("cuda", 0)
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
@@ -113,13 +126,72 @@ def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
         o, _ = cute_attn.flash_attn_func(
             q, k, v, causal=True, scheduler=scheduler, deterministic=deterministic
         )
-        results.append(torch.autograd.grad(o, (q, k, v), do))
+        with fused_where_possible():
+            results.append(torch.autograd.grad(o, (q, k, v), do))
     for again in results[1:3]:
         assert all(map(torch.equal, results[0], again))
     exact = attention_gradients(q, k, v, do, causal=True)
     for found in (results[0], results[3]):
         for x, true in zip(found, exact, strict=False):
             assert (x.double() - true).norm() <= 0.01 * true.norm()
+
+
+def check_gradients(
+    args: dict[str, Any], upstream: Upstream, *, deterministic: bool, splits: int = 1
+) -> None:
+    """The gradients of a call on the GPU, by the error rule. `args` are on the CPU."""
+    do, dlse = upstream.gradients(args)
+    given = on_gpu(args)
+    leaves = {name: given[name].detach().requires_grad_() for name in INPUTS if name in given}
+    varlen = any(name.startswith(("cu_", "seqused_")) for name in args)
+    function = cute_attn.flash_attn_varlen_func if varlen else cute_attn.flash_attn_func
+    options = {"return_lse": dlse is not None, "deterministic": deterministic}
+    o, lse = function(**given | leaves | options, num_splits=splits)
+    outputs, slopes = [o], [do.cuda()]
+    if dlse is not None:
+        outputs, slopes = [o, lse], [do.cuda(), dlse.cuda()]
+    with fused_where_possible():
+        found = torch.autograd.grad(outputs, list(leaves.values()), slopes)
+    on_cpu = {name: x.cpu() for name, x in zip(leaves, found, strict=True)}
+    assert_gradients_agree(args, on_cpu, do, dlse)
+
+
+@of_every_head_dim
+@pytest.mark.parametrize("deterministic", [False, True])
+@settings(max_examples=200 if FULL else 12)
+@given(case=gradient_cases(), upstream=UPSTREAMS)
+def test_gradients_of_any_call(head_dim: int, deterministic: bool, case: Case, upstream: Upstream):
+    """Masks, softcap, sinks, grouped heads, packed and used rows, and gradients of lse."""
+    with on_target(Target(ARCH, head_dim)):
+        check_gradients(case.arguments(), upstream, deterministic=deterministic)
+
+
+SMALL_SHAPES = [x for x in grid.DENSE_SHAPES if max(x) <= 256]
+
+
+@pytest.mark.slow
+@of_every_head_dim
+@pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
+def test_gradients_of_the_dense_grid(head_dim: int, shape: tuple[int, int]):
+    """FlashAttention-4's grid, see `attention_grid`."""
+    with on_target(Target(ARCH, head_dim)):
+        for number, point in enumerate(grid.drawn(grid.dense_points(shape))):
+            args = grid.arguments(replace(point, batch=2), head_dim, "cpu")
+            check_gradients(
+                args, Upstream(seed=number), deterministic=number % 2 > 0, splits=point.splits
+            )
+
+
+@pytest.mark.slow
+@of_every_head_dim
+@pytest.mark.parametrize("shape", [x for x in grid.VARLEN_SHAPES if max(x) <= 256], ids=str)
+def test_gradients_of_the_grid_of_packed_sequences(head_dim: int, shape: tuple[int, int]):
+    with on_target(Target(ARCH, head_dim)):
+        for number, point in enumerate(grid.drawn(grid.varlen_points(shape))):
+            args = grid.arguments(replace(point, batch=6), head_dim, "cpu")
+            check_gradients(
+                args, Upstream(seed=number), deterministic=number % 2 > 0, splits=point.splits
+            )
 
 
 @of_every_head_dim
@@ -141,7 +213,8 @@ def test_rows_that_see_no_key_do_not_count(head_dim: int, packed: bool, determin
     o, _ = cute_attn.flash_attn_varlen_func(
         q, k, v, causal=True, deterministic=deterministic, **lengths
     )
-    results = [torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (do, hidden)]
+    with fused_where_possible():
+        results = [torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (do, hidden)]
     names = slice(0, 3) if deterministic else slice(1, 3)  # whose bits are always the same
     assert all(map(torch.equal, *(found[names] for found in results)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0.02)
@@ -169,18 +242,27 @@ def test_the_gradient_of_o_may_have_any_layout(head_dim: int, layout: str):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.skipif(
-    not table.has("backward_ds_dq", ARCH, 256), reason=f"no kernel keeps dS on {ARCH}"
-)
+@pytest.mark.parametrize(
+    "head_dim",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(
+            not table.has("backward_ds_dq", ARCH, n, head_dim_v_of(n)),
+            reason=f"no kernel keeps dS on {ARCH}",
+        ))
+        for n in (192, 256)
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
-def test_dS_of_a_part_of_the_keys_changes_no_bit(causal: bool, monkeypatch: pytest.MonkeyPatch):
+def test_dS_of_a_part_of_the_keys_changes_no_bit(
+    head_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+):
     """16 MiB hold about half of the dS of a query head."""
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(1, rows, 2, 256, device=DEVICE).bfloat16().requires_grad_()
-        for rows in (700, 20_000, 20_000)
+        torch.randn(1, rows, 2, dim, device=DEVICE).bfloat16().requires_grad_()
+        for rows, dim in ((700, head_dim), (20_000, head_dim), (20_000, head_dim_v_of(head_dim)))
     )
-    do = torch.randn_like(q)
+    do = torch.randn(*q.shape[:-1], v.shape[-1], device=DEVICE).bfloat16()
     results = []
     for mib in ("16", "512"):
         monkeypatch.setenv("CUTE_ATTN_WORKSPACE_MIB", mib)

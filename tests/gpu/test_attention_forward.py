@@ -185,6 +185,51 @@ def test_the_grid_of_pages(point: grid.Point):
         grid.check(point, 256, "cuda", call)
 
 
+LATENT_SHAPES = (
+    (1, 1), (3, 3), (3, 128), (128, 3), (256, 256), (1025, 255), (255, 1025), (1024, 1024),
+    (1023, 1024), (1024, 1023), (2048, 2048), (1, 8192), (4096, 4096),
+)  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not table.has("forward", ARCH, 576, 512), reason="there is no kernel for this GPU"
+)
+@pytest.mark.parametrize("columns", [576, 512])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(x, id=str(x), marks=pytest.mark.slow if n % 3 else ())
+        for n, x in enumerate(LATENT_SHAPES)
+    ],
+)
+def test_the_cases_of_absorbed_latent_attention(shape: tuple[int, int], causal: bool, columns: int):
+    """The shapes, heads, sinks and splits of FlashAttention-4's tests/cute/test_flash_attn_mla.py:
+    v is a view of k, with 64 columns less or all of k's, and all heads share one K/V head."""
+    queries, keys = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        found = torch.randn(shape, generator=generator, device="cuda")
+        return found.bfloat16()
+
+    for heads, sink in ((16, False), (128, True)):
+        if queries * keys * heads > 2**28:
+            continue
+        batch = max(1, min(12, 2**26 // (queries * keys * heads)))  # the reference is in float64
+        k = normal(batch, keys, 1, columns)
+        args = {
+            "q": normal(batch, queries, heads, columns), "k": k, "v": k[..., :512],
+            "causal": causal,
+        }  # fmt: skip
+        if sink:
+            args["learnable_sink"] = normal(heads)
+        for splits in (1, 3):
+            found = call(args, num_splits=splits, return_lse=True)
+            assert_agrees(args, *found)
+            assert same(args, found, call(args, num_splits=splits, return_lse=True))
+
+
 def test_streams_do_not_share_tiles(head_dim: int):
     """Launches that overlap have counters of their own."""
     cases = [Case(CAUSAL, (1500,), (1500,), heads_k=6, seed=seed) for seed in range(3)]

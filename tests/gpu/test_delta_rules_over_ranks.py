@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import cute_attn
+from cute_attn.distributed import context_parallel
+
+from .processes import on_ranks
 
 TOKENS = ("q", "k", "v", "g", "beta")
 LENGTHS = (5000, 3, 0, 9345, 700)
@@ -47,23 +50,16 @@ def call(function: str, args: dict[str, Tensor], do: Tensor, dfinal: Tensor, **m
     return o.detach(), final.detach(), {name: x.grad for name, x in leaves.items()}
 
 
-def rank_of_two(rank: int, function: str, layout: str, port: int) -> None:
-    import torch.distributed as dist
-
-    from cute_attn.distributed import context_parallel
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
+def agrees_with_one(function: str, layout: str) -> None:
+    """o, final states and gradients of two GPUs are one GPU's, and repeat bit by bit."""
     args = arguments(function, "cuda")
     do, dfinal = torch.randn_like(args["v"]), torch.randn_like(args["initial_state"])
     bounds = [0, *accumulate(LENGTHS)]
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     o, final, gradients = call(function, args, do, dfinal, cu_seqlens=offsets)
     plan = context_parallel(cu_seqlens=bounds, layout=layout)
     own = {name: plan.shard(x, 1) if name in TOKENS else x for name, x in args.items()}
-    share = dfinal if rank == 0 else torch.zeros_like(dfinal)
+    share = dfinal if plan.rank == 0 else torch.zeros_like(dfinal)
     runs = [call(function, own, plan.shard(do, 1), share, cp=plan) for _ in range(2)]
     found: dict[str, Tensor] = {"o": plan.unshard(runs[0][0], 1), "final_state": runs[0][1]}
     for name, x in runs[0][2].items():
@@ -76,16 +72,11 @@ def rank_of_two(rank: int, function: str, layout: str, port: int) -> None:
     for name, expected in {"o": o, "final_state": final, **gradients}.items():
         error = (found[name].double() - expected.double()).norm() / expected.double().norm()
         assert error <= MOST, f"{name}: {error:.1e}"
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_gated_delta_rule"])
 def test_two_gpus_agree_with_one(function: str, layout: str) -> None:
-    from torch.multiprocessing.spawn import spawn
-
-    from cute_attn.bench.attention.context_parallel import free_port
-
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    spawn(rank_of_two, (function, layout, free_port()), nprocs=2)
+    on_ranks(2, agrees_with_one, function, layout)

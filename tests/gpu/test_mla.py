@@ -1,7 +1,8 @@
-"""Latent decode on a GPU: FlashMLA's shapes, options at random, and CUDA graphs."""
+"""Latent decode on a GPU: the cases of FlashMLA's own test, options at random, and CUDA graphs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from cute_attn.kernels.mla.spec import ARCHS
 from tests.ops.mla_cases import Case, assert_agrees, run
 
@@ -56,6 +58,73 @@ def test_shapes_of_flash_mla(batch: int, mean: int, heads: int, queries: int, va
         assert_agrees(*part(args, o, lse))
         again = run(args, num_splits=splits)
         assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
+
+
+def check_as_flash_mla(
+    batch: int, queries: int, heads: int, mean: int, *, ragged: bool, causal: bool, empty: bool,
+) -> None:  # fmt: skip
+    """A case of its tests/test_flash_mla_dense_decoding.py, in its call form: 512 + 64 columns,
+    small numbers, pages of 64 tokens in random order. Unused rows hold NaN, and unused entries of
+    the table no page's number. With `empty` about half of the sequences have no token."""
+    draw = random.Random(str((batch, queries, heads, mean, ragged, causal)))
+    generator = torch.Generator("cuda").manual_seed(draw.randrange(2**31))
+    lengths = [mean] * batch
+    if ragged:
+        lengths = [max(int(draw.normalvariate(mean, mean / 2)), queries) for _ in lengths]
+    if empty:
+        lengths = [draw.choice([0, n]) for n in lengths]
+    pages = 4 * -(-max(lengths) // 256)
+
+    def normal(*shape: int) -> torch.Tensor:
+        found = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return (found / 10).clamp_(-1, 1)
+
+    q, cache = normal(batch, queries, heads, 576), normal(batch * pages, 64, 1, 576)
+    table = torch.randperm(batch * pages, generator=generator, device="cuda").int()
+    table = table.view(batch, pages)
+    for own, n in zip(table, lengths, strict=True):
+        used = -(-n // 64)
+        cache[own[used:].long()] = math.nan
+        if n % 64:
+            cache[own[used - 1], n % 64 :] = math.nan
+        own[used:] = 2147480000
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    plan, splits = get_mla_metadata()
+    o, lse = flash_mla_with_kvcache(q, cache, table, seqlens, 512, plan, splits, causal=causal)
+    args = {
+        "q_nope": q[..., :512], "q_rope": q[..., 512:], "kv_cache": cache, "block_table": table,
+        "cache_seqlens": seqlens, "softmax_scale": 576**-0.5, "causal": causal, "head_dim_v": 512,
+    }  # fmt: skip
+    assert o.isfinite().all()
+    assert_agrees(*part(args, o, lse))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"),
+    [
+        pytest.param(*x, marks=() if x in ((3, 1), (126, 4), (128, 2)) else pytest.mark.slow)
+        for x in itertools.product((1, 3, 9, 63, 64, 126, 128), (1, 2, 4))
+    ],
+)
+def test_the_correctness_cases_of_flash_mla(heads: int, queries: int) -> None:
+    for batch, mean, ragged, causal in itertools.product(
+        (1, 2, 6, 64), (20, 140, 4096), (False, True), (False, True)
+    ):
+        check_as_flash_mla(batch, queries, heads, mean, ragged=ragged, causal=causal, empty=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 3, 9, 63, 64, 126, 128])
+def test_the_cases_of_flash_mla_with_empty_sequences(heads: int, causal: bool) -> None:
+    check_as_flash_mla(128, 2, heads, 4096, ragged=True, causal=causal, empty=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("mean", [4096, 8192, 16384, 32768])
+def test_the_timed_cases_of_flash_mla(mean: int, queries: int) -> None:
+    for causal in (False, True):
+        check_as_flash_mla(128, queries, 128, mean, ragged=True, causal=causal, empty=False)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -63,8 +63,10 @@ RINGS = (
     "KdaStatePass", "KdaAdjointPass",  # operands
     "HeadStatePass", "HeadPoolPass", "HeadAdjointPass",  # operands
     "Sm90DkDv", "Sm90Hd64Backward", "Sm90Hd128Backward", "Sm90Hd256DkDv",  # lse and delta
+    "Sm90LatentDecode",  # q
 )  # fmt: skip
 STORES = ("Sm90Hd256DkDv",)
+ZEROS = ("HeadAdjointPass",)
 FIRST_ARRIVALS = ("KdaGradients", "GatedDeltaGradients")
 
 
@@ -74,13 +76,16 @@ def is_settled(race: list[tuple[str, str, str, str]]) -> bool:
     - a copy into a stage that its readers have given back;
     - the same of P', stored by the warps of one warpgroup for those of another, which receive and
       give back a stage in that way;
+    - zeros that the lanes of a warp store, before one lane of the warp signals other warps;
     - one thread's initialisation of an mbarrier, and its own arrival there.
     """
     memory, pipeline = "kernels/common/ptx/memory.py", "kernels/common/pipeline.py"
     copies = lines_of("kernels/common/ptx/async_copy.py", "copy_async", "copy_bulk")
+    matrices = lines_of("kernels/common/ptx/matrices.py", "load_matrices")
     settled = (  # kernels, lines that write, and lines that read: None for all others
         (RINGS, copies, None),
         (STORES, lines_of(memory, "_store"), lines_of(memory, "_load")),
+        (ZEROS, lines_of(memory, "_store"), matrices),
         (FIRST_ARRIVALS, lines_of(pipeline, "init"), lines_of(pipeline, "expect")),
     )
 

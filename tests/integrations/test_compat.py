@@ -223,13 +223,34 @@ ANGLES = randn(ROWS, 16)
                 "v_cache": randn(1, ROWS, HEAD_DIM, 2).mT,
             },
             ValueError,
-            "^k has strides",
+            "^k_cache has strides",
         ),
     ],
 )
 def test_bad_arguments_of_a_cache(changes: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         call("flash_attn_with_kvcache", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"softmax_scale": -1.0}, "^softmax_scale is -1.0"),
+        ({"window_size": (1, 2, 3)}, "^window_size is"),
+        ({"num_splits": 257}, "^num_splits is 257"),
+        ({"cache_batch_idx": int32(0)[None]}, "^cache_batch_idx has shape"),
+        ({"q": randn(1, 8, 3, HEAD_DIM)}, "^q has 3 heads"),
+        ({"q": randn(8 * 2 * HEAD_DIM + 1)[1:].view(1, 8, 2, HEAD_DIM)}, "^q starts at address"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_refused_call_leaves_the_cache_as_it_was(changes: dict[str, Any], message: str):
+    caches = randn(1, ROWS, 2, HEAD_DIM), randn(1, ROWS, 2, HEAD_DIM, seed=1)
+    before = [x.clone() for x in caches]
+    given = {"k_cache": caches[0], "v_cache": caches[1], "k": ROW, "v": ROW, "cache_seqlens": 3}
+    with pytest.raises((TypeError, ValueError), match=message):
+        call("flash_attn_with_kvcache", **given | changes)
+    assert all(map(same, caches, before))
 
 
 def test_sequences_with_gaps_have_no_left_padding():

@@ -10,17 +10,18 @@ from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from tests.ops.mla_cases import ARCH, Case, assert_agrees
 
 
-def test_the_calls_of_its_readme() -> None:
-    args = Case((70, 3), queries=2, heads=4, page_size=16, head_axis=True, scale=576**-0.5)
+@pytest.mark.parametrize("queries", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_calls_of_its_readme(queries: int) -> None:
+    args = Case((70, 3), queries=queries, heads=4, head_axis=True, scale=576**-0.5)
     given = args.arguments()
     q = torch.cat([given["q_nope"], given["q_rope"]], -1)
     with cute_attn.emulated(ARCH):
-        plan, num_splits = get_mla_metadata(given["cache_seqlens"], 2 * 4, 1)
+        plan, num_splits = get_mla_metadata(given["cache_seqlens"], queries * 4, 1)
         o, lse = flash_mla_with_kvcache(
             q, given["kv_cache"], given["block_table"], given["cache_seqlens"], 512, plan,
             num_splits, causal=True,
         )  # fmt: skip
-    assert o.shape == (2, 2, 4, 512) and lse.shape == (2, 4, 2)
+    assert o.shape == (2, queries, 4, 512) and lse.shape == (2, 4, queries)
     assert_agrees(given, o, lse)
 
 
@@ -33,5 +34,11 @@ def test_what_has_no_kernel_is_refused() -> None:
             flash_mla_with_kvcache(*shared, is_fp8_kvcache=True)
         with pytest.raises(NotImplementedError, match="indices is given"):
             flash_mla_with_kvcache(*shared, indices=given["block_table"])
+        for name in (
+            "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length",
+            "extra_topk_length",
+        ):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=f"{name} is given, must be None"):
+                flash_mla_with_kvcache(*shared, **{name: given["cache_seqlens"]})
         with pytest.raises(ValueError, match="q has shape"):
             flash_mla_with_kvcache(q[0], *shared[1:])

@@ -412,7 +412,10 @@ CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "V": ({"v": torch.randn(2, 70, 2, 512).bfloat16()}, "V is 512"),
     "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
     "double gates": ({"g": torch.randn(2, 70, 2, 64).double()}, "gates of torch.float64"),
-    "half states": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
+    "double states": (
+        {"initial_state": torch.zeros(2, 2, 64, 64).double()},
+        "initial_state has dtype",
+    ),
     "more states": ({"initial_state": torch.zeros(3, 2, 64, 64)}, "3 states for 2 sequences"),
     "a bound of 0": ({"lower_bound": 0.0}, "lower_bound is 0.0"),
     "a tensor": ({"scale": torch.tensor(0.5)}, "scale is a tensor"),
@@ -471,7 +474,6 @@ RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "out": ({"out": torch.zeros(1)}, "in place only"),
     "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K is 32"),
     "double": ({"k": torch.randn(2, 70, 1, 64).double()}, "k has dtype torch.float64"),
-    "half states": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
     "double states": (
         {"initial_state": torch.zeros(2, 2, 64, 64).double()}, "initial_state has dtype",
     ),

@@ -229,7 +229,7 @@ def test_packed_sequences() -> None:
 def test_offsets_of_packed_sequences(positions: bool) -> None:
     """Offsets give the bits that positions give. Without positions, the rotary embedding differs
     from the second sequence on."""
-    model, tokens = ours(), tokens_of(1, 13)
+    model, tokens = ours(full_layers), tokens_of(1, 13)
     found = positions_of(PACKED[:1])
     expected = model(tokens, position_ids=found, use_cache=False).logits
     given: dict[str, Any] = offsets_of(PACKED[:1])
@@ -254,8 +254,8 @@ def compiled() -> Iterator[Any]:
 
 def test_a_compiled_model(compiled: Any) -> None:
     """A compiler cannot read positions: the model asserts that they do not start again."""
-    one = COMMON | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    config = transformers.Gemma3TextConfig(**one, sliding_window=WINDOW)
+    one = COMMON | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = transformers.Gemma3TextConfig(**one)
     model = transformers.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
     model.set_attn_implementation("cute_attn")
     function, tokens = compiled(model), tokens_of(1, 13)
@@ -502,8 +502,8 @@ def refused(match: str) -> Any:
     return pytest.raises(NotImplementedError, match=match)
 
 
-def ours(**changes: Any) -> Any:
-    model = gemma3(**changes).to(torch.bfloat16).eval()
+def ours(make: Any = gemma3) -> Any:
+    model = make().to(torch.bfloat16).eval()
     model.set_attn_implementation("cute_attn")
     return model
 

@@ -68,24 +68,32 @@ def test_windows_that_hide_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "seqlen", "expected"),
+    ("head_dim", "heads", "heads_k", "seqlen", "in_any_order", "in_order"),
     [
-        (128, 8, 512, 1), (128, 8, 2048, 4), (128, 8, 4096, 4), (128, 8, 16384, 8),
-        (128, 4, 1024, 1), (128, 4, 16384, 4),
-        (64, 8, 1024, 1), (64, 8, 4096, 2), (64, 8, 16384, 4), (64, 4, 4096, 1),
+        (128, 32, 4, 1024, 1, 1), (128, 32, 4, 4096, 1, 1), (128, 32, 4, 16384, 1, 8),
+        (128, 16, 2, 4096, 1, 1), (128, 16, 4, 16384, 1, 4), (128, 8, 1, 16384, 4, 8),
     ],
 )  # fmt: skip
 def test_fused_causal_groups_are_split_where_it_was_the_fastest(
-    head_dim: int, group: int, seqlen: int, expected: int
+    head_dim: int, heads: int, heads_k: int, seqlen: int, in_any_order: int, in_order: int
 ) -> None:
-    """16k tokens on an H200, see docs/log/sm90_backward.md. Splits made no
+    """16k tokens on an H100, see docs/log/sm90_backward.md. Splits made no
     dense call faster by more than noise."""
-    for right, found in ((0, expected), (None, 1)):
-        assert found == splits(
-            seqlen, heads=2048 // head_dim, heads_k=2048 // head_dim // group,
-            batch=16384 // seqlen, window_right=right, clusters=132,
-            **FUSED[head_dim],
+    for right, ordered, expected in ((0, False, in_any_order), (0, True, in_order)):
+        assert expected == splits(
+            seqlen, heads=heads, heads_k=heads_k, batch=16384 // seqlen, window_right=right,
+            clusters=132, ordered=ordered, **FUSED[head_dim],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+def test_fused_dense_groups_that_fill_the_gpu_are_not_split(seqlen: int, ordered: bool) -> None:
+    found = splits(
+        seqlen, heads=16, heads_k=4, batch=16384 // seqlen, clusters=132, ordered=ordered,
+        **FUSED[128],
+    )  # fmt: skip
+    assert found == 1
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 8), (8, 8), (7, 4), (4, 4), (1, 1), (0, 1)])

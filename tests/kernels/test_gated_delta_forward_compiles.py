@@ -55,7 +55,6 @@ def some_call(generator: random.Random) -> dict[str, Any]:
         "state_indices": pool,
         "checkpoint_indices": pool and generator.random() < 0.5,
         "gradient": not pool and generator.random() < 0.5,
-        "recompute": True,
     }
 
 

@@ -4,7 +4,7 @@ register."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -135,6 +135,11 @@ def test_a_sample_compiles_without_spills(kernel: Kernel, arch: str):
 )
 def test_the_recurrent_form_compiles_without_spills(request_: dict[str, Any], arch: str):
     assert_compiles(*plan_fused_recurrent_kda(arch, **request_)[0], arch)
+
+
+def test_several_ctas_per_sm_compile_without_a_driver():
+    ((kernel, spec),) = plan_fused_recurrent_kda("sm_90a", head_dim_k=64, head_dim_v=64)
+    assert_compiles(kernel, replace(spec, blocks_per_sm=2), "sm_90a")
 
 
 @pytest.mark.slow

@@ -140,6 +140,7 @@ class Kind:
             scheduler=scheduler,
             return_lse=self.lse,
             short=self.packed_heads > 1,
+            long=False,
             few=False,
             num_splits=num_splits,
         )

@@ -227,8 +227,12 @@ def gradients(
 @contextmanager
 def fused_where_possible() -> Iterator[None]:
     """Within it, calls get the kernels that are not deterministic, although `poisoned` sets torch
-    to be."""
-    with mock.patch.object(backward, "is_deterministic", lambda a: bool(a.deterministic)):
+    to be, and sequences are short."""
+
+    def in_order(a: Any) -> bool:
+        return bool(a.deterministic or a.batch_invariant)
+
+    with mock.patch.object(backward, "adds_in_order", in_order):
         yield
 
 

@@ -43,7 +43,6 @@ CALLS = {
     "gated_delta_rule_decode": ArchCall(
         gated_delta_rule_decode,
         covers=(("gated_delta_rule_decode", "forward"),),
-        quick=("sm_80",),
     ),
     "fused_recurrent_gated_delta_rule": ArchCall(
         lambda: assert_recurrent_agrees("cpu", in_kernel=True),

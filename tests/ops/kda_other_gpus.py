@@ -72,7 +72,7 @@ CALLS = {
     # Refused, see test_kda_arguments.py: the shared memory there is too small.
     "gradients, K = 128": ArchCall(lambda: gradients(128), refused=("sm_86", "sm_89")),
     "fused_recurrent_kda": ArchCall(
-        fused_recurrent_kda, covers=(("fused_recurrent_kda", "forward"),), quick=("sm_80",)
+        fused_recurrent_kda, covers=(("fused_recurrent_kda", "forward"),)
     ),
     "kda_decode": ArchCall(kda_decode, covers=(("kda_decode", "forward"),), quick=("sm_120a",)),
 }

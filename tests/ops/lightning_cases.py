@@ -111,7 +111,7 @@ EMULATED = [
     (64, 128, torch.bfloat16, torch.float32, "vk"),
     (128, 64, torch.float16, torch.bfloat16, "kv"),
 ]
-few = settings() if FULL else settings(max_examples=6)
+few = settings() if FULL else settings(max_examples=4)
 
 
 @st.composite

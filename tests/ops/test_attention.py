@@ -379,7 +379,7 @@ def test_the_only_key_gets_everything_whatever_its_score(kind: Kind, value: floa
         (PLAIN, 1e-37, LARGEST_SCALE),
         (PLAIN, 1e34, 2.0**-126),
         (WINDOW, 1e8, None),
-        (PACKED_HEADS, 1e6, None),
+        pytest.param(PACKED_HEADS, 1e6, None, marks=pytest.mark.slow),  # CACHE packs heads too
         (CACHE, 1e6, None),
         (CACHE, 1.0, 1e8),
     ],
@@ -440,7 +440,10 @@ def test_large_scores_that_differ_by_little_are_told_apart(kind: Kind, downwards
     assert ((ours.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("kind", [CAPPED, USED], ids=["capped", "used"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(CAPPED, marks=pytest.mark.slow, id="capped"), pytest.param(USED, id="used")],
+)
 def test_a_large_softcap_that_scores_reach(kind: Kind):
     args = stairs(kind, False, seed=12)
     for at_q, at_k in rows_of(args):

@@ -170,7 +170,7 @@ def test_good_varlen_arguments_are_refused_for_the_device_alone(change: dict[str
         (
             {"dim": 96},
             NotImplementedError,
-            r"head_dim of q is 96, there are kernels for: \(64, 128,",
+            r"head_dim of q is 96, there are kernels for \(of q, of v\): \(\(64, 64\), ",
         ),
         ({"dim": 0}, NotImplementedError, "head_dim of q is 0"),
         # strides

@@ -633,7 +633,9 @@ OWN_DQ, OWN_DKDV, FUSED, POST = (
 )
 
 
-def launched_on_hopper(specs: list[Any] | None = None, **options: Any) -> list[str]:
+def launched_on_hopper(
+    specs: list[Any] | None = None, *, batch: int = 1, tokens: int = 1100, **options: Any
+) -> list[str]:
     """The kernels of a backward behind the preprocess; they do nothing. Into `specs`, the specs of
     all kernels."""
     names: list[str] = []
@@ -644,7 +646,7 @@ def launched_on_hopper(specs: list[Any] | None = None, **options: Any) -> list[s
         made.append(spec)
         return lambda *_: None
 
-    leaves = [torch.randn(1, 20, 2, 128).bfloat16().requires_grad_() for _ in range(3)]
+    leaves = [torch.randn(batch, tokens, 2, 128).bfloat16().requires_grad_() for _ in range(3)]
     with mock.patch.object(Emulation, "function", function), cute_attn.emulated(HOPPER):
         o, _ = cute_attn.flash_attn_func(*leaves, **options)
         names.clear()
@@ -664,6 +666,9 @@ def test_a_call_or_torch_asks_for_the_same_bits():
         return fused.order
 
     assert orders() == orders(causal=True) == "any"
+    # A fixed order is faster for short sequences.
+    assert orders(tokens=1024, batch=2) == "rising" and orders(tokens=1025, batch=2) == "any"
+    assert orders(tokens=20, causal=True) == "alternating"
     assert orders(deterministic=True) == "rising"
     assert orders(deterministic=True, causal=True) == "alternating"
     assert orders(deterministic=True, window_size=(9, 0)) == "rising"
@@ -677,7 +682,9 @@ def test_a_call_or_torch_asks_for_the_same_bits():
 
 def test_what_the_fused_kernel_cannot_do_is_planned_apart():
     def names(**options: Any) -> list[str]:
-        return [kernel.name for kernel, _ in plan_attention_backward(HOPPER, **options)][1:]
+        return [
+            kernel.name for kernel, _ in plan_attention_backward(HOPPER, short=False, **options)
+        ][1:]
 
     assert names(head_dim=128, split=False) == [FUSED, POST]
     of_64 = table.find("backward_fused", HOPPER, 64).kernel.name

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import cute_attn
+from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import configs
+from tests.gpu.small_calls import idle_kernels
 
 from .attention_cases import CACHE, CAUSAL, Case, Machine, Target, assert_agrees, on_target, run
 from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients
@@ -73,3 +78,36 @@ def test_a_head_dim_has_one_width_of_v(way: str):
     """The keys of warm calls hold no width of v; the compiled host code refuses any other."""
     shapes = configs.shapes(way)
     assert len(dict(shapes)) == len(shapes)
+
+
+def test_the_table_of_the_pairs_is_that_of_the_kernels():
+    """docs/operators.md says which pair of head dimensions has which kernels where."""
+    page = (Path(__file__).parents[2] / "docs/operators.md").read_text()
+    section = page.split("### Head dimensions")[1].split("\n### ")[0]
+    found = {
+        (int(of_q), int(of_v)): cells
+        for of_q, of_v, *cells in re.findall(
+            r"^\| (\d+) \| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE
+        )
+    }
+    pairs = configs.shapes("forward")
+    assert tuple(found) == pairs
+    for pair in pairs:
+        archs = [arch for way, arch, *of in configs.ROWS if (way, *of) == ("forward", *pair)]
+        of_fp8 = [arch for arch in archs if configs.has_fp8(arch, *pair)]
+        backward = [arch for arch in archs if configs.has("backward_dq", arch, *pair)]
+        assert found[pair] == [", ".join(x) or "no" for x in (archs, of_fp8, backward)]
+
+
+def test_models_name_the_kernels_of_a_training_step():
+    q, k, v = (torch.randn(1, 300, 2, n).bfloat16().requires_grad_() for n in (192, 192, 128))
+    offsets = torch.tensor([0, 70, 300], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets.clone()}
+    for num_sms in (4, 148):  # with and without splits
+        with cute_attn.emulated(ARCH, Emulator(num_sms=num_sms)), idle_kernels() as used:
+            dense, _ = cute_attn.flash_attn_func(q, k, v, causal=True)
+            ragged, _ = cute_attn.flash_attn_varlen_func(q[0], k[0], v[0], **packed, causal=True)
+            (dense.sum() + ragged.sum()).backward()
+        assert "sm90_hd256_backward_dkdv" in {kernel.name for kernel, _ in used}
+        models = Path(cute_attn.__file__).parent / "models" / "kimi_training.toml"
+        assert set(used) <= set(plan_file(models, ARCH))

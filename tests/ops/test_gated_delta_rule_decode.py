@@ -318,6 +318,21 @@ def test_no_gate_is_no_decay_and_no_beta_is_one(device: str):
     assert torch.equal(cute_attn.fused_recurrent_gated_delta_rule(**without)[0], expected)
 
 
+@pytest.mark.everywhere(quick=False)
+@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decays_of_channels_are_kdas(device: str, both: bool):
+    """With g too, the decays are multiplied."""
+    args = sequences(device, False) | {"output_final_state": True}
+    g, beta = args.pop("g"), args.pop("beta")
+    gk = -torch.rand(*g.shape, args["q"].shape[-1], device=device)
+    gates = gk + g.float().unsqueeze(-1) if both else gk
+    found = cute_attn.fused_recurrent_gated_delta_rule(
+        **args, g=g if both else None, gk=gk, beta=beta
+    )
+    expected = cute_attn.fused_recurrent_kda(**args, g=gates, beta=beta)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.slow
 @pytest.mark.everywhere
 def test_a_prompt_by_chunks_and_then_a_token_is_the_sequence(device: str):

@@ -188,7 +188,19 @@ def test_bad_arguments_of_decode(
     ("change", "error", "message"),
     [
         ({"g": torch.zeros(2, 5, 4, 64)}, ValueError, "g has shape"),
-        ({"gk": torch.zeros(2, 5, 4, 64)}, NotImplementedError, "gk is given, must be None"),
+        (
+            {"gk": torch.zeros(2, 5, 4, 64), "use_gate_in_kernel": True, "A_log": torch.zeros(4)},
+            NotImplementedError,
+            "gk is given, must be None with use_gate_in_kernel",
+        ),
+        ({"gk": torch.zeros(2, 5, 4, 128)}, ValueError, r"gk has shape .* \[2, 5, 4, 64\]"),
+        ({"gk": torch.zeros(2, 5, 4, 64).int()}, TypeError, "gk has dtype torch.int32"),
+        ({"gk": 0.5}, TypeError, "gk must be a torch.Tensor, got float"),
+        (
+            {"gk": torch.zeros(2, 5, 4, 64), "g": torch.zeros(2, 5, 2)},
+            ValueError,
+            r"g has shape .* \[2, 5, 4\]",
+        ),
         ({"gv": torch.zeros(2, 5, 4, 128)}, NotImplementedError, "gv is given, must be None"),
         ({"beta": torch.zeros(2, 5, 4, 128)}, ValueError, "beta has shape"),
         ({"use_gate_in_kernel": True}, ValueError, "A_log is None, must be given"),
@@ -231,6 +243,12 @@ def test_autograd_is_refused(name: str):
         pytest.raises(NotImplementedError, match="gated_delta_rule_decode has no backward"),
     ):
         cute_attn.gated_delta_rule_decode(**args)
+
+
+def test_both_decodes_take_the_same_arguments():
+    names = ("kda_decode", "gated_delta_rule_decode")
+    ours, kdas = (inspect.signature(getattr(cute_attn, name)) for name in names)
+    assert ours == kdas
 
 
 def test_fake_tensors_get_the_results():

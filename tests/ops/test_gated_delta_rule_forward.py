@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.delta.table import HEAD_PREPARE, PREPARE
-from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward
+from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES, in_one_kernel
+from cute_attn.kernels.delta.chunk.spec import (
+    HeadForwardSpec,
+    HeadPassSpec,
+    HeadPrepareSpec,
+    InputsSpec,
+)
+from cute_attn.kernels.delta.table import HEAD_FORWARD, HEAD_PREPARE, HEAD_STATE_PASS, PREPARE
+from cute_attn.ops.gated_delta_rule import chunk_forward
+from cute_attn.ops.gated_delta_rule.chunk_forward import ChunkForward, prepare_heads
 from cute_attn.ops.gated_delta_rule.chunk_plan import plan_chunk_gated_delta_rule
 from cute_attn.ops.kda import chunk_passes
+from cute_attn.ops.kda.chunk_passes import empty_states, empty_v_new
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
     gated_delta_rule_reference,
@@ -96,38 +107,41 @@ def inputs(
     }
 
 
-def forward(
-    x: dict[str, Any], arch: str, *, split: bool = False, states: bool = False
-) -> dict[str, torch.Tensor | None]:
-    """Run the kernels in the emulator, with all its checks, on results full of NaN."""
+def options(x: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the call's plan."""
+    return {
+        "dtype": NAMES[x["q"].dtype],
+        "gate_dtype": NAMES[x["g"].dtype],
+        "beta_dtype": NAMES[x["beta"].dtype],
+        "head_dim_k": x["q"].shape[-1],
+        "head_dim_v": x["v"].shape[-1],
+        "initial_state": x["initial_state"] is not None,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": x["use_qk_l2norm_in_kernel"],
+        "use_gate_in_kernel": x["use_gate_in_kernel"],
+        "use_beta_sigmoid_in_kernel": x["use_beta_sigmoid_in_kernel"],
+        "state_v_first": x["state_v_first"],
+        "index_dtype": "none" if x["cu_seqlens"] is None else "int32",
+    }
+
+
+def empty_results(x: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and final_state full of NaN."""
     q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
     sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     matrix = q.shape[-1], v.shape[-1]
     matrix = matrix[::-1] if x["state_v_first"] else matrix
+    o = torch.full(v.shape, math.nan, dtype=v.dtype)
+    return o, torch.full((sequences, v.shape[2], *matrix), math.nan)
 
-    def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, math.nan, dtype=dtype)
 
-    o = blank(*v.shape, dtype=v.dtype)
-    final_state = blank(sequences, v.shape[2], *matrix, dtype=torch.float32)
+def forward(x: dict[str, Any], arch: str, *, split: bool = False) -> dict[str, torch.Tensor | None]:
+    """Run the kernels in the emulator, with all its checks, on results full of NaN."""
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    o, final_state = empty_results(x)
     with emulated(arch, Emulator(num_sms=132)):
-        requests = plan_chunk_gated_delta_rule(
-            arch,
-            dtype=NAMES[q.dtype],
-            gate_dtype=NAMES[x["g"].dtype],
-            beta_dtype=NAMES[x["beta"].dtype],
-            head_dim_k=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            initial_state=x["initial_state"] is not None,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=x["use_qk_l2norm_in_kernel"],
-            use_gate_in_kernel=x["use_gate_in_kernel"],
-            use_beta_sigmoid_in_kernel=x["use_beta_sigmoid_in_kernel"],
-            state_v_first=x["state_v_first"],
-            index_dtype="none" if cu_seqlens is None else "int32",
-            split=split,
-        )
-        assert (requests[0][0] is HEAD_PREPARE) == (arch == "sm_90a")
+        requests = plan_chunk_gated_delta_rule(arch, **options(x), split=split)
+        assert (requests[0][0] is HEAD_FORWARD) == (arch == "sm_90a")
         assert (requests[0][0] is PREPARE) == (arch != "sm_90a")
         scale = q.shape[-1] ** -0.5 if x["scale"] is None else x["scale"]
         ChunkForward.load(q.device, requests).run(
@@ -171,8 +185,115 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
         slow(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
     ],
 )
-def test_the_fast_path(case: dict[str, Any]) -> None:
+def test_the_fast_path(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: True)
     check(inputs(**case), "sm_90a")
+
+
+Results = tuple[torch.Tensor | None, ...]  # o, states, v_new and the final state
+
+
+def two_kernels(x: dict[str, Any], spec: HeadForwardSpec, results: Results) -> None:
+    """Run `prepare` and `state_pass` on the call of a kernel with this spec."""
+    of_inputs = {f.name: getattr(spec, f.name) for f in fields(InputsSpec)}
+    of_pass = {f.name: getattr(spec, f.name) for f in fields(HeadPassSpec)}
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    prepare, state_pass = (
+        launch.get_for(q.device, *request)
+        for request in (
+            (HEAD_PREPARE, HeadPrepareSpec(**of_inputs, ctas_per_sm=2)),
+            (HEAD_STATE_PASS, HeadPassSpec(**of_pass | {"num_stages": MOST_STAGES})),
+        )
+    )
+    inputs = q, x["k"], x["g"], x["beta"], x["A_log"], x["dt_bias"], cu_seqlens
+    records = prepare_heads(prepare, inputs, v, None, q.shape[-1] ** -0.5, 1.0, 132)
+    *written, final_state = results
+    state_pass(
+        q, x["k"], v, *records, *written, x["initial_state"], final_state, cu_seqlens, None, None,
+        0, 1, None, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"lengths": [1, 0, 140], "packed": True, "dims": (128, 128), "heads": (1, 1)},
+        slow(lengths=[700], dims=(128, 128), gate="raw"),
+        slow(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
+        slow(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),
+        slow(lengths=[200], dims=(128, 256), gate="weak", dtype=torch.float16, sigmoid=False),
+    ],
+)
+def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
+    """Products have the same order, also those that a backward reads: states and v_new."""
+    x = inputs(**case)
+    q, v, cu_seqlens = x["q"], x["v"], x["cu_seqlens"]
+    keeps = v.dtype is torch.bfloat16
+    found: list[Results] = []
+    with emulated("sm_90a", Emulator(num_sms=132)):
+        (kernel, spec), *_ = plan_chunk_gated_delta_rule(
+            "sm_90a", **options(x), gradient=keeps, split=False
+        )
+        assert kernel is HEAD_FORWARD
+        for one in (True, False):
+            o, final_state = empty_results(x)
+            kept = (
+                (empty_states(q, v, cu_seqlens).zero_(), empty_v_new(q, v, cu_seqlens).zero_())
+                if keeps
+                else (None, None)
+            )
+            results = o, *kept, final_state
+            if one:
+                forward = launch.get_for(q.device, kernel, spec)
+                forward(
+                    q, x["k"], v, x["g"], x["beta"], x["A_log"], x["dt_bias"], o, *kept,
+                    x["initial_state"], final_state, cu_seqlens, q.shape[-1] ** -0.5, 1.0,
+                )  # fmt: skip
+            else:
+                two_kernels(x, spec, results)
+            found.append(results)
+    for name, mine, theirs in zip(("o", "states", "v_new", "final_state"), *found, strict=True):
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine, theirs), name
+            assert mine.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims", "one"),
+    [
+        ((1, 8192, 64), (128, 128), True),  # 128 CTAs
+        ((1, 8192, 32), (128, 128), False),  # 64 CTAs
+        ((4, 8192, 32), (128, 128), True),
+        ((4, 8192, 32), (64, 64), True),
+        ((4, 8192, 32), (64, 128), False),  # each CTA would prepare all chunks
+        ((4, 8192, 32), (128, 256), False),
+        ((64, 8192, 32), (128, 128), False),  # two chunks a sequence
+    ],
+)
+def test_which_calls_take_one_kernel(
+    sizes: tuple[int, int, int], dims: tuple[int, int], one: bool
+) -> None:
+    (_, spec), *_ = plan_chunk_gated_delta_rule(
+        "sm_90a", head_dim_k=dims[0], head_dim_v=dims[1], split=False
+    )
+    sequences, tokens, heads = sizes
+    chosen = in_one_kernel(spec, sequences=sequences, tokens=tokens, heads=heads, num_sms=132)
+    assert chosen == one
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decays": "channel"}, "decays is channel, must be head"),
+        ({"segments": "outputs"}, "segments is outputs, dependent is False, must be none"),
+        ({"dependent": True}, "segments is none, dependent is True, must be none"),
+        ({"num_stages": 6}, "num_stages is 6, must be 2 to 5"),
+    ],
+)
+def test_the_whole_forward_refuses(changes: dict[str, Any], message: str) -> None:
+    (_, spec), *_ = plan_chunk_gated_delta_rule("sm_90a", split=False)
+    with pytest.raises(ValueError, match=message):
+        replace(spec, **changes)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +331,10 @@ def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.Monkey
     check(inputs(**case), "sm_90a", split=True)
 
 
-def test_rows_of_other_sequences_do_not_leak() -> None:
+@pytest.mark.parametrize("one", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_of_other_sequences_do_not_leak(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past a sequence's end may hold anything."""
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: one)
     x = inputs([70, 64], packed=True, gate="middle")
     alone = {
         name: y[:, :70] if name in ("q", "k", "v", "g", "beta") else y for name, y in x.items()
@@ -231,12 +354,14 @@ def test_rows_of_other_sequences_do_not_leak() -> None:
     ("dims", "split"),
     [
         pytest.param((64, 64), False, marks=pytest.mark.slow),
+        pytest.param((128, 128), False, marks=pytest.mark.slow),
         pytest.param((128, 128), True, marks=pytest.mark.slow),
     ],
 )
 def test_states_in_a_pool(
     dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: True)
     monkeypatch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
     monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 1)
     x = inputs([130, 0, 70], packed=True, dims=dims)

@@ -101,7 +101,7 @@ def name_of(change: dict[str, Any]) -> str:
     return "-".join(change) or "plain"
 
 
-@pytest.mark.parametrize("change", GOOD, ids=name_of)
+@pytest.mark.parametrize("change", [*GOOD, {"chunk_size": 32}], ids=name_of)
 def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict[str, Any]):
     with pytest.raises(ValueError, match="q is on cpu, must be on a CUDA device"):
         cute_attn.chunk_kda(**call(**change))
@@ -127,7 +127,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
         ({"v": f32(2, 5, 4, 128)}, TypeError, "v has dtype torch.float32, must be torch.bfloat16"),
         ({"g": f32(2, 5, 4, 64).double()}, TypeError, "g has dtype torch.float64, must be one of"),
         ({"beta": f32(2, 5, 4).int()}, TypeError, "beta has dtype torch.int32, must be one of"),
-        ({"initial_state": f32(2, 4, 64, 128).half()}, TypeError, "initial_state has dtype"),
+        ({"initial_state": f32(2, 4, 64, 128).double()}, TypeError, "initial_state has dtype"),
         ({**PACKED, "cu_seqlens": f32(3)}, TypeError, "cu_seqlens has dtype torch.float32"),
         ({**GATED, "A_log": offsets(0, 0, 0, 0)}, TypeError, "A_log has dtype torch.int64"),
         ({**GATED, "dt_bias": f32(256).int()}, TypeError, "dt_bias has dtype torch.int32, must be"),
@@ -216,8 +216,13 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
             ValueError,
             r"cu_seqlens_cpu\[3\] is 6, must be at most T, 5",
         ),
-        ({"chunk_size": 32}, NotImplementedError, "chunk_size is 32, there are kernels for .* 64"),
-        ({"chunk_size": None}, NotImplementedError, "chunk_size is None"),
+        ({"chunk_size": 16}, ValueError, r"chunk_size is 16, must be one of \(32, 64\)"),
+        ({"chunk_size": None}, ValueError, "chunk_size is None"),
+        (
+            {"chunk_size": 32, "return_intermediate_states": True},
+            NotImplementedError,
+            "chunk_size is 32, must be 64 with return_intermediate_states",
+        ),
         ({"cp_context": object()}, NotImplementedError, "cp_context is given, must be None"),
         ({"no_such_name": None}, TypeError, "unexpected keyword argument 'no_such_name'"),
     ],
@@ -754,10 +759,21 @@ def test_packed_sequences_have_a_slot_each_besides_those_of_their_tokens(
         ("g", f32(2, 64, 4, 5).transpose(1, 3)),
         ("initial_state", f32(2, 4, 128, 64).mT),
         ("initial_state", bf16(2, 4, 64, 128)),
+        ("initial_state", bf16(2, 4, 64, 128).half()),
         ("A_log", bf16(1, 4, 1)),
         ("dt_bias", f32(512)[::2]),
     ],
-    ids=["step", "pitch", "address", "transposed", "state", "state-dtype", "A_log", "dt_bias"],
+    ids=[
+        "step",
+        "pitch",
+        "address",
+        "transposed",
+        "state",
+        "bfloat16-state",
+        "float16-state",
+        "A_log",
+        "dt_bias",
+    ],
 )
 def test_what_a_kernel_cannot_read_is_copied(
     monkeypatch: pytest.MonkeyPatch, name: str, x: torch.Tensor
@@ -959,7 +975,7 @@ def test_signature_is_flash_linear_attentions():
         "pad_slot_id", "out",
     }  # fmt: skip
     of_their_kwargs = {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
-    assert set(ours) - set(positional) == of_their_kwargs | of_pools
+    assert set(ours) - set(positional) == of_their_kwargs | of_pools | {"cp"}
     assert shared == [argument.arg for argument in theirs.args]
     required = len(theirs.args) - len(theirs.defaults)
     for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):

@@ -468,7 +468,11 @@ def test_arguments_of_the_backward_are_checked():
 
 def test_models_name_the_kernels_of_a_step(kernels: StandIns):
     models = Path(cute_attn.__file__).parent / "models" / "kimi_training.toml"
-    planned = {(kernel.name, spec) for kernel, spec in plan_file(models, ARCH)}
+    planned = {
+        (kernel.name, spec)
+        for kernel, spec in plan_file(models, ARCH)
+        if not kernel.target.startswith("cute_attn.kernels.attention")
+    }
     for index in (None, torch.int32):
         args = arguments(Case(Kind(index=index, initial=False, final=False), (66,), group=1))
         results = call(args)

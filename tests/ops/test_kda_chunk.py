@@ -231,9 +231,11 @@ def test_many_segments(device: str):
 @pytest.fixture
 def split_setting() -> Iterator[Callable[[str], None]]:
     """Sets CUTE_ATTN_KDA_SPLIT, where 4 heads have blocks enough, and one is worth 3 segments."""
+    free = {kind: x._replace(step=0.0, kernels=0.0) for kind, x in heuristics.SEGMENT_TIMES.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "num_sms", lambda _: 11)
         patch.setattr(heuristics, "FEWEST_CHUNKS_OF_A_SEGMENT", 1)
+        patch.setattr(heuristics, "SEGMENT_TIMES", free)
 
         def set_to(value: str) -> None:
             patch.setenv("CUTE_ATTN_KDA_SPLIT", value)

@@ -183,9 +183,17 @@ def test_no_causal_mask(emulator: Emulator):
     assert_agrees(args, *run(args))
 
 
-def test_strides_of_views(emulator: Emulator):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((100, 20), heads=6),  # a kernel of other tests
+        pytest.param(Case((100, 20), queries=2, heads=6, page_size=16), marks=pytest.mark.slow),
+    ],
+    ids=["one query", "two queries"],
+)
+def test_strides_of_views(emulator: Emulator, case: Case):
     """q as a batched product gives it, heads outside of queries, and pages inside of a pool."""
-    args = Case((100, 20), queries=2, heads=6, page_size=16).arguments()
+    args = case.arguments()
     found = run(args)
     q = args["q_nope"].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     pool = torch.full((len(args["kv_cache"]), 3, *args["kv_cache"].shape[1:]), torch.nan)

@@ -24,7 +24,8 @@ loop:
   ret;
 }
 """
-CLOCKS = {"fma": 1.0, "imad": 2.0, "alu": 2.0, "xu": 8.0, "mma": 6.0, "ISETP": 3.0}
+CLOCKS = {"fma": 1.0, "imad": 2.0, "alu": 2.0, "xu": 8.0, "mma": 6.0, "ISETP": 3.0,
+          "dispatch": 1.0, "dispatch xu": 2.0}  # fmt: skip
 
 
 def listing(lines: list[tuple[int, str, int]]) -> str:
@@ -68,6 +69,7 @@ def test_each_instruction_has_the_cost_of_its_line(monkeypatch: pytest.MonkeyPat
     assert (of(ex2, "xu"), of(ex2, "fma"), ex2.stall) == (8, 0, 2)
     assert (of(mad, "imad"), of(mad, "fma")) == (2, 1)
     assert of(setp, "alu") == 3  # its own clocks, not those of the unit
+    assert [of(cost, "dispatch") for cost in (fma, ex2, mad, setp)] == [1, 2, 1, 1]
 
 
 def test_copies_of_a_loop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +78,13 @@ def test_copies_of_a_loop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = made(monkeypatch, text.replace("        /*0010*/", ".L_x_0:\n        /*0010*/"))
     assert of(found[2], "xu") == pytest.approx(8)
     assert of(found[1], "fma") == pytest.approx(1)
+
+
+def test_each_copy_has_its_lines_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = ONE_COPY[1:5] * 3  # 8 instructions a line of 128 bytes
+    text = listing([ONE_COPY[0], *body, ONE_COPY[5]])
+    found = made(monkeypatch, text.replace("        /*0010*/", ".L_x_0:\n        /*0010*/"))
+    assert found[2].lines == ((0,), (0,), (1,))
 
 
 def test_code_without_lines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

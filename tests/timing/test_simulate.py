@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from cute_attn.timing.code import FIRST_LINES, HELD_LINES, STARTED_LINES, CodeCache, Fetch
 from cute_attn.timing.simulate import Machine, Result, Stuck, simulate
 from cute_attn.timing.steps import (
     Arrive,
@@ -18,6 +19,9 @@ from cute_attn.timing.steps import (
     Work,
 )
 
+FETCH = Fetch(
+    {"SM": 20.0, "L2": 50.0, "memory": 100.0}, {"SM": 60.0, "L2": 200.0, "memory": 200.0}, "memory"
+)
 MACHINE = Machine(
     multiply=lambda n, from_registers: n / 2,
     multiply_latency=lambda from_registers: 50.0 if from_registers else 60.0,
@@ -31,13 +35,16 @@ MACHINE = Machine(
     add_rate=8.0,
     store_latency=300.0,
     wavefront=1.0,
-    fetch=2.0,
+    operands=lambda n, from_registers: n / 4 + (0 if from_registers else 16),
+    fence=50.0,
+    fetch=FETCH,
 )
 MBARRIER, NAMED = 0x100, 1 << 56
 
 
 def work(*, alu: float = 0.0, latency: float = 0.0, wavefronts: int = 0, loaded: int = 0) -> Work:
-    return Work((alu / 2, 0.0, 0.0, alu, 0.0, 0.0), latency, wavefronts, loaded, 0, 0, 0)
+    units = (alu / 2, 0.0, 0.0, alu, 0.0, 0.0, alu / 2)
+    return Work(units, latency, wavefronts, loaded, 0, 0, 0)
 
 
 def run(*warps: list[object], signals: dict[int, list[tuple[int, int]]] | None = None) -> Result:
@@ -99,6 +106,31 @@ def test_products_of_warpgroups_take_turns() -> None:
     assert two.busy["tensor cores"] == pytest.approx(4 * 64)
 
 
+def test_products_wait_for_arithmetic_of_their_quarter() -> None:
+    """As `bench rates --only beside` found: their times at the port add up."""
+    products = [Multiply(1, 512, True, 0), Await("wgmma", 1, 0)]
+    alone = run(*[products] * 4)
+    assert alone.ends[0] == pytest.approx(256 + 50)
+    beside = run(*[products] * 4, [work(alu=200)])
+    assert beside.ends[0] == pytest.approx(256 + 100 + 50)
+
+
+def test_operands_and_accesses_share_the_wavefronts() -> None:
+    """Products of N = 64 read for all of their 32 clocks."""
+    products = [*(Multiply(n, 64, False, 0) for n in (1, 2, 3, 4)), Await("wgmma", 4, 0)]
+    assert run(*[products] * 4).ends[0] == pytest.approx(4 * 32 + 60)
+    beside = run(*[products] * 4, [work(wavefronts=100)])
+    assert beside.ends[0] == pytest.approx(4 * 32 + 100 + 60)
+
+
+def test_a_fence_waits_for_stores() -> None:
+    assert run([work(wavefronts=100)._replace(fences=1)]).ends[0] == pytest.approx(100 + 50)
+
+
+def test_a_wait_before_any_product_is_over() -> None:
+    assert run(*[[Await("wgmma", 0, 0), work(latency=10)]] * 4).ends[0] == pytest.approx(10)
+
+
 def test_a_product_starts_when_all_four_warps_have_come() -> None:
     product = [Multiply(1, 128, False, 0), Await("wgmma", 1, 0)]
     late = [work(latency=500), *product]
@@ -136,12 +168,31 @@ def test_loads_of_a_warp_take_the_port() -> None:
 
 
 def test_code_is_fetched_once_for_an_sm() -> None:
-    first = work(latency=100)._replace(runs=((0, 3),))
+    first = work(latency=10)._replace(runs=((0, 3),))
     warps = [WarpItems(0, number, [first, first]) for number in range(2)]
-    launch = LaunchItems(warps, {}, Counter(), 1.0, [1.0, 5.0, 4.0])
+    launch = LaunchItems(warps, {}, Counter(), 1.0, [((0,),), ((0, 1),), ((2,),)])
     result = simulate(launch, MACHINE, {0: 0})
-    assert result.busy["instruction fetch"] == pytest.approx(20)
-    assert result.ends[0] == pytest.approx(220)
+    assert result.busy["instruction fetch"] == pytest.approx(60 + 3 * 20)
+    assert result.ends[0] == pytest.approx(120 + 10)
+
+
+def test_code_comes_from_where_it_is() -> None:
+    """The start of the code is in the SM. The rest comes from beyond, and stays as long as there is
+    room."""
+    code = [((n,),) for n in range(HELD_LINES + 1)]
+    cache = CodeCache(code, FETCH, held=False)
+    assert cache.clocks(((0, 1),)) == 60 + 20
+    assert cache.clocks(((0, 2),)) == 20
+    far = ((STARTED_LINES, 1),)
+    assert cache.clocks(far) == 200 + 100
+    assert cache.clocks(((0, FIRST_LINES),)) == 20 * (FIRST_LINES - 2)
+    assert cache.clocks(far) == 60 + 20
+    assert CodeCache(code, FETCH, held=True).clocks(far) == 60 + 20
+
+
+def test_copies_of_a_loop_have_code_of_their_own() -> None:
+    cache = CodeCache([((0,), (1,))], FETCH, held=True)
+    assert [cache.clocks(((0, 1),)) for _ in range(3)] == [80, 80, 0]
 
 
 def test_sms_share_rates_by_their_bytes() -> None:

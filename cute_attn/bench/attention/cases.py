@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...kernels.attention.heuristics import has_few_rows
+from ...kernels.attention.heuristics import LONG_SEQLEN_Q, has_few_rows
 from ..harness.report import Plot, Row, Verdict
 from ..harness.roofline import Roofline, gbps
 from ..harness.timing import Timing
@@ -163,6 +163,7 @@ class Case:
             "head_dim": self.head_dim, "dtype": self.dtype, "heads": self.heads,
             "heads_k": self.heads_k, "causal": self.causal, "seqused_k": self.cached,
             "page_size": self.page_size or None, "short": self.seqlen_q <= SHORT_QUERIES,
+            "long": self.seqlen_q >= LONG_SEQLEN_Q,
             "few": has_few_rows(
                 heads=self.heads, heads_k=self.heads_k, most_queries=self.seqlen_q
             ),

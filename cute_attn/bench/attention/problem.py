@@ -135,9 +135,7 @@ def peer_functions() -> tuple[dict[str, Callable[..., Any]], list[str]]:
     else:
         found |= {"dense": flash_attn_func, "varlen": flash_attn_varlen_func}
     try:
-        # The package fa3-fwd installs its configuration under another name than it imports.
-        sys.modules["flash_attn_config"] = importlib.import_module("fa3_fwd_config")
-        fa3 = importlib.import_module("fa3_fwd_interface")
+        fa3 = _flash_attention_3_module()
     except ImportError as error:
         notes.append(f"FlashAttention-3 was left out: {error}")
     else:
@@ -147,6 +145,20 @@ def peer_functions() -> tuple[dict[str, Callable[..., Any]], list[str]]:
             "fa3_plan": fa3.get_scheduler_metadata,
         }
     return found, notes
+
+
+def _flash_attention_3_module() -> Any:
+    """FlashAttention-3: built from source, in a package of its own, or the package fa3-fwd.
+
+    Raises:
+        ImportError: none of them can be imported.
+    """
+    for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    # The package installs its configuration under another name than it imports.
+    sys.modules["flash_attn_config"] = importlib.import_module("fa3_fwd_config")
+    return importlib.import_module("fa3_fwd_interface")
 
 
 def calls(

@@ -104,7 +104,7 @@ def compile_ours(cases: Sequence[Case], *, backward: bool) -> None:
         arch, initial_state=True, output_final_state=True, **OPTIONS
     )
     if backward:
-        requests += plan_chunk_gated_delta_rule(arch, gradient=True, recompute=True, **OPTIONS)
+        requests += plan_chunk_gated_delta_rule(arch, gradient=True, **OPTIONS)
         for grouped in {case.heads != case.heads_v for case in cases}:
             requests += plan_chunk_gated_delta_rule_backward(arch, grouped=grouped, **OPTIONS)
     warmup(dict.fromkeys(requests))

@@ -1,4 +1,4 @@
-"""The option --only, which chooses cases by the cases' fields."""
+"""Options that choose some of a benchmark's cases, such as --only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 
 Filter = Mapping[str, object]
 AnyCase = TypeVar("AnyCase")
+OPTIONS = ("only", "passes")  # whatever the benchmark chooses by
+
+
+def is_part(args: argparse.Namespace) -> bool:
+    """Whether the options leave out cases that a run without options measures."""
+    return any(getattr(args, x, None) != args.default_of(x) for x in OPTIONS)
 
 
 def add_only(parser: argparse.ArgumentParser, known: Mapping[str, str], example: str) -> None:

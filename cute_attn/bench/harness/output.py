@@ -10,6 +10,7 @@ from .environment import checkout
 from .report import Report
 
 DEFAULT_OUT = Path("docs/benchmarks")  # in a checkout
+PART = "part"  # the tag of a run that left cases out
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

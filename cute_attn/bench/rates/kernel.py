@@ -18,8 +18,9 @@ from ...kernels.common.ptx.asm import asm
 from ...kernels.common.ptx.memory import shared_address, store_shared
 from ...kernels.common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ...kernels.common.spec import VECTOR_BYTES, WARP_SIZE
-from .loops import BUFFER, LOOPS
+from .loops import LOOPS
 from .spec import LoopsSpec
+from .timed import BUFFER
 
 _MIXER = -1640531527  # 2 ** 32 over the golden ratio, as an int32
 _SMALL = -1073758209  # of both bfloat16: all bits but the exponent's highest
@@ -76,6 +77,7 @@ class Loops:
         self.kernel(a).launch(
             grid=[a.times.shape[0], 1, 1],
             block=[self.spec.warps * WARP_SIZE, 1, 1],
+            cluster=[self.spec.cluster, 1, 1],
             stream=stream,
         )
 

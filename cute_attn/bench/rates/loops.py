@@ -1,160 +1,31 @@
-"""The timed loops of `bench rates`, as PTX. Needs no compiler.
-
-A loop's operands are: $0 and $1 the clock at its start and at its end, $2 its nanoseconds, $3 a
-value that depends on its results; then the inputs in the order of `INPUTS`.
-"""
+"""The timed loops of `bench rates`, as PTX. Needs no compiler; see `timed` for the operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 
-INPUTS = ("count", "thread", "shared", "data", "size", "depth", "step", "mask")
-COUNT, THREAD, SHARED, DATA, SIZE, DEPTH, STEP, MASK = (f"${i}" for i in range(4, 12))
-
-MBARRIERS = 128  # at the start of shared memory
-BUFFER = 2048  # bytes from the start of shared memory to the data
-UNROLL = 64  # operations of an iteration
-CHAINS = 8  # independent chains of operations of a thread
-
-
-@dataclass(frozen=True)
-class TimedLoop:
-    """A loop that is timed by clock64.
-
-    Attributes:
-        name: what one operation does.
-        text: PTX, see the module's docstring.
-        operations: operations of a warp in an iteration.
-    """
-
-    name: str
-    text: str
-    operations: int
-
-
-def timed(
-    body: Sequence[str],
-    *,
-    declare: Sequence[str] = (),
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-    result: str = "0",
-) -> str:
-    """PTX of `before`, then `count` times `body`, then `after`. `result` is kept alive."""
-    return "\n".join(
-        [
-            "{",
-            ".reg .pred more, first, lane0, done;",
-            ".reg .b32 n, tid, lane, warp;",
-            ".reg .b64 c0, c1, g0, g1;",
-            *declare,
-            f"mov.b32 tid, {THREAD};",
-            "and.b32 lane, tid, 31;",
-            "shr.u32 warp, tid, 5;",
-            "setp.eq.s32 first, tid, 0;",
-            "setp.eq.s32 lane0, lane, 0;",
-            f"mov.b32 n, {COUNT};",
-            *before,
-            "bar.sync 0;",
-            "mov.u64 g0, %globaltimer;",
-            "mov.u64 c0, %clock64;",
-            "again_${:uid}:",
-            *body,
-            "sub.s32 n, n, 1;",
-            "setp.ne.s32 more, n, 0;",
-            "@more bra again_${:uid};",
-            "mov.u64 c1, %clock64;",
-            "mov.u64 g1, %globaltimer;",
-            *after,
-            "mov.b64 $0, c0;",
-            "mov.b64 $1, c1;",
-            "sub.s64 $2, g1, g0;",
-            f"mov.b32 $3, {result};",
-            "bar.sync 0;",
-            "}",
-        ]
-    )
-
-
-# -------------------------------------------------------------------------------- arithmetic
-
-# x is the chain's register, y and z other registers.
-ARITHMETIC = {
-    "ex2": "ex2.approx.ftz.f32 {x}, {x};",
-    "fma": "fma.rn.f32 {x}, {x}, {y}, {z};",
-    "add": "add.rn.f32 {x}, {x}, {y};",
-    "mul": "mul.rn.f32 {x}, {x}, {y};",
-    "max": "max.f32 {x}, {x}, {y};",
-    "fma_bf16x2": "fma.rn.bf16x2 {x}, {x}, {y}, {z};",
-    "pack_bf16x2": "cvt.rn.bf16x2.f32 {x}, {x}, {y};",
-    "from_int": "cvt.rn.f32.s32 {x}, {x};",
-    "int_mad": "mad.lo.s32 {x}, {x}, {y}, {z};",
-    "int_add": "add.s32 {x}, {x}, {y};",
-    "logic": "lop3.b32 {x}, {x}, {y}, {z}, 0xE8;",
-    "permute": "prmt.b32 {x}, {x}, {y}, 0x5410;",
-    "select": "selp.b32 {x}, {x}, {y}, odd;",
-    "shuffle": "shfl.sync.bfly.b32 {x}, {x}, 1, 0x1f, -1;",
-}
-MIXES = {
-    "fma and int_add": ("fma", "int_add"),
-    "fma and logic": ("fma", "logic"),
-    "fma and ex2": ("fma", "fma", "fma", "fma", "fma", "fma", "fma", "ex2"),
-}
-
-
-def _chain(names: Sequence[str], chains: int) -> str:
-    registers = [f"x{i}" for i in range(chains + 2)]
-    body = []
-    for i in range(UNROLL):
-        at = i % chains
-        # A neighbour as the second source, so that the assembler cannot fold the chain.
-        y, z = (registers[(at + 1) % chains], registers[-1]) if chains > 1 else registers[1:3]
-        body.append(ARITHMETIC[names[i % len(names)]].format(x=registers[at], y=y, z=z))
-    before = [f"mad.lo.s32 {x}, tid, {2 * i + 3}, 0x3f000001;" for i, x in enumerate(registers)]
-    before += ["and.b32 n, tid, 1;", "setp.eq.s32 odd, n, 0;", f"mov.b32 n, {COUNT};"]
-    sums = [f"xor.b32 x0, x0, {x};" for x in registers[1:]]
-    return timed(
-        body,
-        declare=[f".reg .b32 {', '.join(registers)};", ".reg .pred odd;"],
-        before=before,
-        after=sums,
-        result="x0",
-    )
-
-
-def arithmetic(chains: int) -> list[TimedLoop]:
-    """Every operation, in `chains` chains of dependent operations a thread."""
-    # The assembler adds two terms of a chain of sums at once.
-    names = [name for name in ARITHMETIC if chains > 1 or name != "int_add"]
-    loops = [TimedLoop(name, _chain([name], chains), UNROLL) for name in names]
-    if chains > 1:
-        loops += [TimedLoop(name, _chain(names, chains), UNROLL) for name, names in MIXES.items()]
-    return loops
-
-
-def straight_code(kib: int) -> list[TimedLoop]:
-    """`kib` KiB of machine code without a branch, 16 bytes an instruction."""
-    count = kib * 64
-    registers = [f"x{i}" for i in range(CHAINS + 2)]
-    body = [
-        ARITHMETIC["fma"].format(
-            x=registers[i % CHAINS], y=registers[(i + 1) % CHAINS], z=registers[-1]
-        )
-        for i in range(count)
-    ]
-    text = timed(
-        body,
-        declare=[f".reg .b32 {', '.join(registers)};"],
-        before=[f"mad.lo.u32 {x}, tid, {2 * i + 3}, 7;" for i, x in enumerate(registers)],
-        after=[f"xor.b32 x0, x0, {x};" for x in registers[1:]],
-        result="x0",
-    )
-    return [TimedLoop("fma", text, count)]
-
+from .arithmetic import ARITHMETIC, arithmetic
+from .beside import NOTHING, ROUNDS, beside_products, chains
+from .code import jumping_code, straight_code
+from .timed import (
+    BUFFER,
+    CHAINS,
+    DATA,
+    DEPTH,
+    MASK,
+    SHARED,
+    SIZE,
+    STEP,
+    UNROLL,
+    TimedLoop,
+    descriptors,
+    timed,
+)
 
 # ------------------------------------------------------------------------------- mma.sync
 
+MMA_BESIDE = 4
 MMA_SYNC = {
     "m16n8k16 bf16": ("m16n8k16.row.col.f32.bf16.bf16.f32", 4, 2),
     "m16n8k8 tf32": ("m16n8k8.row.col.f32.tf32.tf32.f32", 4, 2),
@@ -183,6 +54,33 @@ def mma_sync(chains: int) -> list[TimedLoop]:
         )
         loops.append(TimedLoop(name, text, UNROLL // 2))
     return loops
+
+
+def mma_beside(kind: str) -> list[TimedLoop]:
+    """mma.sync of a warp with `MMA_BESIDE` other instructions in between."""
+    shape, na, nb = MMA_SYNC["m16n8k16 bf16"]
+    a, b = [f"a{i}" for i in range(na)], [f"b{i}" for i in range(nb)]
+    d = [[f"d{c}_{i}" for i in range(4)] for c in range(4)]
+    x = [f"x{i}" for i in range(CHAINS + 1)]
+    every = [*a, *b, *(r for rs in d for r in rs), *x]
+    count = UNROLL // 2
+    body = []
+    for i in range(count):
+        at = ", ".join(d[i % 4])
+        body.append(
+            f"mma.sync.aligned.{shape} {{{at}}}, {{{', '.join(a)}}}, {{{', '.join(b)}}}, {{{at}}};"
+        )
+        for k in range(MMA_BESIDE):
+            r = x[(i * MMA_BESIDE + k) % CHAINS]
+            body.append(ARITHMETIC[kind].format(x=r, y=r, z=x[-1]))
+    text = timed(
+        body,
+        declare=[f".reg .b32 {', '.join(every)};"],
+        before=[f"mad.lo.u32 {r}, tid, {2 * i + 3}, 7;" for i, r in enumerate(every)],
+        after=[f"xor.b32 a0, a0, {r};" for r in every[1:]],
+        result="a0",
+    )
+    return [TimedLoop(f"m16n8k16 bf16 and {MMA_BESIDE} {kind}", text, count)]
 
 
 # ---------------------------------------------------------------------------- shared memory
@@ -323,24 +221,11 @@ def _wgmma_loop(n: int, a_in_registers: bool, size: int, beside: int) -> str:
             "cvt.rn.f32.u32 x, tid;",
             "mov.b32 y, x;",
             f"mad.lo.u32 t, tid, 4, {SHARED};",
-            *_descriptors(),
+            *descriptors(),
         ],
         after=[*(f"xor.b32 d0, d0, {x};" for x in d[1:]), "xor.b32 d0, d0, x;"],
         result="d0",
     )
-
-
-def _descriptors() -> list[str]:
-    """PTX of the matrix descriptors `left` and `right`."""
-    return [
-        f"add.u32 s, {SHARED}, {BUFFER};",
-        "shr.u32 s, s, 4;",
-        "and.b32 s, s, 0x3FFF;",
-        "cvt.u64.u32 s64, s;",
-        # 128-byte swizzle, 1024 bytes from 8 rows to the next.
-        f"or.b64 right, s64, {1 << 62 | 64 << 32 | 1 << 16};",
-        "add.s64 left, right, 2048;",  # 32 KiB on
-    ]
 
 
 # --------------------------------------------------------------------------------- barriers
@@ -409,6 +294,12 @@ def barriers() -> list[TimedLoop]:
         TimedLoop("bar.sync of all warps", timed(["bar.sync 1;"] * 8), 8),
         TimedLoop("fence.proxy.async", timed(["fence.proxy.async.shared::cta;"] * 8), 8),
     ]  # fmt: skip
+
+
+def cluster_barrier() -> TimedLoop:
+    """All warps of a cluster meet."""
+    body = ["barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"] * 4
+    return TimedLoop("barrier of all warps", timed(body), 4)
 
 
 # ---------------------------------------------------------------------------- bulk copies
@@ -523,6 +414,8 @@ def bulk_stores() -> list[TimedLoop]:
 
 # ------------------------------------------------------------------------- global memory
 
+STORED_AT = 2**20  # bytes from what is loaded to where it is stored
+
 
 def global_memory(nbytes: int) -> list[TimedLoop]:
     """Stores and additions of `nbytes` a thread to global memory, a warp's bytes contiguous."""
@@ -557,6 +450,28 @@ def global_memory(nbytes: int) -> list[TimedLoop]:
     return loops
 
 
+def once(what: str) -> list[TimedLoop]:
+    """Each thread loads 16 bytes, or stores them `STORED_AT` bytes on, or both."""
+    body = []
+    if "load" in what:
+        body.append("ld.global.v4.b32 {x0, x1, x2, x3}, [at];")
+    if "store" in what:
+        body.append("st.global.v4.b32 [to], {x0, x1, x2, x3};")
+    else:  # a store that never happens keeps the load
+        body += ["setp.eq.s32 never, x3, -1;", "@never st.global.v4.b32 [to], {x0, x1, x2, x3};"]
+    before = [
+        *(f"mov.b32 x{i}, tid;" for i in range(4)),
+        "mov.u32 s, %ctaid.x;",
+        "mov.u32 x0, %ntid.x;",
+        "mad.lo.u32 s, s, x0, tid;",
+        "mul.wide.u32 at, s, 16;",
+        f"add.u64 at, at, {DATA};",
+        f"add.u64 to, at, {STORED_AT};",
+    ]
+    declare = [".reg .b64 at, to;", ".reg .b32 x0, x1, x2, x3, s;", ".reg .pred never;"]
+    return [TimedLoop(what, timed(body, declare=declare, before=before), 1)]
+
+
 def global_latency() -> list[TimedLoop]:
     """Loads whose address is the value of the load before, in data that hold byte offsets."""
     text = timed(
@@ -572,15 +487,25 @@ def global_latency() -> list[TimedLoop]:
 LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "arithmetic": arithmetic,
     "code": straight_code,
+    "code with jumps": jumping_code,
     "mma.sync": mma_sync,
+    "mma.sync beside square": lambda _: mma_beside("square"),
+    "mma.sync beside logic": lambda _: mma_beside("logic"),
     "wgmma": lambda n: wgmma(n, a_in_registers=False),
     "wgmma, A in registers": lambda n: wgmma(n, a_in_registers=True),
     "shared memory": lambda _: shared_memory(),
     "shared memory latency": lambda _: shared_latency(),
     "barriers": lambda _: barriers(),
+    **{
+        f"wgmma beside {kind}": functools.partial(beside_products, kind=kind)
+        for kind in (NOTHING, *ROUNDS)
+    },
+    "cluster barrier": lambda _: [cluster_barrier()],
+    "chains": lambda _: chains(),
     "bulk loads": lambda _: bulk_loads(),
     "bulk stores": lambda _: bulk_stores(),
     "global memory": global_memory,
     "global latency": lambda _: global_latency(),
+    **{what: lambda _, what=what: once(what) for what in ("load", "store", "load and store")},
     "nothing": lambda _: [],
 }

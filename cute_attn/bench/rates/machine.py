@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ... import launch
-from .loops import BUFFER, LOOPS
+from .loops import LOOPS
 from .spec import KERNEL, LoopsSpec
+from .timed import BUFFER
 
 MIB = 2**20
 MEMORY_BYTES = 1024 * MIB  # many times any L2
@@ -18,9 +19,11 @@ SLACK_BYTES = 2 * MIB  # beyond the last address that a mask allows
 REPEATS = 5
 
 
-def spec_of(what: str, width: int = 0, warps: int = 1, shared_kib: int = 36) -> LoopsSpec:
+def spec_of(
+    what: str, width: int = 0, warps: int = 1, shared_kib: int = 36, cluster: int = 1
+) -> LoopsSpec:
     """The spec of loops; `shared_kib` is what they need beside the mbarriers."""
-    return LoopsSpec(what, width, warps, BUFFER + shared_kib * 1024)
+    return LoopsSpec(what, width, warps, BUFFER + shared_kib * 1024, cluster)
 
 
 @dataclass(frozen=True)

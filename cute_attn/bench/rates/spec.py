@@ -22,6 +22,7 @@ class LoopsSpec(Spec):
         width: the loops' parameter: chains of operations, or N of wgmma; 0 without one.
         warps: warps of a CTA.
         shared_bytes: shared memory of a CTA.
+        cluster: CTAs of a cluster.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {"what": tuple(LOOPS)}
@@ -30,3 +31,4 @@ class LoopsSpec(Spec):
     width: int
     warps: int
     shared_bytes: int
+    cluster: int = 1

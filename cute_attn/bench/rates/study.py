@@ -6,6 +6,10 @@ shared      loads and stores of shared memory
 barriers    hand-overs between warps
 copies      bulk copies by bytes in flight, from L2 and from memory; stores and additions
 memory      plain loads, stores and additions
+code        clocks until machine code has come that the SM has not executed lately
+beside      products beside other work of the SM
+chain       steps that wait for each other
+sharing     rates of an SM while other SMs copy or add, too
 launch      microseconds of a launch, and the clock under load
 """
 
@@ -24,10 +28,13 @@ from ..harness.environment import describe
 from ..harness.registry import Benchmark, GpuCheckStage, Unavailable
 from ..harness.report import Report, Row, Verdict
 from ..harness.timing import Mode
+from .beside import GROUP, NOTHING, ROUNDS, WARPGROUPS, other_work
 from .loops import LOOPS, WGMMA_BESIDE, WGMMA_GROUPS
 from .spec import KERNEL, LoopsSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from .machine import Machine
 
 CLOCKS, GBPS, MICROSECONDS, MHZ = "clocks", "GB/s", "us", "MHz"
@@ -44,9 +51,34 @@ STORE_BYTES = (512, 2048, 8192, 16384)
 ADD_WARPS = 8
 LOAD_S = 0.25  # seconds of products before the clock is read
 EMPTY_LAUNCHES = 200
-CODE_KIB = 32
+EVICT_KIB = 320  # more than an SM's caches of instructions hold
+CODE_WARPS = (4, 8)
+CODE_KIB = {  # the assembler takes a minute for a block of 300 KiB
+    "code": (4, 16, 32, 48, 64, 96, 128, 160),
+    "code with jumps": (16, 32, 64, 96, 128, 160),
+}
+CODE_SHARED_KIB = 120  # one CTA an SM
+FIRST_CODE = ((32, 4), (64, 4), (96, 4), (96, 12), (128, 4))  # KiB, warps
+SHARING_SMS = (1, 4, 16, 32, 64, 132)
+SAME_KIB = 64
+SHORTEST_PRODUCTS = (1, 4)
+BUSY_LAUNCHES = 20
+CLUSTERS = (1, 2)
+# Shared memory in KiB, CTAs, warps and CTAs of a cluster of empty kernels.
+EMPTY = (
+    (1, 1, 1, 1),
+    (1, 132, 4, 1),
+    (200, 132, 12, 1),
+    (200, 16, 12, 1),
+    (200, 16, 12, 2),
+    (200, 132, 12, 2),
+)
+STARTED_CODE = (("code", 8), ("code", 32), ("code with jumps", 32))  # KiB
+ONCE = ("load", "store", "load and store")
 LAUNCH_MODES: tuple[Mode, ...] = ("do_bench", "graph")
 PRODUCTS, SHORT_PRODUCTS = 4000, 40  # groups of products, of about 2,300 clocks each
+
+STALL = "stall for an instruction of a quarter"
 
 Rows = Iterator[Row]
 
@@ -86,6 +118,10 @@ def mma(gpu: Machine, short: bool) -> Rows:
         for name, t in gpu.times(spec_of("mma.sync", chains, warps), 32).items():
             ops = _operations("mma.sync", chains, name) * max(1, warps // QUARTERS)
             yield row("mma", name, how, t.clocks / ops, CLOCKS)
+    for kind in ("square", "logic"):
+        for name, t in gpu.times(spec_of(f"mma.sync beside {kind}", 0, 8), 32).items():
+            ops = _operations(f"mma.sync beside {kind}", 0, name) * 2
+            yield row("mma", name, "on a quarter, 2 warps", t.clocks / ops, CLOCKS)
     few, many = WGMMA_GROUPS
     for what, operands in (("wgmma", "SS"), ("wgmma, A in registers", "RS")):
         for n in SHORT_WGMMA_N if short else WGMMA_N:
@@ -123,6 +159,11 @@ def barriers(gpu: Machine, short: bool) -> Rows:
         for name, t in gpu.times(spec_of("barriers", 0, warps), 64).items():
             ops = _operations("barriers", 0, name)
             yield row("barriers", name, f"{warps} warps", t.clocks / ops, CLOCKS)
+    for cluster in CLUSTERS:
+        spec = spec_of("cluster barrier", 0, 4, cluster=cluster)
+        for name, t in gpu.times(spec, 64, ctas=cluster).items():
+            ops = _operations("cluster barrier", 0, name)
+            yield row("barriers", name, f"4 warps of {cluster} CTAs", t.clocks / ops, CLOCKS)
 
 
 def copies(gpu: Machine, short: bool) -> Rows:
@@ -220,42 +261,44 @@ def launches(gpu: Machine, short: bool) -> Rows:
 
     from ... import launch
     from ..harness.timing import time_cuda
-    from ..launch_times.measure import launches as profile
-    from .machine import REPEATS, spec_of
+    from .machine import spec_of
 
-    for kib, ctas, warps in ((1, 1, 1), (1, gpu.sms, 4), (200, gpu.sms, 12)):
-        spec = spec_of("nothing", 0, warps, shared_kib=kib)
-        how = f"{ctas} CTAs of {warps} warps, {kib} KiB"
+    for kib, ctas, warps, cluster in EMPTY:
+        spec = spec_of("nothing", 0, warps, shared_kib=kib, cluster=cluster)
+        how = f"{ctas} CTAs of {warps} warps, {kib} KiB" + ", clusters of 2" * (cluster == 2)
 
         times = torch.full((ctas, warps, 1, 4), -1, dtype=torch.int64, device=gpu.device)
         function = launch.get_for(gpu.device, KERNEL, spec)
         call = functools.partial(function, times, gpu.memory, 1, 16, 1, 0, 0)
         many = functools.partial(_repeat, call)
 
-        [[(_, profiled)]] = profile(call, [lambda: None])
-        yield row("launch", "empty kernel, profiled", how, profiled, MICROSECONDS)
+        for after, before in _befores(gpu).items():
+            us = _profiled(call, before)
+            yield row("launch", "empty kernel, profiled", how + after, us, MICROSECONDS)
         for mode in LAUNCH_MODES:
             t = time_cuda(call, mode=mode)
             yield row("launch", f"empty kernel, {mode}", how, t.median_us, MICROSECONDS)
         t = time_cuda(many, mode="graph", flush="none", rep_ms=20)
         yield row("launch", "empty kernel, one of many in a graph", how,
                   t.median_us / EMPTY_LAUNCHES, MICROSECONDS)  # fmt: skip
-    for warps in (1, 8):
-        spec = spec_of("code", CODE_KIB, warps, shared_kib=1)
-        for level in ("L2", "memory"):
-            first = []
-            for _ in range(REPEATS):
-                clocks: list[int] = []
-                for count in (1, 2):
-                    if level == "memory":
-                        gpu.memory.sum(dtype=torch.int32)
-                    out = gpu.run(spec, count)[0, :, 0]
-                    clocks.append(int(out[:, 1].max() - out[:, 0].min()))
-                first.append(2 * clocks[0] - clocks[1])
-            yield row("launch", f"instructions from {level}", f"{CODE_KIB} KiB, {warps} warps",
-                      statistics.median(first), CLOCKS)  # fmt: skip
+    for what, kib in STARTED_CODE:
+        times = torch.full((gpu.sms, 4, 1, 4), -1, dtype=torch.int64, device=gpu.device)
+        started = launch.get_for(gpu.device, KERNEL, spec_of(what, kib, 4, shared_kib=0))
+        call = functools.partial(started, times, gpu.memory, 1, 16, 1, 0, 0)
+        for after, before in _befores(gpu).items():
+            how = f"{kib} KiB, {gpu.sms} CTAs of 4 warps" + after
+            yield row("launch", f"{what}, profiled", how, _profiled(call, before), MICROSECONDS)
+    times = torch.full((gpu.sms, ADD_WARPS, 1, 4), -1, dtype=torch.int64, device=gpu.device)
+    for what in ONCE:
+        once = launch.get_for(gpu.device, KERNEL, spec_of(what, 0, ADD_WARPS, shared_kib=0))
+        call = functools.partial(once, times, gpu.memory, 1, 16, 1, 0, 0)
+        for after, before in _befores(gpu).items():
+            us = _profiled(call, before)
+            how = f"{gpu.sms} CTAs of {ADD_WARPS} warps" + after
+            yield row("launch", f"{what}, 16 B a thread, profiled", how, us, MICROSECONDS)
     products = spec_of("wgmma", 256, 8, shared_kib=64)
     for name, count, seconds in (
+        *((f"after a rest, {n} groups", n, 0.0) for n in SHORTEST_PRODUCTS),
         ("after a rest, short", SHORT_PRODUCTS, 0.0),
         ("after a rest", PRODUCTS, 0.0),
         ("under load", PRODUCTS, LOAD_S),
@@ -269,9 +312,149 @@ def launches(gpu: Machine, short: bool) -> Rows:
             torch.cuda.synchronize()
             if time.monotonic() >= until:
                 break
-        loop = out[..., 1, :].double()  # groups of the larger size
-        mhz = 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
-        yield row("launch", "clock during products", name, mhz, MHZ)
+        yield row("launch", "clock during products", name, _mhz(out), MHZ)
+    for ctas in SHARING_SMS:  # in a queue without rests, as the launches of a program
+        for _ in range(BUSY_LAUNCHES):
+            gpu.memory.sum(dtype=torch.int32)
+            out = gpu.run(products, SHORT_PRODUCTS, ctas=ctas)
+        how = f"{ctas} SMs, after reading memory"
+        yield row("launch", "clock during products", how, _mhz(out), MHZ)
+
+
+def _mhz(out: torch.Tensor) -> float:
+    """The clock during products, from what they wrote."""
+    loop = out[..., 1, :].double()  # groups of the larger size
+    return 1e3 * ((loop[..., 1] - loop[..., 0]) / loop[..., 2]).median().item()
+
+
+def _evict(gpu: Machine) -> None:
+    """Fill the instruction caches of all SMs with other code."""
+    from .machine import spec_of
+
+    gpu.run(spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200), 1, ctas=gpu.sms)
+
+
+def _befores(gpu: Machine) -> dict[str, Callable[[], object]]:
+    """What runs before a call, by what the call's name says."""
+
+    def empty() -> None:
+        gpu.memory.sum(dtype=torch.int32)
+
+    def both() -> None:
+        _evict(gpu)
+        empty()
+
+    import torch
+
+    return {
+        "": lambda: None,
+        ", after other code": functools.partial(_evict, gpu),
+        ", empty L2": empty,
+        ", after other code, empty L2": both,
+    }
+
+
+def _profiled(call: Callable[[], object], before: Callable[[], object]) -> float:
+    """Microseconds of the last kernel of `before` and `call`, by the profiler."""
+    from ..launch_times.measure import launches as profile
+
+    return profile(call, [before])[0][-1][1]
+
+
+def code(gpu: Machine, short: bool) -> Rows:
+    """How long machine code takes to come: a pass that repeats, and what the first pass takes
+    beyond it, after other code has filled the caches of all SMs."""
+    import torch
+
+    from .machine import REPEATS, spec_of
+
+    for what, sizes in CODE_KIB.items():
+        for kib in sizes:
+            for warps in CODE_WARPS:
+                spec = spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+                for ctas in (1, gpu.sms):
+                    (t,) = gpu.times(spec, 8, few=2, ctas=ctas).values()
+                    how = f"{kib} KiB, {warps} warps, {ctas} SMs"
+                    yield row("code", f"{what}, again", how, t.clocks, CLOCKS)
+    for what in CODE_KIB:
+        for kib, warps in FIRST_CODE:
+            spec = spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+            for ctas in (1, gpu.sms):
+                for level in ("L2", "memory"):
+                    first = []
+                    for _ in range(REPEATS):
+                        clocks: list[float] = []
+                        for count in (1, 2):
+                            _evict(gpu)
+                            if level == "memory":
+                                gpu.memory.sum(dtype=torch.int32)
+                            out = gpu.run(spec, count, ctas=ctas)[:, :, 0]
+                            each = out[..., 1].amax(dim=1) - out[..., 0].amin(dim=1)
+                            clocks.append(each.double().median().item())
+                        first.append(2 * clocks[0] - clocks[1])
+                    how = f"{kib} KiB, {warps} warps, {ctas} SMs"
+                    value = statistics.median(first)
+                    yield row("code", f"{what}, first from {level}", how, value, CLOCKS)
+
+
+def beside(gpu: Machine, short: bool) -> Rows:
+    """Products of a warpgroup and other work of two warpgroups: each alone, and both at once."""
+    from .machine import spec_of
+
+    for n in SHORT_WGMMA_N:
+        for kind in (NOTHING, *ROUNDS):
+            spec = spec_of(f"wgmma beside {kind}", n, 4 * WARPGROUPS, shared_kib=64)
+            for name, t in gpu.times(spec, 32).items():
+                yield row("beside", f"{GROUP} m64n{n}k16", name, t.clocks, CLOCKS)
+                if kind == NOTHING:
+                    products = t.clocks
+                elif name.startswith("products"):
+                    # Where the work alone would take no longer than the products.
+                    each = (t.clocks - products) / other_work(kind, n)
+                    yield row("beside", f"m64n{n}k16 beside {kind}", STALL, each, CLOCKS)
+
+
+def chain(gpu: Machine, short: bool) -> Rows:
+    """Steps that wait for each other, as a warpgroup alone on its SM takes them."""
+    from .machine import spec_of
+
+    for name, t in gpu.times(spec_of("chains", 0, 4, shared_kib=64), 64).items():
+        yield row("chain", name, "4 warps", t.clocks, CLOCKS)
+
+
+def sharing(gpu: Machine, short: bool) -> Rows:
+    """Rates of an SM while so many SMs copy, and of additions to the same bytes."""
+    from .machine import L2_BYTES, MEMORY_BYTES, spec_of
+
+    unit = "bytes a clock and SM"
+    loads = spec_of("bulk loads", 0, 1, shared_kib=224)
+    stores = spec_of("bulk stores", 0, 1, shared_kib=200)
+    nbytes = 16384
+    for ctas in SHARING_SMS:
+        for level, size in (("L2", L2_BYTES), ("memory", MEMORY_BYTES)):
+            for depth in (4, 12):
+                t = gpu.times(
+                    loads, 2**27 // nbytes // ctas, few=depth, ctas=ctas, size=nbytes, depth=depth,
+                    step=nbytes * ctas, mask=size - 1, cold=level == "memory",
+                )["load"]  # fmt: skip
+                how = f"{depth * nbytes // 1024} KiB in flight, {ctas} SMs"
+                yield row("sharing", f"bulk load from {level}", how, nbytes / t.clocks, unit)
+        for name, t in gpu.times(
+            stores, 2**26 // nbytes // ctas, ctas=ctas, size=nbytes, step=nbytes * ctas,
+            mask=L2_BYTES - 1,
+        ).items():  # fmt: skip
+            yield row("sharing", f"bulk {name} to L2", f"{ctas} SMs", nbytes / t.clocks, unit)
+        a_cta = 16 * ADD_WARPS * 32
+        spec = spec_of("global memory", 16, ADD_WARPS, shared_kib=120)
+        for how, mask in (
+            (f"{ctas} SMs", L2_BYTES - 1),
+            (f"{ctas} SMs, the same {SAME_KIB} KiB", SAME_KIB * 1024 - 1),
+            (f"{ctas} SMs, the same {a_cta // 1024} KiB", a_cta - 1),
+        ):
+            times = gpu.times(spec, 64, ctas=ctas, size=16, step=a_cta, mask=mask)
+            for name, t in times.items():
+                yield row("sharing", f"{name} to L2", how, 8 * a_cta / t.clocks, unit)
+    gpu.memory.zero_()
 
 
 def _repeat(call: Callable[[], object]) -> None:
@@ -290,6 +473,10 @@ PARTS: dict[str, Callable[[Machine, bool], Rows]] = {
     "barriers": barriers,
     "copies": copies,
     "memory": memory,
+    "code": code,
+    "beside": beside,
+    "chain": chain,
+    "sharing": sharing,
     "launch": launches,
 }
 
@@ -304,6 +491,7 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             *(spec_of("arithmetic", CHAINS, warps) for warps in THROUGHPUT_WARPS),
         ],
         "mma": [spec_of("mma.sync", chains, warps) for chains, warps in ((1, 1), (4, 4), (4, 8))]
+        + [spec_of(f"mma.sync beside {kind}", 0, 8) for kind in ("square", "logic")]
         + [
             spec_of(what, n, 4 * warpgroups, shared_kib=64)
             for what in ("wgmma", "wgmma, A in registers")
@@ -314,7 +502,10 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             spec_of("shared memory latency"),
             *(spec_of("shared memory", 0, warps) for warps in SHARED_WARPS),
         ],
-        "barriers": [spec_of("barriers", 0, warps) for warps in BARRIER_WARPS],
+        "barriers": [
+            *(spec_of("barriers", 0, warps) for warps in BARRIER_WARPS),
+            *(spec_of("cluster barrier", 0, 4, cluster=cluster) for cluster in CLUSTERS),
+        ],
         "copies": [
             spec_of("bulk loads", 0, 1, shared_kib=224),
             spec_of("bulk stores", 0, 1, shared_kib=20),
@@ -324,9 +515,30 @@ def requests(short: bool, only: list[str]) -> list[tuple[KernelDef, LoopsSpec]]:
             *(spec_of("global memory", n, ADD_WARPS) for n in (4, 16)),
         ],
         "launch": [
-            *(spec_of("nothing", 0, w, shared_kib=k) for k, w in ((1, 1), (1, 4), (200, 12))),
-            *(spec_of("code", CODE_KIB, warps, shared_kib=1) for warps in (1, 8)),
+            *(spec_of("nothing", 0, w, shared_kib=k, cluster=c) for k, _, w, c in EMPTY),
+            *(spec_of(what, kib, 4, shared_kib=0) for what, kib in STARTED_CODE),
+            *(spec_of(what, 0, ADD_WARPS, shared_kib=0) for what in ONCE),
+            spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200),
             spec_of("wgmma", 256, 8, shared_kib=64),
+        ],
+        "code": [
+            spec_of("code with jumps", EVICT_KIB, 1, shared_kib=200),
+            *(
+                spec_of(what, kib, warps, shared_kib=CODE_SHARED_KIB)
+                for what, sizes in CODE_KIB.items()
+                for kib, warps in (*((k, w) for k in sizes for w in CODE_WARPS), *FIRST_CODE)
+            ),
+        ],
+        "beside": [
+            spec_of(f"wgmma beside {kind}", n, 4 * WARPGROUPS, shared_kib=64)
+            for kind in (NOTHING, *ROUNDS)
+            for n in SHORT_WGMMA_N
+        ],
+        "chain": [spec_of("chains", 0, 4, shared_kib=64)],
+        "sharing": [
+            spec_of("bulk loads", 0, 1, shared_kib=224),
+            spec_of("bulk stores", 0, 1, shared_kib=200),
+            spec_of("global memory", 16, ADD_WARPS, shared_kib=120),
         ],
     }
     return [(KERNEL, spec) for part in only for spec in dict.fromkeys(specs[part])]

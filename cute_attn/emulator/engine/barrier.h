@@ -24,7 +24,11 @@ static inline void release_into(Warp *w, View *into) {
 
 // A relaxed arrival publishes only effects that an earlier fence has released.
 static inline void relaxed_release_into(Warp *w, View *into) {
-  if (ordering(emu_of(w))) join_into(emu_of(w), into, &w->fence_release);
+  Emu *e = emu_of(w);
+  if (!ordering(e)) return;
+  join_into(e, into, &w->fence_release);
+  if (!into->vc) *into = view_new(e);
+  view_join_flow(e, into, &w->view);
 }
 
 static inline void acquire_from(Warp *w, const View *from) {
@@ -34,7 +38,16 @@ static inline void acquire_from(Warp *w, const View *from) {
 
 // A relaxed wait acquires nothing until a fence follows.
 static inline void relaxed_acquire_from(Warp *w, const View *from) {
-  if (ordering(emu_of(w))) join_into(emu_of(w), &w->fence_acquire, from);
+  if (!ordering(emu_of(w))) return;
+  join_into(emu_of(w), &w->fence_acquire, from);
+  view_join_flow(emu_of(w), &w->view, from);
+}
+
+// The clock of a new event of the warp's AG_FLOW.
+static inline Clock flow_event(Warp *w) {
+  Clock clock = ++w->agent_clock[AG_FLOW];
+  if (ordering(emu_of(w))) w->view.vc[agent_of(w, AG_FLOW)] = clock;
+  return clock;
 }
 
 // ------------------------------------------------------------------------------------ mbarrier.c

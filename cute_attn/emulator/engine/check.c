@@ -75,6 +75,13 @@ void view_join(Emu *e, View *into, const View *from) {
   join(into->tvc, from->tvc, e->agents_used);
 }
 
+void view_join_flow(Emu *e, View *into, const View *from) {
+  int warps = e->nslots * e->warps_per_cta;
+  if (from->vc)
+    for (int i = AG_FLOW; i < warps * AGENTS_PER_WARP; i += AGENTS_PER_WARP)
+      if (into->vc[i] < from->vc[i]) into->vc[i] = from->vc[i];
+}
+
 // After a relaxed wait, tcgen05.fence::after_thread_sync orders only tcgen05 operations before the
 // thread's own operations. This suffices where only tcgen05 operations matter (dealloc, exit).
 View view_with_fenced(Warp *w) {
@@ -221,6 +228,7 @@ void sync_read(Warp *w, const void *address, int order) {
   if (order & 1) {
     view_acquire(w, &s->released);
   } else {  // a later fence turns the access into an acquire
+    view_join_flow(e, &w->view, &s->released);
     if (!w->fence_acquire.vc) w->fence_acquire = view_new(e);
     view_join(e, &w->fence_acquire, &s->released);
   }
@@ -229,9 +237,14 @@ void sync_read(Warp *w, const void *address, int order) {
 void sync_write(Warp *w, const void *address, int order) {
   Emu *e = emu_of(w);
   if (!checking(e, CK_RACE)) return;
-  if (order & 2) view_release(w, &sync_word(e, address, true)->released);
-  else if (w->fence_release.vc)  // effects that an earlier fence has released
-    view_join(e, &sync_word(e, address, true)->released, &w->fence_release);
+  if (order & 2) {
+    view_release(w, &sync_word(e, address, true)->released);
+    return;
+  }
+  // Effects that an earlier fence has released. A word gets a view only for these.
+  SyncWord *s = sync_word(e, address, w->fence_release.vc != NULL);
+  if (w->fence_release.vc) view_join(e, &s->released, &w->fence_release);
+  if (s) view_join_flow(e, &s->released, &w->view);
 }
 
 void memory_fence(Warp *w) {
@@ -264,7 +277,7 @@ static bool in_order(const Emu *e, uint32_t agent) {
 
 static const char *agent_text(const Emu *e, uint32_t agent) {
   static const char *const kinds[] = {"", " cp.async", " bulk copy (source)", " bulk copy",
-                                      " wgmma", " tcgen05.mma", " tcgen05.ld", " tcgen05.st"};
+                                      " wgmma", "", " tcgen05.mma", " tcgen05.ld", " tcgen05.st"};
   uint32_t warps = (uint32_t)(e->nslots * e->warps_per_cta);
   if (agent >= warps * AGENTS_PER_WARP) return "a copy that signals an mbarrier";
   uint32_t slot = agent / AGENTS_PER_WARP;

@@ -6,6 +6,7 @@
 #define SPIN_INSTRUCTIONS 50000ull        // without progress, after which asynchronous effects run
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, after which a livelock is reported
 #define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, after which the launch stops
+#define PATIENCE_INSTRUCTIONS 16384ull  // without progress, after which low priorities run too
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp prefers other lanes
 
 // ----------------------------------------------------------------------- operands and registers
@@ -562,6 +563,43 @@ static bool run_pass(Emu *e, Warp **warps, int n) {
   return ran;
 }
 
+// A priority that the launch's seed gives to a warp's slot, or to the asynchronous operations.
+static uint32_t priority(const Emu *e, uint64_t which) {
+  uint64_t x = (e->seed + 1) * 0x9E3779B97F4A7C15ull + which * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 31) * 0x94D049BB133111EBull;
+  return (uint32_t)(x >> 32);
+}
+
+// One pass of the schedule "starving": the warp of the highest priority that can run. A warp below
+// the asynchronous operations runs only where none of them is left. Where warps spin, all warps run.
+static bool run_starving(Emu *e, Warp **warps, int n, bool spinning) {
+  for (int i = 1; i < n; i++)
+    for (int j = i; j > 0; j--) {
+      Warp *high = warps[j - 1], *low = warps[j];
+      if (priority(e, (uint64_t)high->slot) >= priority(e, (uint64_t)low->slot)) break;
+      warps[j - 1] = low, warps[j] = high;
+    }
+  uint32_t asynchronous = priority(e, UINT64_MAX);
+  bool ran = false;
+  for (int i = 0; i < n && !e->stop; i++) {
+    if (e->async_count && priority(e, (uint64_t)warps[i]->slot) < asynchronous) {
+      run_some_async(e);
+      ran = true;
+      if (!spinning) break;
+    }
+    if (warps[i]->exited) continue;
+    ran |= run_slice(e, warps[i], e->slice * 64) > 0;
+    if (ran && !spinning) break;
+  }
+  return ran;
+}
+
+static uint64_t ended_clusters(const Emu *e) {
+  uint64_t ended = e->next_cluster;
+  for (int k = 0; k < e->nclusters; k++) ended -= e->clusters[k] && !e->clusters[k]->exited;
+  return ended;
+}
+
 static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
   Warp **warps = malloc(sizeof *warps * (size_t)(e->nslots * e->warps_per_cta + 1));
   uint64_t stalled_at = UINT64_MAX, last_progress = 0, progress_time = 0, next_report = 0;
@@ -571,7 +609,9 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
     int n = list_warps(e, warps);
     if (!n) break;
     uint64_t before = e->progress;
-    bool ran = run_pass(e, warps, n);
+    bool ran = e->schedule == 3
+                   ? run_starving(e, warps, n, e->time - progress_time > PATIENCE_INSTRUCTIONS)
+                   : run_pass(e, warps, n);
     if (e->stop) break;
     if (e->progress != last_progress) last_progress = e->progress, progress_time = e->time;
     // Warps that spin on memory always run, and may wait for a delayed asynchronous effect.
@@ -586,7 +626,7 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
     }
     if (report && e->time >= next_report) {
       next_report = e->time + 500000;
-      if (report(e->next_cluster, e->total_clusters)) e->stop = true;
+      if (report(ended_clusters(e), e->total_clusters)) e->stop = true;
     }
     if (ran || e->progress != before) {
       idle = 0;

@@ -179,6 +179,7 @@ enum {
   AG_BULK_READ,   // sources of bulk copies: clock = number of the bulk group
   AG_BULK_WRITE,  // destinations of bulk copies
   AG_WGMMA,       // clock = number of the wgmma group
+  AG_FLOW,        // waits for mbarriers and initialisations: events that relaxed operations order too
   AG_TC,          // tcgen05.mma, cp, shift: executed in the order of issue
   AG_TMEM_LD, AG_TMEM_ST,
   AGENTS_PER_WARP
@@ -257,6 +258,13 @@ typedef struct {
   Clock phase;           // latest phase that the instruction has signalled
 } Signal;
 
+// A warp's latest wait for an mbarrier.
+typedef struct {
+  Clock clock;           // of the warp's AG_FLOW
+  Clock phase;           // the phase that it waited for
+  const Insn *insn;      // NULL: the warp has not waited
+} Wait;
+
 struct Mbarrier {
   uint32_t offset;       // offset in shared memory, without rank and base
   bool valid;
@@ -271,12 +279,15 @@ struct Mbarrier {
   View done;             // published by the completed phases
   Clock init_clock;      // clock of the initialisation, an event of the mbarrier's own agent
   int init_warp;
+  Clock init_flow;       // clock of that warp's AG_FLOW
   uint64_t init_epoch;   // sync_epoch of that warp
   const Insn *init_insn;
   View also;             // further initialisations by the same instruction, to the same count
   const Insn *expect_insn;  // the latest instruction with an expect_tx
   int nsignals;
   Signal signals[SIGNALS];  // in order; the latest signal is the last
+  uint32_t waited;          // warps that have waited for the phase before the current one
+  Wait waits[MAX_WARPS];    // of the CTA's warps
 };
 
 typedef struct {
@@ -408,7 +419,7 @@ struct Emu {
   const char **strings; int nstrings;
   // options
   uint64_t checks;                 // 1 << CK_...
-  int schedule;                    // 0 fair, 1 random, 2 adversarial
+  int schedule;                    // 0 fair, 1 random, 2 adversarial, 3 starving
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
@@ -737,6 +748,7 @@ void view_clear(Emu *e, View *v);
 void view_copy(Emu *e, View *into, const View *from);
 View view_with_fenced(Warp *w);  // a copy that includes effects ordered only by tcgen05 fences
 void view_join(Emu *e, View *into, const View *from);
+void view_join_flow(Emu *e, View *into, const View *from);  // the clocks of AG_FLOW alone
 // Component-wise maximum of one agent, in all three clocks.
 void view_add(View *v, uint32_t agent, Clock clock);
 // As view_add, of effects that the asynchronous proxy sees only after a fence.

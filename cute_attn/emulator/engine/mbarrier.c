@@ -53,8 +53,25 @@ static bool initialised_before(Warp *w, const Mbarrier *b) {
   return true;
 }
 
+// Relaxed operations order the initialisation, but nothing publishes it. fence.mbarrier_init, which
+// would, is no instruction of the machine: with and without it kernels are alike.
+static bool initialised_unfenced(const Warp *w, const Cta *cta, const Mbarrier *b) {
+  if (w->view.vc[agent_of(&cta->warps[b->init_warp], AG_FLOW)] < b->init_flow) return false;
+  int warps = cta->emu->nslots * cta->emu->warps_per_cta;
+  for (int i = AG_FLOW; b->also.vc && i < warps * AGENTS_PER_WARP; i += AGENTS_PER_WARP)
+    if (w->view.vc[i] < b->also.vc[i]) return false;
+  return true;
+}
+
 static void check_initialised(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   if (!ordering(cta->emu) || initialised_before(w, b)) return;
+  if (initialised_unfenced(w, cta, b)) {
+    finding_with(w, I, b->init_insn, CK_BARRIER, SEV_NOTE,
+                 "uses %s, whose initialisation by warp %d (%s) comes before, but is published by "
+                 "no fence.mbarrier_init", mbarrier_name(w, cta, b->offset), b->init_warp,
+                 where(b->init_insn));
+    return;
+  }
   finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
                "uses %s, whose initialisation by warp %d (%s) is not ordered before: a barrier "
                "between them is missing", mbarrier_name(w, cta, b->offset), b->init_warp,
@@ -98,6 +115,20 @@ Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset) {
   return b;
 }
 
+// A phase has completed that does not need the waits for the phase before: a thread that looks late
+// finds both phases completed, and waits for one phase more. Waits are events of AG_FLOW.
+static void check_waits(const Insn *I, Cta *cta, const Mbarrier *b) {
+  for (int i = 0; i < cta->nwarps; i++) {
+    Warp *v = &cta->warps[i];
+    const Wait *wait = &b->waits[i];
+    if (!(b->waited >> i & 1) || b->done.vc[agent_of(v, AG_FLOW)] >= wait->clock) continue;
+    finding_with(v, wait->insn, I, CK_BARRIER, SEV_ERROR,
+                 "waits for phase %u of %s, but phase %u ends without it: where this warp looks "
+                 "later than that, it misses both phases, and waits for phase %u", wait->phase,
+                 address_name(cta, b->offset), wait->phase + 1, wait->phase + 2);
+  }
+}
+
 static void complete_phase(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   Emu *e = cta->emu;
   b->pending = b->expected;
@@ -109,7 +140,9 @@ static void complete_phase(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
     if (!b->done.vc) b->done = view_new(e);
     view_add(&b->done, b->agent, b->clock);
     view_clear(e, &b->next);
+    if (b->waited) check_waits(I, cta, b);
   }
+  b->waited = 0;
   e->counters[CT_BARRIER_PHASES]++;
   trace_event(e, 3, w, I, e->time, e->time, shared_address(cta, b->offset), b->phase);
   progress(e);
@@ -246,7 +279,7 @@ void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t
   if (ordering(e) && from) {
     if (checking(e, CK_PROXY) && from->vc[b->agent] >= b->init_clock &&
         from->pvc[b->agent] < b->init_clock)
-      finding_with(w, I, b->init_insn, CK_PROXY, SEV_ERROR,
+      finding_with(w, I, b->init_insn, CK_PROXY, SEV_NOTE,
                    "signals %s through the asynchronous proxy, but neither fence.mbarrier_init nor "
                    "fence.proxy.async follows its initialisation (%s)",
                    mbarrier_name(w, cta, b->offset), where(b->init_insn));
@@ -359,7 +392,10 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   Mbarrier *b = mbarrier_at(cta, offset);
   if (again_the_same(w, I, cta, b, count)) {
     if (!b->also.vc) b->also = view_new(cta->emu);
-    if (ordering(cta->emu)) view_add(&b->also, agent_of(w, AG_GENERIC), w->agent_clock[AG_GENERIC]);
+    if (ordering(cta->emu)) {
+      view_add(&b->also, agent_of(w, AG_GENERIC), w->agent_clock[AG_GENERIC]);
+      view_add(&b->also, agent_of(w, AG_FLOW), flow_event(w));
+    }
     if (!cta->emu->noted_inits)
       finding(w, I, CK_BARRIER, SEV_NOTE, "several threads initialise %s, to the same count: one "
               "thread should. Further mbarriers like it are not reported",
@@ -379,7 +415,10 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   b->init_insn = I;
   b->init_warp = w->index;
   b->init_epoch = w->sync_epoch;
+  b->init_flow = flow_event(w);
   b->nsignals = 0;
+  b->waited = 0;
+  memset(b->waits, 0, sizeof b->waits);
   b->expect_insn = NULL;
   view_clear(cta->emu, &b->next);
   view_clear(cta->emu, &b->done);
@@ -487,6 +526,7 @@ static int change_bytes(Warp *w, const Insn *I, Mask m, int sign) {
   for (int i = 0; i < n; i++) {
     Mbarrier *b = find_mbarrier(w, I, targets[i].cta, targets[i].offset);
     if (!b) continue;
+    if (sign < 0) relaxed_release_into(w, &b->next);
     FOR_SET(l, targets[i].lanes)
       mbarrier_expect_tx(w, I, targets[i].cta, b, sign * (int64_t)(int32_t)bytes[l]);
   }
@@ -552,6 +592,11 @@ static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarri
   return true;
 }
 
+static void note_wait(Warp *w, const Insn *I, Mbarrier *b) {
+  b->waited |= 1u << w->index;
+  b->waits[w->index] = (Wait){flow_event(w), b->phase - 1, I};
+}
+
 // A try_wait may fail at any time. In the emulator a try_wait fails rarely, and never under the
 // fair schedule.
 static bool gives_up(Warp *w) {
@@ -588,7 +633,9 @@ static int mbarrier_wait(Warp *w, const Insn *I, Mask m, WaitForm form) {
     if (i == 0) first = b;
     if (!b) continue;
     Mask ready = complete_lanes(w, I, m, t, b, form.parity);
-    if (form.parity && n == 1 && g->step && missed_a_phase(w, I, t, b)) ready = t->lanes;
+    bool missed = form.parity && n == 1 && g->step && missed_a_phase(w, I, t, b);
+    if (missed) ready = t->lanes;
+    else if (ready && t->cta == w->cta) note_wait(w, I, b);
     if (ready && form.relaxed) relaxed_acquire_from(w, &b->done);
     else if (ready) acquire_from(w, &b->done);
     done |= ready;

@@ -210,9 +210,12 @@ static const char *wait_text(const Warp *w, const Group *g) {
       const Cta *c = awaited_mbarrier(w, g, &offset);
       const char *name = address_name(c, offset);
       if (c != w->cta) name = text("%s of CTA %u", name, c->linear);
-      if (!mbarrier_in(c, offset)) return text("waits for %s, which is not a valid mbarrier", name);
-      return text("waits for the end of a phase of parity %llu of %s",
-                  (unsigned long long)g->wait_detail & 1, name);
+      const Mbarrier *b = mbarrier_in(c, offset);
+      if (!b) return text("waits for %s, which is not a valid mbarrier", name);
+      const Wait *last = c == w->cta && b->waits[w->index].insn ? &b->waits[w->index] : NULL;
+      return text("waits for the end of a phase of parity %llu of %s%s",
+                  (unsigned long long)g->wait_detail & 1, name,
+                  last ? text(", after a wait for phase %u", last->phase) : "");
     }
     case WAIT_NAMED_BARRIER: {
       const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];

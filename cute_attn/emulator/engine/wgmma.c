@@ -27,6 +27,7 @@ typedef struct Multiply {
   bool last;               // whether the warp was the last of its warpgroup to issue
   uint64_t a_descriptor, b_descriptor;
   uint8_t a[16 * K_BYTES];  // the warp's rows of A, if A is in registers
+  uint16_t undefined;       // the warp's rows of A that have elements without a value, one bit each
 } Multiply;
 
 typedef struct { int32_t id; uint64_t group; const Insn *insn; } HeldRegister;
@@ -37,6 +38,7 @@ struct Wgmma {
   const Insn *latest;
   Multiply *first_waiting, *last_waiting;
   int held; HeldRegister registers[256];  // registers of A that wgmmas in flight read
+  bool undefined;                 // some wgmma has had rows of A without a value
 };
 
 static struct Wgmma *state_of(Warp *w) {
@@ -134,6 +136,63 @@ static void read_rows(const Access *a, uint64_t bits, bool transposed, int first
 static void check_rows(const Access *a, uint64_t bits, bool transposed, int rows, unsigned check) {
   for (int r = 0; r < rows; r += 8)
     if (check >> (r / 8 & 3) & 1) read_rows(a, bits, transposed, r, 8, check, NULL);
+}
+
+// -- rows of A without a value
+//
+// A row of D depends only on its own row of A. Kernels let rows of Q beyond the last query be
+// unwritten, and do not store their results. So such rows of D are undefined, and no finding.
+
+// Whether a wgmma like I has left lanes of an accumulator undefined.
+static bool left_undefined(const Warp *w, const Insn *I, int32_t id) {
+  int32_t origin = w->origin[id];
+  return w->wgmma->undefined && origin >= 0 && emu_of(w)->program->code[origin].exec == I->exec;
+}
+
+// Of the warp's 16 rows of A in shared memory.
+static uint16_t unwritten_rows(const Warp *w, const Multiply *x) {
+  if (!checking(x->op->emu, CK_UNINITIALISED)) return 0;
+  const Cta *cta = w->cta;
+  Matrix matrix = matrix_of_bits(x->a_descriptor);
+  uint16_t rows = 0;
+  int first = w->index % 4 * 16;
+  for (int i = 0; i < 32; i++) {  // chunks of 16 bytes
+    int block = i / 16, k = i % 16;
+    uint32_t address = x->mn_major_a ? mn_major(&matrix, first / 8 + block, k)
+                                     : k_major(&matrix, first + i / 2, i & 1);
+    uint32_t offset = address - SHARED_BASE;
+    if (offset > cta->shared_bytes || offset + 16 > cta->shared_bytes) continue;
+    const uint8_t *written = cta->shared_init + offset;
+    if (!memchr(written, 0, 16)) continue;
+    for (int b = 0; b < 16; b++)
+      if (!written[b]) rows |= (uint16_t)(1u << (x->mn_major_a ? 8 * block + b / 2 : i / 2));
+  }
+  return rows;
+}
+
+// Lanes of the registers of row g or g + 8, as in read_accumulators.
+static Mask lanes_of_rows(uint16_t rows, int high) {
+  Mask lanes = 0;
+  for (int g = 0; g < 8; g++)
+    if (rows >> (g + 8 * high) & 1) lanes |= 0xFu << 4 * g;
+  return lanes;
+}
+
+static void leave_undefined(Warp *w, const Multiply *x, uint16_t rows) {
+  if (rows) w->wgmma->undefined = true;
+  if (!w->wgmma->undefined) return;
+  const Insn *I = x->op->insn;
+  const Operand *d = list_of(w, &I->op[0]);
+  int count = x->f16_result ? x->n / 4 : x->n / 2;
+  for (int i = 0; i < count; i++) {
+    if (d[i].kind != K_REG) continue;
+    Mask lanes = lanes_of_rows(rows, (x->f16_result ? i : i / 2) & 1);
+    if (!x->accumulate) w->defined[d[i].id] = ALL_LANES;
+    if (!lanes) continue;
+    w->defined[d[i].id] &= ~lanes;
+    w->chosen[d[i].id] &= ~lanes;
+    w->origin[d[i].id] = (int32_t)(I - emu_of(w)->program->code);
+  }
 }
 
 // ------------------------------------------------------------------------------------ arithmetic
@@ -234,8 +293,13 @@ static void run_part(Multiply *x) {
   // All four warps read the same B: each warp checks a quarter of B, another quarter at each step
   // along K.
   read_b(shared_b, x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
-  if (!x->a_in_registers)
-    read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
+  uint16_t undefined = x->undefined;
+  if (!x->a_in_registers) {
+    Access access = x->op->access;
+    access.lazy = true;
+    undefined = unwritten_rows(w, x);
+    read_rows(&access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
+  }
   if (x->accumulate) read_accumulators(w, x, D);
   if (x->operands == OPERANDS_INT)
     multiply_rows(x, a_rows, shared_b->rows, (int32_t *)D);
@@ -250,6 +314,7 @@ static void run_part(Multiply *x) {
                                                  x->accumulate);
   }
   write_accumulators(w, x, D);
+  leave_undefined(w, x, undefined);
 }
 
 // The first wgmma that warp w still has to run, if its number is `number`.
@@ -321,8 +386,9 @@ static void take_accumulators(Warp *w, const Insn *I, Mask m, Multiply *x) {
     check_chain(w, I, x, &d[i]);
     check_fenced(w, I, &d[i], "accumulator");
     Mask bad = m & ~w->defined[d[i].id];
-    if (x->accumulate && bad) undefined_read(w, I, &d[i], bad);
-    w->defined[d[i].id] = ALL_LANES;
+    bool kept = x->accumulate && bad && left_undefined(w, I, d[i].id);
+    if (x->accumulate && bad && !kept) undefined_read(w, I, &d[i], bad);
+    if (!kept) w->defined[d[i].id] = ALL_LANES;
     set_pending(w, &d[i], x->op);
   }
 }
@@ -341,7 +407,11 @@ static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
   struct Wgmma *s = w->wgmma;
   for (int r = 0; r < 4 && r < count_of(&I->op[1]); r++) {
     uint32_t buffer[32];
+    Mask bad = list[r].kind == K_REG ? m & ~defined_in(w, &list[r]) : 0;
+    if (bad) w->defined[list[r].id] = ALL_LANES;  // no finding: rows of D are undefined
     const uint32_t *v = src32_of(w, I, &list[r], m, buffer);
+    if (bad) w->defined[list[r].id] &= ~bad;
+    FOR_SET(l, bad) x->undefined |= (uint16_t)(1u << (l / 4 + r % 2 * 8));
     FOR_LANES(l) memcpy(x->a + (l / 4 + r % 2 * 8) * K_BYTES + l % 4 * 4 + r / 2 * 16, &v[l], 4);
     check_fenced(w, I, &list[r], "operand A");
     if (list[r].kind == K_REG) hold_register(s, list[r].id, w->wgmma_group, I);

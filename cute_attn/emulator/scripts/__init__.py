@@ -15,6 +15,8 @@
     install.py    puts the stand-ins in place
     options.py    options, and their command line
     run.py        runs a script
+    hook.py       the file in site-packages for CUTE_ATTN_EMULATE=all
+    startup.py    CUTE_ATTN_EMULATE=all, for programs that start without the command
 
 The plugin for pytest is `cute_attn/pytest_emulate.py`, since every start of pytest imports it.
 """

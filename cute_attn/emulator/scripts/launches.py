@@ -23,7 +23,7 @@ from . import images, memory
 from .options import Options
 
 QUIET_SECONDS = 5.0
-"""A launch that takes longer shows its progress."""
+"""A launch that takes longer shows its progress, as soon as its first clusters have ended."""
 PREDICT = "cute_attn.timing:predict"  # in a checkout, and itself a user of the emulator
 _TOO_LARGE = 720  # cudaErrorCooperativeLaunchTooLarge
 _REPEAT_SECONDS = 30.0  # between two lines of progress, where lines cannot be overwritten
@@ -51,7 +51,7 @@ class Launches:
         self._errors: list[BaseException] = []  # of launches of the present call of host code
         self._callers = 0  # calls that wait for such errors
         self.recording: list[Recorded] | None = None  # the graph that is being captured
-        self._progress = Progress()
+        self._progress = Progress(options.resident)
         self._emulators = [
             Emulator(
                 options.resident,
@@ -121,12 +121,14 @@ class Launches:
                 for base, content in before:
                     ctypes.memmove(base, content, len(content))
             printed = len(emulator.report.output)
+            ended = False
             self._progress.begin(launch)
             try:
                 emulator.launch_within(regions, program, launch, code)
+                ended = True
             finally:
                 self._progress.end()
-                if emulator is self._emulators[-1]:
+                if not ended or emulator is self._emulators[-1]:
                     sys.stdout.write(emulator.report.output[printed:])
                     sys.stdout.flush()
 
@@ -219,9 +221,10 @@ def _once(lists: list[list[Finding]]) -> list[Finding]:
 
 def _schedules(options: Options) -> list[tuple[str, int]]:
     """Schedules and seeds; the fair one comes last, so that its results stay."""
-    random = [("random", options.seed + i) for i in range(options.schedules - 2)]
-    adversarial = [("adversarial", options.seed)] if options.schedules > 1 else []
-    return [*random, *adversarial, ("fair", options.seed)]
+    others = [("adversarial", options.seed)]
+    for seed in range(options.seed, options.seed + options.schedules // 2):
+        others += [("starving", seed), ("random", seed)]
+    return [*reversed(others[: options.schedules - 1]), ("fair", options.seed)]
 
 
 def _recorded(program: Program, launch: Launch, code: bytes) -> Recorded:
@@ -237,9 +240,14 @@ def _recorded(program: Program, launch: Launch, code: bytes) -> Recorded:
 
 
 class Progress:
-    """Lines on stderr about a launch that takes long."""
+    """Lines on stderr about a launch that takes long, the first as soon as that is known.
 
-    def __init__(self) -> None:
+    Args:
+        resident: the number of CTAs that are resident at a time.
+    """
+
+    def __init__(self, resident: int) -> None:
+        self._resident = resident
         self._launch: Launch | None = None
         self._started = self._shown = 0.0
         self._overwrite = sys.stderr.isatty()
@@ -250,17 +258,22 @@ class Progress:
 
     def __call__(self, done: int, total: int) -> None:
         """So many clusters of the launch have ended."""
+        if self._launch is None:
+            return
         now = time.monotonic()
-        pause = 0.5 if self._overwrite else _REPEAT_SECONDS if self._shown else 0.0
-        if self._launch is None or now - self._started < QUIET_SECONDS or now < self._shown + pause:
+        seconds = now - self._started
+        # Clusters that run together end together, so that the first few tell the rate.
+        first = 1 if self._launch.cooperative else self._resident // math.prod(self._launch.cluster)
+        left = seconds / done * (total - done) if done >= max(1, first) else None
+        pause = 0.5 if self._overwrite else _REPEAT_SECONDS
+        if now < self._shown + pause if self._shown else seconds + (left or 0.0) < QUIET_SECONDS:
             return
         self._shown = now
-        seconds = now - self._started
-        left = f", about {seconds / done * (total - done):.0f} s left" if done else ""
         line = (
-            f"emulator: {self._launch.kernel[:60]}: {done} of {total} clusters "
-            f"in {seconds:.0f} s{left}"
+            f"emulator: {self._launch.kernel[:60]}: {done} of {total} clusters in {seconds:.0f} s"
         )
+        if left is not None:
+            line += f", about {left:.0f} s left"
         print(f"\r{line:<79}" if self._overwrite else line, end="" if self._overwrite else "\n",
               file=sys.stderr, flush=True)  # fmt: skip
 

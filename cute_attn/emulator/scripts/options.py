@@ -7,8 +7,10 @@ import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..library import CHECKS
+from . import hook
 from .device import DEVICES, Device
 
 DEFAULT_ARCH = "sm_90a"
@@ -77,6 +79,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def default_arch() -> str:
+    """The architecture where no option names one."""
+    return os.environ.get("CUTE_ATTN_ARCH", "").strip() or DEFAULT_ARCH
+
+
+class _Hook(argparse.Action):
+    """Installs or removes the hook of CUTE_ATTN_EMULATE=all, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(hook.install_hook() if self.const == "install" else hook.remove_hook())
+        parser.exit()
+
+
 def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list[str]]:
     """Options, the module of `-m` if given, and the script or module with its arguments."""
     parser = argparse.ArgumentParser(
@@ -87,11 +102,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         "findings of severity error.",
         allow_abbrev=False,
     )
-    chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip() or DEFAULT_ARCH
     parser.add_argument(
         "--arch",
         type=arch,
-        default=chosen,
+        default=default_arch(),
         metavar="ARCH",
         help=f"architecture: {', '.join(DEVICES)} (default: CUTE_ATTN_ARCH, else {DEFAULT_ARCH})",
     )
@@ -106,7 +120,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         type=positive,
         default=1,
         metavar="N",
-        help="run each launch under N schedules: fair, adversarial, then random ones (default: 1)",
+        help="run each launch under N schedules: fair, adversarial, then starving and random "
+        "ones in turn (default: 1)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the random schedules (default: 0)"
@@ -139,6 +154,11 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         action="store_true",
         help="predict the time of each launch on an H100 (sm_90a, in a checkout)",
     )
+    for what, text in (
+        ("install", "let programs that start with CUTE_ATTN_EMULATE=all run in the emulator"),
+        ("remove", "undo --install-hook"),
+    ):
+        parser.add_argument(f"--{what}-hook", action=_Hook, nargs=0, const=what, help=text)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     parser.add_argument("program", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")

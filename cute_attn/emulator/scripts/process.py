@@ -22,6 +22,7 @@ from .options import Options
 _RUNTIME = Path(__file__).parents[1] / "runtime"
 _SOURCES = ("cuda.c", "process.c", "memory.c", "dlpack.c")
 _PRELOAD = "LD_PRELOAD"
+_EMULATED = "_CUTE_ATTN_EMULATED_PROCESS"  # number of the process that was started anew
 
 
 @functools.cache
@@ -39,6 +40,11 @@ def is_prepared() -> bool:
     return str(library()) in os.environ.get(_PRELOAD, "").split(":")
 
 
+def is_emulated() -> bool:
+    """Whether `restart` has started this process itself, and not a process that has started it."""
+    return is_prepared() and os.environ.get(_EMULATED) == str(os.getpid())
+
+
 def restart(command: Sequence[str] | None = None) -> None:
     """Start this process anew, with the stand-ins loaded first.
 
@@ -48,11 +54,12 @@ def restart(command: Sequence[str] | None = None) -> None:
     Raises:
         EmulatorUnavailable: there is no C compiler.
     """
-    before = os.environ.get(_PRELOAD, "")
-    preload = f"{library()}:{before}" if before else str(library())
+    before = [x for x in os.environ.get(_PRELOAD, "").split(":") if x and x != str(library())]
+    preload = ":".join([str(library()), *before])
     # Tensors are small: torch's threads would wait for one another most of the time.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     environment = {**os.environ, _PRELOAD: preload, "OMP_NUM_THREADS": threads}
+    environment[_EMULATED] = str(os.getpid())  # which execve keeps
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, list(command or sys.orig_argv), environment)

@@ -31,6 +31,8 @@ HEAD_DIMS_V = head_dims_v("forward")
 TILE_M, TILE_N, _ = forward("sm_100a", 256).tile
 DKDV_TILE_M, DKDV_TILE_N, _ = backward("backward_dkdv", "sm_100a", 256).tile
 
+SHARING_CTAS = 2  # CTAs of a cluster with `shared_keys`
+
 # softmax_scale * log2(e) must be finite in float32.
 LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
 # Scores divided by the softcap must not underflow before the tanh.
@@ -147,6 +149,8 @@ class Sm90ForwardSpec(ForwardSpec):
         batch_invariant: a row's bits depend neither on other rows nor on `lse`.
         tree_mask: whether a tensor says which of its sequence's last keys each query sees; only
             with window_right.
+        shared_keys: a cluster of two CTAs has two neighbouring tiles of query rows, and loads each
+            K/V tile once for both; only where all rows of a head see the same keys.
 
     Raises:
         NotImplementedError: there is no kernel for the head dimensions.
@@ -178,10 +182,25 @@ class Sm90ForwardSpec(ForwardSpec):
     k_warps: int = 0
     batch_invariant: bool = False
     tree_mask: bool = False
+    shared_keys: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        find("forward", "sm_90a", self.head_dim, self.head_dim_v)
+        row = find("forward", "sm_90a", self.head_dim, self.head_dim_v)
+        if self.shared_keys and (
+            self.window_left
+            or self.window_right
+            or self.ragged_q
+            or self.ragged_k
+            or self.split
+            or self.scheduler != "counter"
+            or self.fp8 != "none"
+            or row.cluster > 1
+        ):
+            raise ValueError(
+                "shared_keys is True, it needs the scheduler 'counter', a head_dim of one CTA, and "
+                "no window, ragged sequences, splits or fp8"
+            )
         pieces = self.scheduler == "pieces"
         if pieces and (self.tile_m > 128 or self.split):
             raise ValueError("scheduler is 'pieces', it needs tile_m of at most 128, and no split")
@@ -296,7 +315,7 @@ class PostprocessSpec(Spec):
     """The compile-time parameters of the SM90 backward's last kernel, which rounds dq.
 
     Attributes:
-        dtype: dtype of dq.
+        dtype: dtype of dq; float32 for a part of dq, which is not rounded.
         varlen_q: dq is packed sequences, with cu_seqlens.
         seqused_q: an argument gives the number of used tokens of each sequence.
         head_dim: head dimension of dq.
@@ -310,7 +329,7 @@ class PostprocessSpec(Spec):
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "dtype": DTYPES,
+        "dtype": (*DTYPES, "float32"),
         "head_dim": head_dims("backward_fused", SM90),
     }
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 WARP_SIZE = 32
 VECTOR_BYTES = 16  # widest access of one thread
 MBARRIER_BYTES = 8
+BOX = 64  # columns of 16 bits that TMA loads at a time: 128 bytes, the width of the swizzle
 
 # Bytes of shared memory that a CTA may have.
 SMEM_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}

@@ -17,9 +17,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from .pipeline import BOTH_CTAS, CTAS, Barriers
 from .ptx.cluster import cta_rank
+from .spec import BOX as BOX
 
-BOX = 64  # columns of 16 bits: 128 bytes, the width of the swizzle
-FLOAT32_BOX = 32
+FLOAT32_BOX = BOX // 2
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ STATE_PASS = KernelDef(name="kda_state_pass", target=f"{_HERE}.chunk.fused.state
 POOL_PASS = KernelDef(name="kda_pool_pass", target=f"{_HERE}.chunk.fused.pool_pass:KdaPoolPass")
 SEGMENTS = KernelDef(name="kda_segments", target=f"{_HERE}.chunk.fused.segments:KdaSegments")
 
+# With context parallelism, for both paths.
+CHAIN = KernelDef(name="delta_chain", target=f"{_HERE}.chunk.chain:TransitionChain")
+
 # The fused path for one decay a head.
 HEAD_PREPARE = KernelDef(
     name="delta_head_prepare", target=f"{_HERE}.chunk.per_head.prepare:HeadPrepare"
@@ -21,6 +24,14 @@ HEAD_STATE_PASS = KernelDef(
 )
 HEAD_POOL_PASS = KernelDef(
     name="delta_head_pool_pass", target=f"{_HERE}.chunk.per_head.pool_pass:HeadPoolPass"
+)
+
+# The path for whole sequences in one kernel.
+HEAD_FORWARD = KernelDef(
+    name="delta_head_forward", target=f"{_HERE}.chunk.per_head.forward:HeadForward"
+)
+HEAD_POOL_FORWARD = KernelDef(
+    name="delta_head_pool_forward", target=f"{_HERE}.chunk.per_head.pool_forward:HeadPoolForward"
 )
 
 HEAD_ADJOINT_PASS = KernelDef(
@@ -83,7 +94,14 @@ DECODE_RECORDS = KernelDef(
 RECURRENT = KernelDef(name="kda_recurrent", target=f"{_HERE}.step.recurrent:KdaRecurrent")
 
 # These kernels run on sm_90a alone; other architectures take PREPARE and the passes beside it.
-_OF_HOPPER = {HEAD_PREPARE, HEAD_STATE_PASS, HEAD_POOL_PASS, HEAD_ADJOINT_PASS}
+_OF_HOPPER = {
+    HEAD_PREPARE,
+    HEAD_STATE_PASS,
+    HEAD_POOL_PASS,
+    HEAD_FORWARD,
+    HEAD_POOL_FORWARD,
+    HEAD_ADJOINT_PASS,
+}
 
 
 def called(arch: str) -> set[KernelDef]:

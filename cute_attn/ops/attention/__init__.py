@@ -1,6 +1,6 @@
 """Softmax attention: the operators."""
 
-from .api import flash_attn_func, flash_attn_varlen_func
+from .api import flash_attn_func, flash_attn_varlen_func, refuse_varlen
 from .combine import flash_attn_combine
 from .plan import plan_attention, plan_attention_backward, plan_attention_combine
 
@@ -11,4 +11,5 @@ __all__ = [
     "plan_attention",
     "plan_attention_backward",
     "plan_attention_combine",
+    "refuse_varlen",
 ]

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import check_flags
-from .arguments import check_length
+from .arguments import Arguments, check_length
 from .call import attend
+from .forward import FORWARD
 
 Window = tuple[int | None, int | None]
 
@@ -215,7 +216,8 @@ def flash_attn_varlen_func(
         batch_invariant: as for `flash_attn_func`. With num_splits of 0, max_seqlen_q must be an int
             where cu_seqlens_q is given, and max_seqlen_k at least the longest length if given.
         cp: as for `flash_attn_func`. The plan has the lengths, so the call takes no cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, page_table and tree_mask.
+            cu_seqlens_k, page_table and tree_mask. seqused_q and seqused_k have a number for each
+            sequence of the plan, equal on all ranks.
         tree_mask: for the verification of a tree of draft tokens, which of its sequence's last
             seqlen_q keys a query sees. int64 `[total_q]`, or `[batch, seqlen_q]` without
             cu_seqlens_q; contiguous. Bit j is the key at the position of query j. A query sees all
@@ -242,8 +244,8 @@ def flash_attn_varlen_func(
             cp, q, k, v, True, softmax_scale, causal, window_size, learnable_sink, softcap,
             deterministic, scheduler, return_lse, batch_invariant, num_splits, out=out,
             k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table, tree_mask=tree_mask,
+            cu_seqlens_k=cu_seqlens_k, page_table=page_table, tree_mask=tree_mask,
+            used=(seqused_q, seqused_k),
         )  # fmt: skip
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
@@ -262,13 +264,23 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+def refuse_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, window_size: Window, max_seqlen_q: Any, **others: Any
+) -> None:
+    """Raise what `flash_attn_varlen_func`, without a gradient, raises before its launch."""
+    left, right = _pair(window_size)
+    rows = None if max_seqlen_q is None else _length_on_the_host("max_seqlen_q", max_seqlen_q)
+    bounds: dict[str, Any] = {"window_left": left, "window_right": right}
+    FORWARD.refuse(Arguments(q, k, v, max_seqlen_q=rows, **bounds, **others))
+
+
 def _over_ranks(
     cp: Any, q: Tensor, k: Tensor, v: Tensor, packed: bool, softmax_scale: float | None,
     causal: bool, window_size: Window, learnable_sink: Tensor | None, softcap: float,
     deterministic: bool, scheduler: str | None, return_lse: bool, batch_invariant: bool,
-    num_splits: int, **unsupported: Any,
+    num_splits: int, used: tuple[Tensor | None, Tensor | None] = (None, None), **unsupported: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run a call that has cp; the plan runs the call."""
+    """Run a call that has cp; the plan runs the call. `used` has seqused_q and seqused_k."""
     if not hasattr(cp, "attend"):
         raise TypeError(
             f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
@@ -281,7 +293,7 @@ def _over_ranks(
         q, k, v, packed=packed, softmax_scale=softmax_scale, causal=bool(causal),
         window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
         deterministic=deterministic, scheduler=scheduler, return_lse=bool(return_lse),
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, seqused_q=used[0], seqused_k=used[1],
         unsupported={**unsupported, "num_splits": None if num_splits in (0, 1) else num_splits},
     )  # fmt: skip
     return found

@@ -354,7 +354,8 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     head_dim = int(q.shape[-1])
     if head_dim not in table.head_dims("forward"):
         raise NotImplementedError(
-            f"head_dim of q is {head_dim}, there are kernels for: {table.head_dims('forward')}"
+            f"head_dim of q is {head_dim}, there are kernels for (of q, of v): "
+            f"{table.shapes('forward')}"
         )
     if a.v.dim() and (head_dim, int(a.v.shape[-1])) not in table.shapes("forward"):
         raise NotImplementedError(

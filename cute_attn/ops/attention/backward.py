@@ -110,6 +110,7 @@ class BackwardArguments(NamedTuple):
     deterministic: bool = False
     batch_invariant: bool = False
     float32_dkdv: bool = False
+    float32_dq: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -145,6 +146,7 @@ class BackwardArguments(NamedTuple):
             tile=row.tile[:2],
             costs=row.costs,
             most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
+            ordered=fused and adds_in_order(self),
         )
         return self.parts_with_ds(splits)
 
@@ -185,6 +187,17 @@ class BackwardArguments(NamedTuple):
             dq=self.need_dq,
             dkdv=self.need_dkdv,
         )
+
+    @property
+    def has_short_sequences(self) -> bool:
+        """Whether one kernel computes all gradients, and sequences have so few queries on average
+        that a fixed order of additions is faster."""
+        if not self.is_fused:
+            return False
+        arch = launch.arch_for(self.q.device)
+        most = configs.backward("backward_fused", arch, *dims_of(self)).ordered_queries
+        rows = self.q.shape[-3] * (self.batch if self.cu_seqlens_q is None else 1)
+        return rows <= most * self.batch
 
     def parts_with_ds(self, splits: int) -> Parts:
         """How the dK/dV kernel keeps dS, with at least `splits` parts of each group of heads."""
@@ -248,7 +261,12 @@ class Backward(Operator[BackwardArguments]):
         check(a.forward, given)
         check_tiles(a.forward, STATS_ROWS)
         check_flags(need_dq=a.need_dq, need_dkdv=a.need_dkdv, need_dsink=a.need_dsink)
-        check_flags(float32_dkdv=a.float32_dkdv)
+        check_flags(float32_dkdv=a.float32_dkdv, float32_dq=a.float32_dq)
+        if a.float32_dq and not a.is_fused:
+            raise NotImplementedError(
+                "float32_dq is True, it needs a kernel that computes dq, dk and dv: head_dim 64 or "
+                "128 on Hopper, without softcap"
+            )
         if not (a.need_dq or a.need_dkdv or a.need_dsink):
             raise ValueError("need_dq, need_dkdv and need_dsink are False, one must be True")
         if a.need_dsink and a.learnable_sink is None:
@@ -292,9 +310,10 @@ class Backward(Operator[BackwardArguments]):
             ds_of_keys=parts.key_blocks > 0,
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
-            deterministic=is_deterministic(a),
+            deterministic=adds_in_order(a),
             batch_invariant=bool(a.batch_invariant),
             float32_dkdv=bool(a.float32_dkdv),
+            float32_dq=bool(a.float32_dq),
         )
 
         def load(request: launch.Request | None) -> _Function | None:
@@ -355,9 +374,10 @@ class Backward(Operator[BackwardArguments]):
             a.need_dq,
             a.need_dkdv,
             a.need_dsink,
-            is_deterministic(a),
+            adds_in_order(a),
             bool(a.batch_invariant),
             a.float32_dkdv,
+            a.float32_dq,
             parts.splits,
             parts.heads > 0,
             parts.key_blocks > 0,
@@ -396,7 +416,7 @@ class Backward(Operator[BackwardArguments]):
         dq_sums = zeroed = None
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
-            count = num_query_zeros(heads, stats.shape[-1], ordered=is_deterministic(a))
+            count = num_query_zeros(heads, stats.shape[-1], ordered=adds_in_order(a))
             zeroed = q.new_empty(count, dtype=torch.int32)
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -429,7 +449,7 @@ class Backward(Operator[BackwardArguments]):
         dk = dv = None
         if a.need_dq:
             if dq is None:
-                dq = torch.empty_like(q, memory_format=_contiguous)
+                dq = empty_dq(a)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
         if ready.dq is not None:
@@ -464,7 +484,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.postprocess is not None:
                 ready.postprocess(
                     dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0],
-                    zeroed if is_deterministic(a) else None,
+                    zeroed if adds_in_order(a) else None,
                 )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
@@ -515,7 +535,7 @@ class Backward(Operator[BackwardArguments]):
                 )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
-        dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None
+        dq = empty_dq(a) if a.need_dq else None
         dk, dv = self.outputs_of_keys(a) if a.need_dkdv else (None, None)
         dsink = None
         if a.need_dsink and a.learnable_sink is not None:
@@ -568,10 +588,22 @@ class Backward(Operator[BackwardArguments]):
         )
 
 
+def empty_dq(a: BackwardArguments) -> Tensor:
+    """Memory for dq."""
+    dtype = torch.float32 if a.float32_dq else None
+    return torch.empty_like(a.q, dtype=dtype, memory_format=_contiguous)
+
+
 def is_deterministic(a: BackwardArguments) -> bool:
     """Whether the call or torch asks for the same bits in every run."""
     asked = bool(a.deterministic or a.batch_invariant)
     return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def adds_in_order(a: BackwardArguments) -> bool:
+    """Whether the sums of dq are added up in a fixed order: in deterministic calls, and in calls of
+    short sequences, which are faster so."""
+    return is_deterministic(a) or a.has_short_sequences
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:

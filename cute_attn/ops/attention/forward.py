@@ -21,6 +21,7 @@ from ...kernels.attention import configs, table
 from ...kernels.attention.configs import PART_COLUMNS
 from ...kernels.attention.heuristics import (
     FEW_ROWS,
+    LONG_SEQLEN_Q,
     MOST_PIECE_ROWS,
     PIECE_ROWS,
     SHORT_SEQLEN_Q,
@@ -28,7 +29,7 @@ from ...kernels.attention.heuristics import (
     invariant_splits,
     num_splits_of_forward,
 )
-from ...kernels.attention.spec import LARGEST_SCALE
+from ...kernels.attention.spec import LARGEST_SCALE, SHARING_CTAS
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
@@ -136,6 +137,7 @@ class Attention(Operator[_Called]):
             None if a.seqused_q is None else a.seqused_q.shape,
             None if a.seqused_k is None else a.seqused_k.shape,
             is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            is_long(q_shape, a.cu_seqlens_q),
             is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
             a.q.dtype,
             a.k.dtype,
@@ -415,6 +417,7 @@ def requests_of(
         pieces=pieces,
         return_lse=bool(a.return_lse),
         short=is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        long=is_long(a.q.shape, a.cu_seqlens_q),
         few=is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
         kv_dtype=DTYPE_NAMES[a.k.dtype],
         k_descale=a.k_descale is not None,
@@ -423,6 +426,8 @@ def requests_of(
         tree_mask=a.tree_mask is not None,
     )
     cluster = table.find("forward", arch, head_dim, head_dim_v).cluster
+    if getattr(requests[0][1], "shared_keys", False):
+        cluster = SHARING_CTAS
     return requests, cluster, launch.num_clusters(a.q.device, cluster)
 
 
@@ -527,6 +532,11 @@ def is_short(q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: 
     if max_seqlen_q is not None:
         return max_seqlen_q <= SHORT_SEQLEN_Q
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
+
+
+def is_long(q_shape: Sequence[int], cu_seqlens_q: Tensor | None) -> bool:
+    """Whether sequences that are not packed are long enough for CTAs to share K and V."""
+    return cu_seqlens_q is None and q_shape[1] >= LONG_SEQLEN_Q
 
 
 def is_few(

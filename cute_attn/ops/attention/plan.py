@@ -56,6 +56,7 @@ def plan_attention(
     num_splits: int = 1,
     return_lse: bool = False,
     short: bool | None = None,
+    long: bool | None = None,
     few: bool | None = None,
     pieces: bool | None = None,
     kv_dtype: str | None = None,
@@ -90,6 +91,9 @@ def plan_attention(
         return_lse: as the operator's.
         short: True for at most 128 queries in each sequence (decode), False for more (prefill),
             None for both: these are two kernels if heads_k < heads.
+        long: True for at least 4096 queries in each sequence, False for fewer, None for both. These
+            are two kernels on Hopper at head_dim 64 and 256, without a window or a causal mask,
+            packed sequences, used lengths, pages, splits and fp8.
         few: only for short sequences. True for at most 64 query rows of a K/V head in each
             sequence, False for more, None for both: these are two kernels on Hopper. The rows are
             the queries times the query heads of the K/V head, if this is a power of two.
@@ -163,9 +167,11 @@ def plan_attention(
                 k_descale=k_descale,
                 v_descale=v_descale,
                 tree_mask=tree_mask,
+                long=is_long,
             ),
         )
         for packing, few_rows, has_pieces in tiles
+        for is_long in (((False, True) if long is None else (long,)) if not short else (False,))
         for way in _ways(num_splits, has_pieces, False if batch_invariant else pieces)
     ]
     requests = list(dict.fromkeys(requests))
@@ -235,9 +241,11 @@ def plan_attention_backward(
     keeps_ds: bool | None = None,
     rows_without_keys: bool | None = None,
     negative_left: bool = False,
+    short: bool | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
     float32_dkdv: bool = False,
+    float32_dq: bool = False,
 ) -> list[launch.Request]:
     """The kernels for the gradient of the attention functions. `plan_attention`, with return_lse,
     has the kernels of the forward.
@@ -268,9 +276,12 @@ def plan_attention_backward(
             bound to the right; False for others, None for both. Queries may see no key if there are
             more queries than keys, or if the lengths of q and k are different tensors.
         negative_left: whether window_size has a negative number to the left, other than -1.
+        short: True for sequences of at most 1024 queries on average, False for longer ones, None
+            for both: these are two kernels on Hopper at head_dim 64 and 128.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
         batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
+        float32_dq: whether dq is float32, as calls with `cp` in hops need it.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -287,6 +298,7 @@ def plan_attention_backward(
         for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
         for of_keys in ((False, True) if ds and not varlen_k else (False,))
         for unseen in ((False, True) if rows_without_keys is None else (rows_without_keys,))
+        for in_order in ((False, True) if short is None else (short,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -309,9 +321,10 @@ def plan_attention_backward(
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
             negative_left=negative_left,
-            deterministic=deterministic or batch_invariant,
+            deterministic=deterministic or batch_invariant or in_order,
             batch_invariant=batch_invariant,
             float32_dkdv=float32_dkdv,
+            float32_dq=float32_dq,
         )
         if request is not None
     ]
@@ -358,6 +371,7 @@ def backward_requests(
     deterministic: bool,
     batch_invariant: bool = False,
     float32_dkdv: bool = False,
+    float32_dq: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
     With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
@@ -421,8 +435,9 @@ def backward_requests(
     postprocess = None
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
+        dq_dtype = "float32" if float32_dq else dtype
         spec = PostprocessSpec(
-            dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
+            dq_dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns, ordered
         )
         postprocess = table.find("backward_postprocess", arch, *dims).kernel, spec
     return BackwardRequests(

@@ -33,9 +33,9 @@ from ..kda.arguments import (
 )
 from ..kda.chunk_arguments import (
     ChunkArguments,
+    check_chunks_and_contexts,
     check_sequences,
     over_ranks,
-    refuse_chunks_and_contexts,
 )
 from ..kda.chunk_backward import SAVED, Backward, BackwardArguments, Ready
 from ..kda.chunk_passes import (
@@ -123,7 +123,7 @@ def chunk_gated_delta_rule(
             sign.
         scale: factor of q; None is K ** -0.5. 0, or 2**-60 to 2**60 in size (with float16 q and
             use_qk_l2norm_in_kernel, 2**-10 to 2**15).
-        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+        initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
@@ -140,7 +140,7 @@ def chunk_gated_delta_rule(
         A_log: HV numbers of any shape and floating-point dtype.
         dt_bias: HV numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias are
             ignored without use_gate_in_kernel.
-        chunk_size: must be 64.
+        chunk_size: 16, 32 or 64: no effect, since chunks have 64 tokens.
         state_indices: `[N]` int32 or int64, with any stride: the slot of the pool that each
             sequence uses, see below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
@@ -176,11 +176,11 @@ def chunk_gated_delta_rule(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists supported
-            dimensions), another chunk_size, a cp_context, a second derivative, or a tensor that
+            dimensions), a cp_context, a second derivative, or a tensor that
             requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
-        refuse_chunks_and_contexts(chunk_size)
+        check_chunks_and_contexts(chunk_size, cp_context, (16, 32, 64))
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if cp is not None:
@@ -328,7 +328,7 @@ class _Chunk(Operator[GatedDeltaArguments]):
     def prepare(self, a: GatedDeltaArguments) -> _Ready:
         device = a.q.device
         requests = plan_chunk_gated_delta_rule(
-            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states), recompute=True
+            launch.arch_for(device), **_plan(a), gradient=bool(a.keep_states)
         )
         return _Ready(ChunkForward.load(device, requests), *launch_scalars(a))
 

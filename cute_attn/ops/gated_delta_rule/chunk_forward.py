@@ -10,8 +10,14 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import heads_per_cta, pass_kind
-from ...kernels.delta.chunk.spec import BOUNDS, FACTORS, SUB_TILE, record_elements
+from ...kernels.delta.chunk.heuristics import heads_per_cta, in_one_kernel, pass_kind
+from ...kernels.delta.chunk.spec import (
+    BOUNDS,
+    FACTORS,
+    SUB_TILE,
+    HeadForwardSpec,
+    record_elements,
+)
 from ..kda.chunk_passes import (
     Starts,
     launch_segments,
@@ -51,30 +57,35 @@ class ChunkForward(NamedTuple):
     """The loaded kernels of `plan_chunk_gated_delta_rule`.
 
     Attributes:
+        forward: the whole forward in one kernel, with its spec; None with KDA's kernels.
         prepare: the kernel that prepares all chunks.
         whole: the pass over whole sequences.
         split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
             first splits sequences.
         num_sms: the number of SMs.
-        per_head: whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's.
     """
 
+    forward: tuple[Callable[..., None], HeadForwardSpec] | None
     prepare: Callable[..., None]
     whole: Callable[..., None]
     split: tuple[launch.Request, ...]
     num_sms: int
-    per_head: bool
 
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
-        prepare, whole, *split = requests
-        return ChunkForward(
-            launch.get_for(device, *prepare),
-            launch.get_for(device, *whole),
-            tuple(split),
-            launch.num_sms(device),
-            prepare[0] is table.HEAD_PREPARE,
-        )
+        first, *rest = requests
+        forward = None
+        if first[0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD):
+            forward = launch.get_for(device, *first), first[1]
+            first, *rest = rest
+        whole, *split = rest
+        prepare, passes = (launch.get_for(device, *request) for request in (first, whole))
+        return ChunkForward(forward, prepare, passes, tuple(split), launch.num_sms(device))
+
+    @property
+    def per_head(self) -> bool:
+        """Whether these are the kernels of `kernels.delta.chunk.per_head`, not KDA's."""
+        return self.forward is not None
 
     def run(
         self,
@@ -102,10 +113,11 @@ class ChunkForward(NamedTuple):
                 gradient (see `chunk_pass.Arguments`).
             carried: initial_state and final_state; with a pool instead pool, state_indices,
                 checkpoint_indices, chunks from one checkpoint to the next, has_initial_state.
-            records: with a gradient and without `recompute`, the memory for KDA's records
+            records: with a gradient, the memory for the records of KDA's kernels
                 (`chunk_passes.empty_records`).
         """
-        heads, dim_k = v.shape[2], q.shape[-1]
+        batch, tokens, heads, _ = v.shape
+        dim_k = q.shape[-1]
         length = 0
         if self.split:
             kind = pass_kind(self.split[1][1])
@@ -114,7 +126,17 @@ class ChunkForward(NamedTuple):
             )
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
-        if self.per_head:
+        if self.forward is not None:
+            forward, spec = self.forward
+            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            if not length and in_one_kernel(
+                spec, sequences=sequences, tokens=batch * tokens, heads=heads, num_sms=self.num_sms
+            ):
+                forward(
+                    q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale,
+                    beta_scale,
+                )  # fmt: skip
+                return
             prepare = launch.get_for(v.device, *self.split[0]) if length else self.prepare
             tiles, factors = prepare_heads(
                 prepare, inputs, v, None, scale, beta_scale, self.num_sms

@@ -7,10 +7,16 @@ from typing import Any
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import has_head_path, head_pass_config
+from ...kernels.delta.chunk.heuristics import (
+    has_head_path,
+    head_forward_config,
+    head_pass_config,
+)
 from ...kernels.delta.chunk.spec import (
     HeadAdjointSpec,
+    HeadForwardSpec,
     HeadPassSpec,
+    HeadPoolForwardSpec,
     HeadPoolPassSpec,
     HeadPrepareSpec,
     PassSpec,
@@ -51,7 +57,6 @@ def plan_chunk_gated_delta_rule(
     null_slot: bool = False,
     index_dtype: str = "none",
     dt_bias: bool = True,
-    recompute: bool = False,
     split: bool | None = None,
     over_ranks: bool = False,
 ) -> list[launch.Request]:
@@ -83,8 +88,6 @@ def plan_chunk_gated_delta_rule(
         null_slot: whether pad_slot_id is 0.
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
-        recompute: with a gradient, whether the backward prepares the chunks again. Otherwise the
-            forward has KDA's kernels, whose records the backward reads.
         split: whether to include the kernels that split a few long sequences with few heads
             among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
         over_ranks: as for `plan_chunk_kda`.
@@ -126,8 +129,7 @@ def plan_chunk_gated_delta_rule(
         "null_slot": bool(null_slot),
     }
     # With float16, KDA's backward takes corrections that have another share of beta.
-    keeps = gradient and not (recompute and dtype == "bfloat16")
-    if has_head_path(arch) and not keeps:
+    if has_head_path(arch) and not (gradient and dtype == "float16"):
         call = ChunkCall(
             arch,
             decays="head",
@@ -138,7 +140,9 @@ def plan_chunk_gated_delta_rule(
             **options,
         )
         found = _head_path(call, pool if state_indices else None, gradient)
-        return forward_over_ranks(found) if over_ranks else found
+        if over_ranks:
+            return forward_over_ranks(found)
+        return [_in_one_kernel(call, pool if state_indices else None, gradient), *found]
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -178,6 +182,14 @@ def _head_path(
             in_segments = replace(in_segments, bounds=True, ctas_per_sm=2)
         split = [(table.HEAD_PREPARE, in_segments), *split]
     return [(table.HEAD_PREPARE, prepare), whole, *split]
+
+
+def _in_one_kernel(call: ChunkCall, pool: dict[str, Any] | None, gradient: bool) -> launch.Request:
+    """The kernel that does all for whole sequences (`heuristics.in_one_kernel`)."""
+    fields = call.inputs | call.base | call.state_fields | head_forward_config(**call.dims)
+    if pool is not None:
+        return table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)
+    return table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
 
 
 def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:

@@ -27,7 +27,7 @@ class GatedDeltaSpans(ChunkSpans):
         return _plan(a)
 
     def requests(self, arch: str, **plan: Any) -> list[launch.Request]:
-        found: list[launch.Request] = plan_chunk_gated_delta_rule(arch, **plan, recompute=True)
+        found: list[launch.Request] = plan_chunk_gated_delta_rule(arch, **plan)
         return found
 
     def parameters(self, a: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ... import launch
+from ..checks import check_dtype, check_shapes, check_tensor
 from ..kda.arguments import by_former_name
-from ..kda.recurrent import Recurrent, recurrent_requests
+from ..kda.limits import GATE_DTYPES
+from ..kda.recurrent import Recurrent, fused_recurrent_kda, recurrent_requests
 from ..operator import PLAIN, dispatch_mode_depth, forward_ad, is_dynamo_compiling
 
 __all__ = ["fused_recurrent_gated_delta_rule", "plan_fused_recurrent_gated_delta_rule"]
@@ -59,11 +61,12 @@ def fused_recurrent_gated_delta_rule(
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay,
             or with use_gate_in_kernel the input of the gate. None is no decay.
-        gk: must be None; `fused_recurrent_kda` has a decay for each channel of K.
+        gk: `[B, T, HV, K]`, dtypes as g: natural logarithms of one decay for each channel of K, in
+            addition to g. A call with gk runs `fused_recurrent_kda`.
         gv: must be None.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. None is 1.
         scale: factor of q; None is K ** -0.5.
-        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+        initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
@@ -86,17 +89,24 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
-        NotImplementedError: gk or gv, a head dimension without a kernel, or a tensor that requires
-            a gradient: there is no backward.
+        NotImplementedError: gv, gk with use_gate_in_kernel, a head dimension without a kernel, or a
+            tensor that requires a gradient: there is no backward.
     """
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
-    if gk is not None or gv is not None:
-        name = "gv" if gk is None else "gk"
+    if gv is not None:
         raise NotImplementedError(
-            f"{name} is given, must be None: there are kernels with one decay a head, and "
-            "fused_recurrent_kda has a decay for each channel of K"
+            "gv is given, must be None: there is no kernel with a decay for each channel of V"
         )
+    if gk is not None:
+        gate = _decays_of_channels(q, v, g, gk, use_gate_in_kernel)
+        if beta is None:
+            _, beta = _defaults(v, gate, beta, False, use_beta_sigmoid_in_kernel)
+        return fused_recurrent_kda(
+            q, k, v, gate, beta, None, None, scale, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, False, use_beta_sigmoid_in_kernel, allow_neg_eigval, None,
+            state_v_first, cu_seqlens,
+        )  # fmt: skip
     if g is None or beta is None:
         g, beta = _defaults(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
     call = (
@@ -117,6 +127,31 @@ def fused_recurrent_gated_delta_rule(
         None, state_v_first, cu_seqlens,
     )  # fmt: skip
     return result
+
+
+def _decays_of_channels(q: Any, v: Any, g: Any, gk: Any, gated: Any) -> Tensor:
+    """gk, with g added to each channel.
+
+    Raises:
+        TypeError, ValueError: gk or g has a wrong type, dtype or shape.
+        NotImplementedError: the kernel is to compute the gate.
+    """
+    if gated:
+        raise NotImplementedError(
+            "gk is given, must be None with use_gate_in_kernel: fused_recurrent_kda computes gates "
+            "of channels"
+        )
+    for name, x in (("q", q), ("v", v), ("gk", gk)):
+        check_tensor(name, x)
+    check_dtype("gk", gk, GATE_DTYPES)
+    check_shapes({"gk": gk}, {"gk": (*v.shape[:-1], q.shape[-1])})
+    decays: Tensor = gk
+    if g is not None:
+        check_tensor("g", g)
+        check_dtype("g", g, GATE_DTYPES)
+        check_shapes({"g": g}, {"g": v.shape[:-1]})
+        decays = gk.float() + g.float().unsqueeze(-1)
+    return decays
 
 
 def _defaults(

@@ -35,7 +35,8 @@ from ..checks import (
 )
 from ..operator import is_compiling, plain
 
-STATE_DTYPES = ("float32", "bfloat16")  # dtypes of an initial state, which is converted to float32
+STATE_DTYPES = ("float32", "bfloat16")  # of a pool of states
+INITIAL_STATE_DTYPES = (*STATE_DTYPES, "float16")  # those in 16 bits are converted to float32
 INDEX_DTYPES = ("int32", "int64")
 SAFE_LOWER_BOUNDS = (-5.0, 0.0)
 MAX_TOKENS = 2**31 - CHUNK  # positions are int32 in a kernel
@@ -220,7 +221,7 @@ def check_state(
     sizes: Sizes, state: Tensor | None, state_v_first: bool, name: str = "initial_state"
 ) -> None:
     if state is not None:
-        check_dtype(name, state, STATE_DTYPES)
+        check_dtype(name, state, INITIAL_STATE_DTYPES)
         sizes.take(name, state, "N HV V K" if state_v_first else "N HV K V")
 
 

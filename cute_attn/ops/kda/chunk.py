@@ -54,9 +54,9 @@ from .arguments import (
 from .chunk_arguments import (
     ChunkArguments,
     check,
+    check_chunks_and_contexts,
     check_disable_recompute,
     over_ranks,
-    refuse_chunks_and_contexts,
 )
 from .chunk_backward import BACKWARD, RECORDS, SAVED
 from .chunk_passes import (
@@ -136,7 +136,7 @@ def chunk_kda(
             sign.
         scale: factor of q; None is K ** -0.5. 0, or 2**-60 to 2**60 in size (with float16 q and
             use_qk_l2norm_in_kernel, 2**-10 to 2**15).
-        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+        initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
@@ -163,7 +163,8 @@ def chunk_kda(
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
             are ignored without use_gate_in_kernel.
-        chunk_size: must be 64.
+        chunk_size: 32 or 64: no effect, since chunks have 64 tokens; 64 with
+            return_intermediate_states.
         state_indices: `[N]` int32 or int64, with any stride: the slot of the pool that each
             sequence uses, see below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
@@ -211,11 +212,13 @@ def chunk_kda(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists supported
-            dimensions), another chunk_size, a cp_context, a second derivative, or a tensor that
+            dimensions), a cp_context, a second derivative, or a tensor that
             requires a gradient with state_indices.
     """
     if chunk_size != CHUNK or cp_context is not None:
-        refuse_chunks_and_contexts(chunk_size)
+        check_chunks_and_contexts(
+            chunk_size, cp_context, (32, 64), returns_chunks=return_intermediate_states
+        )
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
     if cp is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +121,6 @@ def check_disable_recompute(disable_recompute: Any, return_intermediate_states: 
         )
 
 
-@lru_cache
-def _rule(module: str, name: str) -> Any:
-    return getattr(import_module(f"..{module}", __package__), name)
-
-
-# A graph break: torch.compile cannot trace messages.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def over_ranks(
     cp: Any, module: str, rule: str, tensors: tuple[Any, ...], initial_state: Any,
     options: dict[str, Any], unsupported: dict[str, Any],
@@ -144,7 +136,7 @@ def over_ranks(
             f"cp is {type(cp).__name__}, must be a plan of cute_attn.distributed.context_parallel"
         )
     return cp.chunk_delta_rule(
-        _rule(module, rule),
+        getattr(import_module(f"..{module}", __package__), rule),
         dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), tensors, strict=True)),
         initial_state,
         options,
@@ -152,9 +144,24 @@ def over_ranks(
     )
 
 
-def refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:
-    if chunk_size != CHUNK:
+def check_chunks_and_contexts(
+    chunk_size: Any, cp_context: Any, sizes: tuple[int, ...], *, returns_chunks: Any = False
+) -> None:
+    """Raise the documented exception for a chunk_size or a cp_context that no call takes.
+
+    Args:
+        sizes: what flash-linear-attention takes as chunk_size.
+        returns_chunks: whether a result has a state for each chunk.
+    """
+    if not isinstance(chunk_size, int) or chunk_size not in sizes:
+        raise ValueError(f"chunk_size is {chunk_size!r}, must be one of {sizes}")
+    if returns_chunks and chunk_size != CHUNK:
         raise NotImplementedError(
-            f"chunk_size is {chunk_size}, there are kernels for chunks of {CHUNK}"
+            f"chunk_size is {chunk_size}, must be {CHUNK} with return_intermediate_states: there "
+            f"is a state for each {CHUNK} tokens"
         )
-    raise NotImplementedError("cp_context is given, must be None: there is no context parallelism")
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context is given, must be None: for context parallelism give a plan of "
+            "cute_attn.distributed.context_parallel as cp"
+        )

@@ -24,6 +24,7 @@ from ...kernels.delta.chunk.heuristics import (
 )
 from ...kernels.delta.chunk.spec import (
     AdjointPassSpec,
+    ChainSpec,
     DeltaHSpec,
     GateSpec,
     GradientsSpec,
@@ -176,12 +177,26 @@ def check_over_ranks(
 
 
 def forward_over_ranks(requests: list[launch.Request]) -> list[launch.Request]:
-    """`prepare`, the pass over whole sequences, its transitions of spans, and where sequences may
-    be split the kernels of the pass in segments. `requests` are a call's on one GPU."""
+    """`prepare`, the pass over whole sequences, its transitions of spans, the two kernels of
+    `chain_requests`, and where sequences may be split the kernels of the pass in segments.
+    `requests` are a call's on one GPU."""
     prepare, whole, *split = requests
     # No segment starts from zero: `prepare` for whole sequences computes no bounds.
     exact = [(kernel, dataclasses.replace(spec, short_starts=False)) for kernel, spec in split[1:]]
-    return [prepare, whole, spans_request(whole), *exact]
+    return [prepare, whole, spans_request(whole), *chain_requests(whole), *exact]
+
+
+def chain_requests(request: launch.Request) -> list[launch.Request]:
+    """The kernels for chains of transitions, from given matrices and from 0, from the request of
+    the pass over whole sequences."""
+    spec = request[1]
+    return [chain_request(spec.head_dim_k, spec.head_dim_v, start) for start in (True, False)]
+
+
+@functools.lru_cache(maxsize=64)
+def chain_request(dim_k: int, dim_v: int, has_start: bool) -> launch.Request:
+    """The kernel for chains of transitions."""
+    return table.CHAIN, ChainSpec(dim_k, dim_v, has_start)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -313,7 +328,10 @@ class BackwardRequests(NamedTuple):
 
     def listed(self, over_ranks: bool = False) -> list[launch.Request]:
         """All kernels, those for the state's gradient first."""
-        more = [spans_request(self.adjoint_pass[0])] if over_ranks else []
+        more = []
+        if over_ranks:
+            whole = self.adjoint_pass[0]
+            more = [spans_request(whole), *chain_requests(whole)]
         single = (
             self.prepare, self.gradients, self.sum_A_log, self.sum_dt_bias, self.zero_unused
         )  # fmt: skip

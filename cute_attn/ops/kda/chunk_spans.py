@@ -4,8 +4,9 @@ A span is a part of a longer sequence. Other ranks of a group may hold the seque
 span's effect on the state is affine, S' = M S + B. So the forward has these steps:
 
     prepare      the records of the chunks
-    spans        [B | M] of each span that another span needs
-    the caller   finds the state at each span's start, from [B | M] of all earlier spans
+    spans        [B | M] of each span that another span needs, in pieces
+    chain        multiplies the pieces
+    the caller   finds the state at each span's start, by `chain` from all earlier spans' [B | M]
     state_pass   the outputs
 
 The backward has the same steps with `adjoint_pass`, and runs from the last chunk to the first. It
@@ -30,7 +31,7 @@ from .chunk import _chunk
 from .chunk_arguments import ChunkArguments
 from .chunk_backward import BACKWARD, Backward, BackwardArguments
 from .chunk_passes import Pass, empty_records, empty_states, empty_v_new
-from .chunk_plan import BackwardRequests, plan_chunk_kda, spans_request
+from .chunk_plan import BackwardRequests, chain_request, plan_chunk_kda, spans_request
 
 _empty = torch.empty
 
@@ -66,18 +67,19 @@ def transitions(
         request: the kernel, from `spans_request`.
         given: the pass's arguments up to `o`.
         rows: v, or the gradient of o.
-        needed: float32 [N], 0 for a span whose transition is not needed, otherwise 1.
+        needed: float32 [N, 1, 1], 0 for a span whose transition is not needed, otherwise 1.
     """
     heads, dim_v = rows.shape[2:]
+    device = rows.device
     pieces = 1
     if spans.longest > FIRST_PIECE * CHUNK:
         ctas = spans.number * heads * ((dim_v + dim_k) // 64)
-        pieces += max(1, min(MOST_PIECES - 1, launch.num_sms(rows.device) // ctas))
-    memory: dict[str, Any] = {"dtype": torch.float32, "device": rows.device}
+        pieces += max(1, min(MOST_PIECES - 1, launch.num_sms(device) // ctas))
+    memory: dict[str, Any] = {"dtype": torch.float32, "device": device}
     moves = _empty((spans.number, pieces, heads, dim_v + dim_k, dim_k), **memory)
     norms = _empty((spans.number, 1 + pieces, heads, dim_k // 16), **memory)
-    norms[:, 0] = needed.view(-1, 1, 1)
-    kernel = launch.get_for(rows.device, *request)
+    norms[:, 0] = needed
+    kernel = launch.get_for(device, *request)
     for first, count in ((0, 1), (1, pieces - 1)):
         if count:
             kernel(
@@ -86,19 +88,25 @@ def transitions(
             )  # fmt: skip
     if pieces == 1:
         return moves[:, 0]
-    # float64, because torch's float32 products may use TF32
-    total = moves[:, -1].double()
-    for piece in range(pieces - 2, -1, -1):
-        total = followed(total, moves[:, piece].double(), dim_v)
-    return total.float()
+    total = _empty((spans.number, 1, heads, dim_v + dim_k, dim_k), **memory)
+    chain(moves, moves, _pieces_in_turn(pieces, device), total)
+    return total[:, 0]
 
 
-def followed(states: Tensor, moves: Tensor, dim_v: int) -> Tensor:
-    """Transposed states `[..., rows, K]` after the transitions `[..., V + K, K]` of `moves`. Rows
-    from V on are rows of a transition, to which B is not added."""
-    found = states @ moves[..., dim_v:, :]
-    found[..., :dim_v, :] += moves[..., :dim_v, :]
-    return found
+@lru_cache(maxsize=64)
+def _pieces_in_turn(pieces: int, device: torch.device) -> Tensor:
+    """The steps of `chain` that multiply a span's pieces, the last of which comes first."""
+    steps = [(piece, -1) for piece in reversed(range(pieces))]
+    steps[-1] = 0, 0
+    return torch.tensor([steps], dtype=torch.int32).to(device)
+
+
+def chain(start: Tensor | None, moves: Tensor, steps: Tensor, out: Tensor) -> None:
+    """Carry matrices of `start` through transitions, and write them to `out`. The arguments are
+    the arguments of `kernels/delta/chunk/chain.py`."""
+    rows, dim_k = moves.shape[-2:]
+    request = chain_request(dim_k, rows - dim_k, start is not None)
+    launch.get_for(out.device, *request)(start, moves, steps, out)
 
 
 class ChunkSpans:
@@ -164,7 +172,7 @@ class ChunkSpans:
             (o, final states, states, v_new); the last two are None without `a.keep_states`.
         """
         v, dim_k, device = a.v, a.q.shape[-1], a.q.device
-        prepare, whole, of_spans, *split = self.forward_requests(a)
+        prepare, whole, of_spans, _, _, *split = self.forward_requests(a)
         given = self.prepared(prepare, a)
         start, final = (
             _empty((spans.number, *v.shape[2:], dim_k), dtype=torch.float32, device=device)

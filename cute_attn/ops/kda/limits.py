@@ -9,6 +9,7 @@ from ...kernels.common.spec import VECTOR_BYTES as VECTOR_BYTES
 from ...kernels.delta.chunk import spec as chunk
 from ...kernels.delta.chunk.heuristics import gradients_config, head_gradients_config
 from ...kernels.delta.step import spec as step
+from .arguments import INITIAL_STATE_DTYPES as INITIAL_STATE_DTYPES
 from .arguments import STATE_DTYPES as STATE_DTYPES
 
 CHUNK = chunk.CHUNK

@@ -86,7 +86,7 @@ def fused_recurrent_kda(
         dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
             are ignored without use_gate_in_kernel.
         scale: factor of q; None is K ** -0.5.
-        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+        initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).

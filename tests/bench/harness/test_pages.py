@@ -1,6 +1,7 @@
 """The pages of results, and that those committed are what the command makes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,11 @@ def test_runs_of_other_cases_become_one_report(tmp_path):
     )  # fmt: skip
     sources = [tmp_path / name for name in ("a.json", "b.json")]
     for source, report in zip(sources, (first, other), strict=True):
-        source.write_text(report.to_json())
+        source.write_text(replace(report, tag="part").to_json())
     out = tmp_path / "out"
     assert main(["pages", *map(str, sources), "--out", str(out)]) == 0
     (found,) = read(out / "h100")
+    assert found.stem == "toy"
     assert [row["batch"] for row in found.rows] == [1, 8, 64]
     assert found.environment == first.environment | {"command": "x; y"}
     ceilings = "Ceilings during `y`: copy_gbps 3001"

@@ -387,6 +387,7 @@ def test_kda_chunk(fake_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kda_chunk, "all_cases", lambda: SMALL)
     monkeypatch.setattr(kda_chunk, "TARGET_TOKENS", 100)
     report = run(tmp_path, "kda-chunk", "--only", "T=130", "gate=softplus")
+    assert [x.name for x in tmp_path.rglob("*.json")] == ["kda-chunk-part.json"]
     assert [(r["tokens"], r["mode"]) for r in report["rows"]] == [
         (70, "do_bench"), (70, "graph"), (130, "do_bench"), (130, "graph"),
     ]  # fmt: skip

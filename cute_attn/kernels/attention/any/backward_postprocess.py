@@ -1,6 +1,6 @@
 """The last kernel of the fused backward on SM90, which computes dQ from its float32 sums.
 
-    dQ = softmax_scale * sums        rounded; 0 in rows that see no key
+    dQ = softmax_scale * sums        rounded, or float32; 0 in rows that see no key
 
 The sums are in the order of `query_sums`. A thread reads 64 consecutive bytes: 8 columns of two
 rows. The kernel is bound by memory bandwidth.
@@ -24,7 +24,7 @@ from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.numbers import INF
 from ...common.ptx.convert import pack
-from ...common.ptx.memory import load_global, store_global
+from ...common.ptx.memory import load_global, load_global_where, store_global
 from ...common.sequences import Sequences
 from ..parts.arguments import FakeArguments
 from ..parts.work import TileMap
@@ -61,6 +61,8 @@ class BackwardPostprocess:
     def __init__(self, spec: PostprocessSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.rounds = self.dtype is not Float32
+        self.element_bytes = self.dtype.width // 8
         self.sums = QuerySums(spec.tile_m, spec.head_dim, spec.columns)
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -110,29 +112,28 @@ class BackwardPostprocess:
                 at += part * layout.row_blocks * layout.part
                 at += row_block % layout.row_blocks * layout.part
                 at += inside * (VECTORS * VECTOR) + lane_row * (LANES * VECTOR)
+                places = [source + (at + VECTOR * lane) * 4 for lane in range(LANES)]
                 if cutlass.const_expr(self.spec.ordered):
                     tiles_of_head = x.sums.shape[1] // layout.tile_m
                     counter = (Int64(head) * tiles_of_head + tile) * counters_of_tile(layout.tile_m)
                     has_sum = x.counters[counter] != 0
-                vectors = [
-                    load_global(Float32, source + (at + VECTOR * lane) * 4, VECTOR)
-                    for lane in range(LANES)
-                ]
+                    vectors = [load_global_where(has_sum, Float32, y, VECTOR) for y in places]
+                else:
+                    vectors = [load_global(Float32, y, VECTOR) for y in places]
                 for half in cutlass.range_constexpr(2):
                     token = block * STATS_ROWS + row + half * LANE_ROWS
                     if token < length:
                         lse = x.stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
-                        if cutlass.const_expr(self.spec.ordered):
-                            lse = cutlass.select_(has_sum, lse, Float32(INF))
                         words = []
                         for v in vectors:
-                            pair = (
+                            pair = [
                                 cutlass.select_(lse != INF, y * x.softmax_scale, Float32(0.0))
                                 for y in (v[2 * half], v[2 * half + 1])
-                            )
-                            words.append(pack(self.dtype, *pair))
+                            ]
+                            words += [pack(self.dtype, *pair)] if self.rounds else pair
                         to = self.row_of(x.dq, queries, sequence, token, head)
-                        store_global(Int32, to + group * (2 * GROUP_COLUMNS), words)
+                        to += group * (self.element_bytes * GROUP_COLUMNS)
+                        self.store(to, words)
 
     def row_of(
         self, dq: cute.Tensor, queries: Sequences, sequence: Int32, token: Int32, head: Int32
@@ -142,4 +143,10 @@ class BackwardPostprocess:
         offset += Int64(head) * dq.stride[-2]
         if not self.spec.varlen_q:
             offset += Int64(sequence) * dq.stride[0]
-        return dq.iterator.toint() + offset * 2
+        return dq.iterator.toint() + offset * self.element_bytes
+
+    def store(self, to: Int64, words: list[Any]) -> None:
+        """Store 8 columns of a row: packed pairs, or float32."""
+        kind = Int32 if self.rounds else Float32
+        for i in range(0, len(words), VECTOR):
+            store_global(kind, to + i * (kind.width // 8), words[i : i + VECTOR])

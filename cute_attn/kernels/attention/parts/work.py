@@ -14,10 +14,13 @@ from ...common.sequences import Sequences
 from ...common.spec import WARP_SIZE
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..spec import BackwardSpec, ForwardSpec
 
 L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
 LAST_TILES = 2  # at least so many tiles per cluster are in the last group
+HALVES = 2  # tiles per cluster of a group in `in_halves`
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,22 @@ class TileMap(Carried):
         at_once = Int32(cutlass.max(1, cutlass.min(fit, self.heads * self.batch)))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
-        return OrderedTileMap(**values, order=order)
+        found = OrderedTileMap(**values, order=order)
+        return found.in_halves(clusters) if found.alternates else found
+
+    def in_halves(self, clusters: Int32) -> Self:
+        """These tiles of keys of a causal call. Where several query heads share a K/V head, each
+        group of heads has about two tiles for each cluster: a long one of the first half of the
+        keys, then a short one of the second half. See `uses.HeadsInside`."""
+        if self.divided.cu_seqlens is not None:
+            return self
+        several = self.group > 1
+        fit = HALVES * clusters // cutlass.max(1, self.blocks(self.divided.tokens))
+        fit = cutlass.max(1, cutlass.min(fit, self.heads * self.batch))
+        at_once = Int32(cutlass.select_(several, fit, self.heads_at_once))
+        last = 0 if self.last_tiles is None else self.last_tiles
+        last = Int32(cutlass.select_(several, 0, last))
+        return replace(self, heads_at_once=at_once, last_tiles=last)
 
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""
@@ -325,7 +343,9 @@ class OrderedTileMap(TileMap):
         rising       all tiles are rising
         alternating  the groups of heads that share L2 alternate, and the last group is falling.
                      In causal calls, CTAs that end a rising group with its shortest tiles begin the
-                     next group with its longest tiles. Packed sequences alternate instead of groups
+                     next group with its longest tiles. Packed sequences alternate instead of
+                     groups. With several query heads of a K/V head, earlier keys have smaller
+                     numbers in all groups, and CTAs walk as in `uses.HeadsInside`
 
     Attributes:
         order: the name.
@@ -345,10 +365,11 @@ class OrderedTileMap(TileMap):
         """1 for falling tiles, 0 for rising tiles. The head counts the heads of all sequences."""
         if not self.alternates:
             return Int32(0)
+        several = cutlass.select_(self.group > 1, 1, 0)
         if self.divided.cu_seqlens is not None:
-            return (self.batch - sequence) & 1
+            return Int32((self.batch - sequence) & 1) | several
         last = (self.heads * self.batch - 1) // self.heads_at_once
-        return (last - head // self.heads_at_once + 1) & 1
+        return Int32((last - head // self.heads_at_once + 1) & 1) | several
 
     def falls_of(self, work: Work) -> Int32:
         """`falls` of a work."""

@@ -81,7 +81,7 @@ from .key_rows import KeyRows
 from .key_tiles import lane_anew
 from .mma import ROWS, STEP, WARPGROUP, start_output
 from .ordered_sums import OrderedSums
-from .uses import FixedOrder, QueryOrder, Use
+from .uses import Use, query_order
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
 # up.
@@ -111,10 +111,7 @@ class Sm90Hd128Backward:
         self.spec = spec
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.rows = KeyRows(spec)
-        windowed = spec.window_left or spec.window_right
-        self.order = QueryOrder() if windowed else QueryOrder(STARTS, START_STEP)
-        if spec.ordered:
-            self.order = FixedOrder()
+        self.order = query_order(spec, STARTS, START_STEP)
         self.others = OtherWarps(spec, self.order, self.rows, self.sums)
         self.pipeline = Pipeline(
             *edges(spec.ordered, k=K_STAGES, q=Q_STAGES, do=DO_STAGES, ds=DS_STAGES)

@@ -90,7 +90,7 @@ from .key_rows import KeyRows
 from .key_tiles import lane_anew
 from .mma import ROWS, WARPGROUP
 from .ordered_sums import OrderedSums
-from .uses import FixedOrder, QueryOrder, Use
+from .uses import Use, query_order
 
 # Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
 # up.
@@ -114,7 +114,7 @@ class Sm90Hd64Backward:
         self.spec = spec
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.rows = KeyRows(spec)
-        self.order = FixedOrder() if spec.ordered else QueryOrder()
+        self.order = query_order(spec)
         self.others = OtherWarps(spec, self.order, self.rows, self.sums)
         q_stages = ORDERED_Q_STAGES if spec.ordered else Q_STAGES
         self.pipeline = Pipeline(

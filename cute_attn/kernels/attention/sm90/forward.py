@@ -61,7 +61,7 @@ from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
 from ...common.pair_scheduler import PairCounterScheduler, PairNumbers
-from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.cluster import cta_rank
 from ...common.ptx.convert import pack
@@ -298,7 +298,10 @@ class Sm90Forward:
         self.turns = row.turns or spec.tile_m != row.tile.m
         # A pair of CTAs has a tile, each CTA with a half of the columns.
         self.pair = row.cluster == CTAS
-        self.scheduler = (PAIR_SCHEDULERS if self.pair else SCHEDULERS)[spec.scheduler]
+        # Or a pair has two tiles, and each CTA loads half of the columns of K and V for both.
+        self.shares = spec.shared_keys
+        self.clustered = self.pair or self.shares
+        self.scheduler = (PAIR_SCHEDULERS if self.clustered else SCHEDULERS)[spec.scheduler]
         self.columns, self.columns_v = row.columns, row.columns_v
         # The number of first columns of CTA 1's Q that are zeros: CTA 0 has these columns too.
         self.zeros = row.cluster * self.columns - spec.head_dim
@@ -369,17 +372,19 @@ class Sm90Forward:
         queue = TileQueue.edges(load, self.takers)
         if self.fp8:
             return (*queue, *self.edges_with_fp8(q_stages))
+        if self.clustered and spec.scheduler != "single":
+            queue = (*queue, *PairNumbers.edges(load))
         if self.pair:
-            shares = PairNumbers.edges(load) if spec.scheduler != "single" else ()
-            queue = (*queue, *shares, *ScoreSums.edges(consumers))
+            queue = (*queue, *ScoreSums.edges(consumers))
+        reach = Reach.EACH if self.shares else Reach.CTA
         return (
             *queue,
             Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
             Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", loaders, consumers, stages, by, payload="K"),
-            Edge("k_empty", consumers, loaders, stages, Kind.WARPS, payload="its stage"),
+            Edge("k_empty", consumers, loaders, stages, Kind.WARPS, reach, "its stage"),
             Edge("v_full", loaders, consumers, self.v_stages, by, payload="V"),
-            Edge("v_empty", consumers, loaders, self.v_stages, Kind.WARPS, payload="its stage"),
+            Edge("v_empty", consumers, loaders, self.v_stages, Kind.WARPS, reach, "its stage"),
         )
 
     def edges_with_fp8(self, q_stages: int) -> tuple[Edge, ...]:
@@ -408,8 +413,10 @@ class Sm90Forward:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         if self.pieces:
             o = (Buffer("arrived", Int32, self.warpgroups, holds="earlier arrivals"), *o)
+        if self.clustered:
+            o = (PairNumbers.buffer(), *o)
         if self.pair:
-            o = (ScoreSums.buffer(spec.tile_m, spec.tile_n), PairNumbers.buffer(), *o)
+            o = (ScoreSums.buffer(spec.tile_m, spec.tile_n), *o)
         if self.fp8:
             k_elements, loaded = spec.tile_n * self.columns, spec.loaded * self.halves
             o = (
@@ -487,6 +494,8 @@ class Sm90Forward:
                 num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
+        if cutlass.const_expr(self.shares):
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         k_tma, k, v_tma, v = None, a.k, None, a.v
         if cutlass.const_expr(not self.gathers):
             k_tma, k = self.k_rows.atom(load, a.k)
@@ -498,11 +507,11 @@ class Sm90Forward:
             q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter,
             a.parts, descales, a.tree_mask,
         )  # fmt: skip
-        grid = [CTAS * num_ctas if self.pair else num_ctas, 1, 1]
+        grid = [CTAS * num_ctas if self.clustered else num_ctas, 1, 1]
         self.kernel(x, tiles, visible, scaling).launch(
             grid=grid,
             block=[self.num_threads, 1, 1],
-            cluster=[CTAS, 1, 1] if self.pair else None,
+            cluster=[CTAS, 1, 1] if self.clustered else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -513,8 +522,9 @@ class Sm90Forward:
         heads, group = a.q.shape[-2] // spec.packed_heads, a.q.shape[-2] // a.k.shape[-2]
         windowed = spec.window_left or spec.window_right
         at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
+        rows = CTAS * spec.tile_m if self.shares else spec.tile_m
         given = (
-            spec.tile_m, spec.packed_heads, spec.window_right, queries, keys, heads, group, batch,
+            rows, spec.packed_heads, spec.window_right, queries, keys, heads, group, batch,
             cutlass.min(heads * batch, at_once),
         )  # fmt: skip
         return SplitTileMap(*given, splits=a.o.shape[0]) if spec.split else TileMap(*given)
@@ -542,7 +552,7 @@ class Sm90Forward:
             cute.arch.fence_view_async_shared()
         if cutlass.const_expr(self.zeros > 0):
             self.clear_queries(storage)
-        if cutlass.const_expr(self.pair):
+        if cutlass.const_expr(self.clustered):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -566,8 +576,8 @@ class Sm90Forward:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling, x.tree_mask)
             self.consumer_warps(x, own, storage)
-        if cutlass.const_expr(self.pair):
-            # Neither CTA may end while the other CTA signals it or stores to it.
+        if cutlass.const_expr(self.clustered):
+            # Neither CTA may end while the other CTA signals it, stores to it or loads for it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -664,7 +674,7 @@ class Sm90Forward:
             self.load_pieces(x, smem, queue, tiles, visible, numbers)
         else:
             scheduler: Any = None
-            if cutlass.const_expr(self.pair and x.counter is not None):
+            if cutlass.const_expr(self.clustered and x.counter is not None):
                 scheduler = PairCounterScheduler(x.num_tiles, self.numbers(x, storage, barriers))
             else:
                 counter = None
@@ -768,6 +778,9 @@ class Sm90Forward:
         """As `load_work`, for a tile that `locate` has found."""
         if cutlass.const_expr(x.pages is not None and self.few_rows):
             x.pages.prefetch(where[2])  # the sequence's entries
+        if cutlass.const_expr(self.shares):
+            block, *rest = where
+            where = [block * CTAS + cta_rank(), *rest]
         return self.load_work(x, smem, queue, visible, tiles.work(*where), taken, n)
 
     @cute.jit
@@ -869,7 +882,10 @@ class Sm90Forward:
                 self.load_half(name, half, tma, x, key_tile, work, smem, barriers, n, pages, found)
         elif cutlass.const_expr(pages is None):
             box = rows.box(x, key_tile, *work.keys, column=column)
-            load_use(ring, tma, box, smem, barriers, n, element_bytes=element_bytes)
+            load_use(
+                ring, tma, box, smem, barriers, n, multicast=self.shares,
+                element_bytes=element_bytes,
+            )  # fmt: skip
         elif cutlass.const_expr(self.gathers):
             barriers.wait_previous(f"{name}_empty", n)
             stage = barriers.stage(f"{name}_full", n)

@@ -135,6 +135,8 @@ def parameters(
         tiles = tiles.ordered(spec.order, a.num_ctas)
     else:
         tiles = tiles.balanced(spec, a.num_ctas)
+        if spec.window_right and not spec.window_left:
+            tiles = tiles.in_halves(a.num_ctas)
     visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
     scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
     load = cpasync.CopyBulkTensorTileG2SOp()
@@ -251,7 +253,7 @@ class LoadWarp:
             keys.load("k", x, work, taken)
             stats_start = padded_start(tiles.queries, work.sequence)
             walk = self.order.walk(tiles, work, first, end)
-            tile, head = walk.start, work.head
+            tile, head = walk.start, walk.head
             for i in cutlass.range((end - first) * tiles.group, unroll=1):
                 row = stats_start + tile * self.spec.tile_m
                 queries.load("q", x, work, tile, head, row, n)

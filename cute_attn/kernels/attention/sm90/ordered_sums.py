@@ -37,7 +37,7 @@ from ..statistics import counters_of_tile
 from .dq_sums import StagedSums
 from .key_tiles import KeyTiles, group_anew
 from .mma import WARPGROUP_WARPS
-from .uses import OrderedUse, Use, Uses
+from .uses import GroupUse, OrderedUse, Use, Uses
 
 WARPGROUPS = 2
 
@@ -177,5 +177,8 @@ class OrderedAdditions(Carried):
         """How many tiles of keys add to the use's sum earlier."""
         keys = self.keys
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
-        assert isinstance(keys.tiles, OrderedTileMap) and isinstance(use, OrderedUse)
-        return keys.tiles.place(work.block, first, end, use.step < 0)
+        assert isinstance(keys.tiles, OrderedTileMap) and isinstance(use, OrderedUse | GroupUse)
+        falls = use.step < 0
+        if keys.tiles.alternates:  # earlier keys add first, whichever way their CTA walks
+            falls |= keys.tiles.group > 1
+        return keys.tiles.place(work.block, first, end, falls)

@@ -12,6 +12,7 @@ from cutlass import Boolean, Int32
 
 from ...common.carried import Carried
 from ..parts.work import OrderedTileMap, TileMap, Work, following
+from ..spec import Sm90BackwardSpec
 from ..statistics import padded_start
 from .key_tiles import KeyTiles
 
@@ -43,9 +44,9 @@ class QueryOrder:
 
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
         """How a tile of keys walks over the tiles of queries first to end - 1."""
-        return Walk(self.start(work, first, end), end, self.lowest)
+        return Walk(self.start(work, first, end), end, self.lowest, work.head)
 
-    def use(self, walk: Walk, **of_use: Any) -> Use:
+    def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
         """A use at the start of a walk."""
         return Use(tile=walk.start, first=walk.start, end=walk.end, **of_use)
 
@@ -58,11 +59,13 @@ class Walk(Carried):
         start: the tile that each head begins with.
         end: behind the last tile.
         lowest: as in `work.following`.
+        head: the head that the walk begins with.
     """
 
     start: Int32
     end: Int32
     lowest: int | None
+    head: Int32
 
     def following(self, tile: Int32, head: Int32) -> tuple[Int32, Int32]:
         """The next tile of queries, and its head."""
@@ -75,11 +78,19 @@ class FixedOrder(QueryOrder):
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
         assert isinstance(tiles, OrderedTileMap)
         falls = tiles.falls_of(work)
+        if tiles.alternates:
+            # All tiles of keys begin with the same head: a CTA comes to a sum soon after the CTA of
+            # the smaller number.
+            upper = 2 * work.block >= tiles.blocks(work.seqlen_k)
+            falls &= Int32(cutlass.select_((tiles.group > 1) & upper, 0, 1))
+            return HeadsInside().down_or_up(tiles, work, first, end, falls, work.head)
         start = Int32(cutlass.select_(falls != 0, end - 1, first))
         end = Int32(cutlass.select_(falls != 0, first - 1, end))
-        return OrderedWalk(start, end, None, 1 - 2 * falls)
+        return OrderedWalk(start, end, None, work.head, 1 - 2 * falls)
 
-    def use(self, walk: Walk, **of_use: Any) -> Use:
+    def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
+        if isinstance(walk, GroupWalk):
+            return walk.first_use(tiles_of_head, **of_use)
         assert isinstance(walk, OrderedWalk)
         return OrderedUse(tile=walk.start, first=walk.start, end=walk.end, step=walk.step, **of_use)
 
@@ -98,6 +109,70 @@ class OrderedWalk(Walk):
         return following_by(self.step, tile, head, self.start, self.end, Int32(1))
 
 
+class HeadsInside(QueryOrder):
+    """All heads of a group take a tile of queries, before the walk goes to the next tile.
+
+    A tile of keys of the first half walks down from the last tile of queries, which all keys see. A
+    tile of the second half walks up, from the first tile of queries that sees its keys. A CTA takes
+    a tile of keys of each half, and a longer tile is followed by a shorter tile. So the CTAs of a
+    K/V head are at about the same tile of queries at the same time, and read Q and dO from L2:
+    first all of them on the way down, then more and more of them on the way up.
+
+    Tiles of keys begin with different heads, so that fewer CTAs add to the same sums at the same
+    time. A group of one head has no halves: all tiles walk up."""
+
+    def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
+        blocks = tiles.blocks(work.seqlen_k)
+        falls = (tiles.group > 1) & (2 * work.block < blocks)
+        head = work.head + work.block % tiles.group
+        return self.down_or_up(tiles, work, first, end, Int32(cutlass.select_(falls, 1, 0)), head)
+
+    def down_or_up(
+        self, tiles: TileMap, work: Work, first: Int32, end: Int32, falls: Int32, head: Int32
+    ) -> Walk:
+        """A walk that begins with `head`, down if `falls` is 1, up if `falls` is 0."""
+        start = Int32(cutlass.select_(falls != 0, end - 1, first))
+        return GroupWalk(start, work.head + tiles.group, None, head, 1 - 2 * falls, tiles.group)
+
+    def use(self, walk: Walk, tiles_of_head: Int32, **of_use: Any) -> Use:
+        assert isinstance(walk, GroupWalk)
+        return walk.first_use(tiles_of_head, **of_use)
+
+
+@dataclass(frozen=True)
+class GroupWalk(Walk):
+    """A walk of `HeadsInside`.
+
+    Attributes:
+        end: behind the group's last head.
+        step: from a tile of queries to the next tile: 1 or -1.
+        group: the number of heads.
+    """
+
+    step: Int32
+    group: Int32
+
+    def first_use(self, tiles_of_head: Int32, **of_use: Any) -> GroupUse:
+        """The use at the start of the walk; for `QueryOrder.use`."""
+        first = of_use["head_sums"]
+        end = first + (self.end - self.head) * tiles_of_head
+        return GroupUse(tile=self.start, first=first, end=end, step=self.step, **of_use)
+
+    def following(self, tile: Int32, head: Int32) -> tuple[Int32, Int32]:
+        return following_head(tile, head, self.head, self.end, self.step, self.group, Int32(1))
+
+
+def following_head(
+    tile: Int32, head: Int32, start: Int32, end: Int32, step: Int32, group: Int32, head_step: Int32
+) -> tuple[Int32, Int32]:
+    """The next tile of queries, and its head. After the last of `group` heads, which is before
+    `end`, comes the first head. The head `start` takes the next tile. Heads are numbers that grow
+    by `head_step`."""
+    head += head_step
+    head = Int32(cutlass.select_(head == end, end - group * head_step, head))
+    return Int32(cutlass.select_(head == start, tile + step, tile)), head
+
+
 def following_by(
     step: Int32, tile: Int32, head: Int32, first: Int32, end: Int32, head_step: Int32
 ) -> tuple[Int32, Int32]:
@@ -107,6 +182,16 @@ def following_by(
         Int32(cutlass.select_(last, first, tile + step)),
         Int32(cutlass.select_(last, head + head_step, head)),
     )
+
+
+def query_order(spec: Sm90BackwardSpec, starts: int = 1, step: int = 0) -> QueryOrder:
+    """The order of a kernel of all gradients. `starts` and `step` are a QueryOrder's, for calls
+    whose tiles of keys all see the same queries."""
+    if spec.ordered:
+        return FixedOrder()
+    if spec.window_right and not spec.window_left:
+        return HeadsInside()
+    return QueryOrder() if spec.window_left else QueryOrder(starts, step)
 
 
 @dataclass(frozen=True)
@@ -149,8 +234,8 @@ class Use(Carried):
         """The use's tile of the sums."""
         return self.head_sums + self.tile
 
-    def following(self, tiles_of_head: Int32, lowest: int | None) -> Use:
-        """The next use of the same work; `lowest` as in `work.following`."""
+    def following(self, tiles_of_head: Int32, lowest: int | None, group: Int32) -> Use:
+        """The next use of the same work; `lowest` as in `work.following`, `group` heads."""
         tile, head_sums = following(
             self.tile, self.head_sums, self.first, self.end, tiles_of_head, lowest
         )
@@ -167,9 +252,27 @@ class OrderedUse(Use):
 
     step: Int32
 
-    def following(self, tiles_of_head: Int32, lowest: int | None) -> Use:
+    def following(self, tiles_of_head: Int32, lowest: int | None, group: Int32) -> Use:
         tile, head_sums = following_by(
             self.step, self.tile, self.head_sums, self.first, self.end, tiles_of_head
+        )
+        return replace(self, tile=tile, head_sums=head_sums, left=self.left - 1, adds=1)
+
+
+@dataclass(frozen=True)
+class GroupUse(Use):
+    """A use of `HeadsInside`.
+
+    Attributes:
+        first, end: the first head of the walk, and behind the group's last head, as `head_sums`.
+        step: as in `GroupWalk`.
+    """
+
+    step: Int32
+
+    def following(self, tiles_of_head: Int32, lowest: int | None, group: Int32) -> Use:
+        tile, head_sums = following_head(
+            self.tile, self.head_sums, self.first, self.end, self.step, group, tiles_of_head
         )
         return replace(self, tile=tile, head_sums=head_sums, left=self.left - 1, adds=1)
 
@@ -193,9 +296,10 @@ class Uses(Carried):
         whole_first, whole_end = keys.whole_query_tiles(work)
         walk = self.order.walk(keys.tiles, work, first, end)
         rows = padded_start(keys.tiles.queries, work.sequence)
-        head_sums = work.head * self.tiles_of_head + rows // keys.visible.tile_m
+        head_sums = walk.head * self.tiles_of_head + rows // keys.visible.tile_m
         return self.order.use(
-            walk, taken=taken, head_sums=head_sums, whole_first=whole_first, whole_end=whole_end,
+            walk, tiles_of_head=self.tiles_of_head, taken=taken, head_sums=head_sums,
+            whole_first=whole_first, whole_end=whole_end,
             left=(end - first) * keys.tiles.group - 1, adds=0,
         )  # fmt: skip
 
@@ -211,5 +315,5 @@ class Uses(Carried):
             if goes_on:
                 after = self.first(keys, use.taken + 1)
         else:
-            after = use.following(self.tiles_of_head, self.order.lowest)
+            after = use.following(self.tiles_of_head, self.order.lowest, keys.tiles.group)
         return goes_on, after

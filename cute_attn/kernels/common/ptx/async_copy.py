@@ -48,6 +48,16 @@ def copy_bulk_to_cluster(
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
+def copy_bulk_to_peer(target: Int32, shared: Int32, nbytes: int, barrier: Int32) -> None:
+    """Start a `copy_bulk` from this CTA's shared memory to another CTA of the cluster (sm_90 and
+    newer), by one thread. `target` and `barrier` are remote addresses in that CTA."""
+    text = (
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        f"[$0], [$1], {nbytes}, [$2];"
+    )
+    asm(text, [], [Int32(target), Int32(shared), Int32(barrier)], memory=True)
+
+
 def store_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
     """Start to copy `nbytes` from shared memory to a 64-bit global address. One thread calls this;
     the copy joins this thread's bulk group. Addresses and `nbytes` are multiples of 16."""

@@ -117,6 +117,20 @@ def store_global_where(condition: Boolean, address: Int64, *values: Int32) -> No
     asm(text, [], [Int64(address), Int32(condition), *map(Int32, values)], memory=True)
 
 
+def load_global_where(
+    condition: Boolean, kind: type[Numeric], address: Int64, count: int
+) -> Sequence[Numeric]:
+    """Load 2 or 4 numbers of 32 bits from a 64-bit global address if `condition` is not 0, with a
+    predicated load rather than a branch; otherwise return zeros."""
+    width, results = _vector(0, count)
+    zeros = "".join(f"mov.b32 ${i}, 0;\n" for i in range(count))
+    text = (
+        f"{{\n.reg .pred some;\nsetp.ne.b32 some, ${count + 1}, 0;\n{zeros}"
+        f"@some ld.global{width}.{_BITS[kind]} {results}, [${count}];\n}}"
+    )
+    return asm(text, [kind] * count, [Int64(address), Int32(condition)], memory=True)
+
+
 def _vector(first: int, count: int) -> tuple[str, str]:
     """Return the width and the operands of an access of `count` registers, from operand `first`."""
     return ("", f"${first}") if count == 1 else (f".v{count}", f"{{{operands(first, count)}}}")

@@ -190,7 +190,7 @@ class ChunkPass:
         self.short_starts = spec.short_starts and spec.segments != "none"
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
-        self.roles = (state, load)
+        self.roles: tuple[Role, ...] = (state, load)
         # Every lane copies part of the rows; without bulk copies, every lane also copies part of
         # the tiles.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)

@@ -24,6 +24,7 @@ Accumulators of 16 by 8 are then the left operand of the next product, with inde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -66,7 +67,14 @@ def rounded(x: Any) -> Any:
 class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
-    def __init__(self, memory: Any, *, columns: str | None = None, exact: bool = True):
+    def __init__(
+        self, memory: Any, *, columns: str | None = None, exact: bool = True,
+        rows: tuple[int, int] = (REGION["tile_kk"], REGION.nbytes),
+        exchange: tuple[int, int] = (REGION["exchange"], REGION.nbytes),
+        diagonal_warps: int = 1,
+        meet: Callable[[], None] = cute.arch.sync_threads,
+        end: Callable[[], None] = cute.arch.sync_threads,
+    ):  # fmt: skip
         """
         Args:
             memory: the CTA's shared memory, a ChunkMemory or one with its buffers and attributes
@@ -74,9 +82,18 @@ class Inverse:
             columns: the buffer of `memory` with a factor for each column of the result, if there
                 are factors.
             exact: whether a product of blocks is three tf32 products, or one of rounded operands.
+            rows: byte offset of the result's first sub-chunk, and step to the next sub-chunk.
+            exchange: byte offset of the memory through which warps exchange a block, and step to
+                the next such memory.
+            diagonal_warps: 1, or 2 warps that store the blocks on the diagonal.
+            meet: a barrier of the warps that call `invert`.
+            end: the barrier after the last result.
         """
         self.memory, self.dtype, self.columns = memory, memory.dtype, columns
         self.exact = exact
+        self.rows, self.exchange = rows, exchange
+        self.diagonal_warps = diagonal_warps
+        self.meet, self.end = meet, end
 
     def invert_diagonal(self, smem: Any, b: Any) -> None:
         """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1. A whole
@@ -140,10 +157,10 @@ class Inverse:
         return column
 
     @cute.jit
-    def invert(self, smem: Int32, part: Int32) -> None:
-        """Store all blocks of the inverse to `tile_kk`. All warps call this method; `part` is the
-        warp. Before the call, L and the inverted diagonal blocks must be visible to all warps.
-        After the call, all warps see the results.
+    def invert(self, smem: Int32, part: Int32, tile: Int32) -> None:
+        """Store all blocks of the inverse to the tile at `tile` plus the offset in `rows`. Eight
+        warps call this method; `part` is the warp. Before the call, L and the inverted diagonal
+        blocks must be visible to all warps. After the call, all warps see the results.
         """
         n = cute.make_rmem_tensor((8,), Float32)  # the accumulators of N^T
         n.fill(0.0)
@@ -157,20 +174,24 @@ class Inverse:
             self._set(n, self._times(left, self._rows(self._block(smem, i, j))))
         if part < 2:
             x = self._times_diagonal(smem, n, i)
-            self.store_block(smem, i, j, x)
+            self.store_block(smem, tile, i, j, x)
             if part == 0:
                 self._leave(smem, 0, x)
             else:
                 cute.arch.sync_warp()  # every lane has read the block
                 self._store_rows(self._block(smem, i, j), x)
-        if part == 6:
-            for m in cutlass.range(SUB_CHUNKS, unroll=1):
-                self.store_block(smem, m, m, self._diagonal_transposed(smem, m))
+        if cutlass.const_expr(self.diagonal_warps == 1):
+            if part == 6:
+                for m in cutlass.range(SUB_CHUNKS, unroll=1):
+                    self.store_block(smem, tile, m, m, self._diagonal_transposed(smem, m))
+        elif part >= 6:
+            for m in cutlass.range(part - 6, SUB_CHUNKS, 2, unroll=1):
+                self.store_block(smem, tile, m, m, self._diagonal_transposed(smem, m))
         if part == 7:
             for row in cutlass.range_constexpr(SUB_CHUNKS):
                 for column in cutlass.range_constexpr(row + 1, SUB_CHUNKS):
-                    self.put_zeros(smem, row, column)
-        cute.arch.sync_threads()
+                    self.put_zeros(tile, row, column)
+        self.meet()
 
         inner = part >= 2 and part < 6
         if part == 2 or part == 3:
@@ -180,17 +201,17 @@ class Inverse:
         if inner:
             x = self._times_diagonal(smem, n, i)
             if i == 2:
-                self.store_block(smem, i, j, x)
+                self.store_block(smem, tile, i, j, x)
                 left = self._split([-n[m] for m in range(8)])
                 y = self._times(left, self._rows(self._block(smem, Int32(3), Int32(2))))
                 self._leave(smem, 1 + j, y)
             else:
                 self._set(n, x)
-        cute.arch.sync_threads()
+        self.meet()
         if inner and i == 3:
             y = self._left_by(smem, 1 + j)
-            self.store_block(smem, i, j, [n[m] + y[m] for m in range(8)])
-        cute.arch.sync_threads()
+            self.store_block(smem, tile, i, j, [n[m] + y[m] for m in range(8)])
+        self.end()
 
     def _set(self, x: cute.Tensor, values: list[Any]) -> None:
         for m, value in enumerate(values):
@@ -202,9 +223,9 @@ class Inverse:
     # -- between warps ------------------------------------------------------------------------
 
     def _exchange(self, smem: Int32, index: Any) -> Any:
-        """Address of a lane's accumulators of a 16 by 16 block for another warp, in the unused part
-        of a region."""
-        return smem + REGION["exchange"] + index * REGION.nbytes + cute.arch.lane_idx() * 16
+        """Address of a lane's accumulators of a 16 by 16 block for another warp."""
+        offset, step = self.exchange
+        return smem + offset + index * step + cute.arch.lane_idx() * 16
 
     def _leave(self, smem: Int32, index: Any, x: list[Any]) -> None:
         at = self._exchange(smem, index)
@@ -307,8 +328,8 @@ class Inverse:
 
     # -- results ------------------------------------------------------------------------------
 
-    def store_block(self, smem: Int32, i: Any, j: Any, x: list[Any]) -> None:
-        """Store block (i, j) of the inverse to `tile_kk` from the accumulators of its transpose."""
+    def store_block(self, smem: Int32, tile: Int32, i: Any, j: Any, x: list[Any]) -> None:
+        """Store block (i, j) of the inverse from the accumulators of its transpose."""
         r, c = row_and_part()
         factors = None
         if self.columns is not None:
@@ -316,17 +337,19 @@ class Inverse:
             factors = [
                 self.memory.of_token(smem, self.columns, first + 8 * half) for half in range(2)
             ]
-        tile = smem + REGION["tile_kk"]
+        offset, step = self.rows
+        tile = tile + offset
         for t in range(2):
             for half in range(2):
                 pair = x[4 * t + 2 * half : 4 * t + 2 * half + 2]
                 if factors is not None:
                     pair = [value * factors[half] for value in pair]
                 moved = transpose_matrix(pack(self.dtype, *pair))
-                at = tile + i * REGION.nbytes + tile_unit(8 * t + r, 2 * j + half)
+                at = tile + i * step + tile_unit(8 * t + r, 2 * j + half)
                 store_shared(Int32, at + 4 * c, [moved])
 
-    def put_zeros(self, smem: Int32, i: Any, j: Any) -> None:
+    def put_zeros(self, tile: Int32, i: Any, j: Any) -> None:
         lane = cute.arch.lane_idx()
-        at = smem + REGION["tile_kk"] + i * REGION.nbytes + tile_unit(lane >> 1, 2 * j + (lane & 1))
+        offset, step = self.rows
+        at = tile + offset + i * step + tile_unit(lane >> 1, 2 * j + (lane & 1))
         store_shared(Int32, at, [Int32(0)] * 4)

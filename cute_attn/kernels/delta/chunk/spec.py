@@ -261,6 +261,7 @@ class HeadPrepareSpec(InputsSpec):
         return 2 * SUB_TILE
 
 
+FORWARD_STAGES = 5  # stages of T and Aqk of `per_head.forward`: no more fit
 MOST_HEADS_PER_CTA = 8  # value heads of a CTA of `per_head.prepare`: a warp has the gates of one
 
 # float32 that `per_head.prepare` writes for a chunk and value head: 4 factors of each token, the
@@ -287,6 +288,28 @@ class HeadPassSpec(StatePassSpec):
 @dataclass(frozen=True)
 class HeadPoolPassSpec(HeadPassSpec, PoolPassSpec):
     """The pass of states that are in a pool, for one decay a head (`per_head.pool_pass`)."""
+
+
+@dataclass(frozen=True)
+class HeadForwardSpec(HeadPassSpec, InputsSpec):
+    """The whole forward for one decay a head in one kernel (`per_head.forward`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decays != "head":
+            raise ValueError(f"decays is {self.decays}, must be head: each head has one decay")
+        if self.segments != "none" or self.dependent:
+            raise ValueError(
+                f"segments is {self.segments}, dependent is {self.dependent}, must be none and "
+                "False: the kernel takes whole sequences, and reads no other kernel's results"
+            )
+        if not 2 <= self.num_stages <= FORWARD_STAGES:
+            raise ValueError(f"num_stages is {self.num_stages}, must be 2 to {FORWARD_STAGES}")
+
+
+@dataclass(frozen=True)
+class HeadPoolForwardSpec(HeadForwardSpec, HeadPoolPassSpec):
+    """`HeadForwardSpec` for states in a pool (`per_head.pool_forward`)."""
 
 
 @dataclass(frozen=True)
@@ -507,3 +530,16 @@ class SegmentsSpec(CheckedSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of 16 that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+
+@dataclass(frozen=True)
+class ChainSpec(CheckedSpec):
+    """Chains of transitions of spans (`chain`).
+
+    Attributes:
+        has_start: whether chains start from given matrices, rather than from 0.
+    """
+
+    head_dim_k: int
+    head_dim_v: int
+    has_start: bool

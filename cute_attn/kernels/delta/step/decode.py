@@ -266,7 +266,7 @@ class KdaDecode:
             grid=[spec.head_dim_v // spec.tile_v, ctas, batch],
             block=[spec.num_threads, 1, 1],
             min_blocks_per_mp=spec.blocks_per_sm,
-            preferred_smem_carveout=25 if spec.blocks_per_sm > 1 else None,
+            preferred_smem_carveout=spec.carveout,
             stream=stream,
         )
 

@@ -113,6 +113,7 @@ class KdaRecurrent:
             grid=[spec.head_dim_v // spec.tile_v, ctas, sequences],
             block=[spec.num_threads, 1, 1],
             min_blocks_per_mp=spec.blocks_per_sm,
+            preferred_smem_carveout=spec.carveout,
             stream=stream,
         )
 

@@ -137,6 +137,14 @@ class StepSpec(Spec):
             )
 
     @property
+    def carveout(self) -> int | None:
+        """Percent of an SM's memory that is to be shared memory; None leaves it to the driver.
+
+        A number for several CTAs per SM, for which the compiler would ask a CUDA driver.
+        """
+        return 25 if self.blocks_per_sm > 1 else None
+
+    @property
     def vector(self) -> int:
         """State elements of a 16-byte access."""
         return VECTOR_BYTES // (4 if self.state_dtype == "float32" else 2)

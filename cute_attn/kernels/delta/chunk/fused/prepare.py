@@ -328,7 +328,7 @@ class KdaPrepare:
             self.score_tiles.finish_scores(smem, b, x.scale, acc)
             record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
         cute.arch.sync_threads()
-        self.inverse.invert(smem, part)
+        self.inverse.invert(smem, part, smem)
         rows = SUB_CHUNK // 2
         record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
 

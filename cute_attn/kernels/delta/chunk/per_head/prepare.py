@@ -35,22 +35,16 @@ from ....common.arguments import (
     fake_rows,
     fake_strided,
 )
-from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.ptx.compiler import keep_branch, opaque
-from ....common.ptx.convert import pack_all, unpack
+from ....common.ptx.compiler import opaque
 from ....common.ptx.grids import start_dependents
-from ....common.ptx.math import exp2, reciprocal_sqrt
-from ....common.ptx.memory import load_shared, shared_address, store_global, store_shared
-from ....common.ptx.mma import mma
+from ....common.ptx.memory import load_shared, shared_address, store_global
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import SMEM_BYTES, WARP_SIZE
-from ...spec import L2NORM_EPSILON
 from ..chunks import num_slots, place_of_slot, rows_of
 from ..inverse import Inverse
-from ..spec import BOUNDS, CHUNK, FACTORS, MOST_HEADS_PER_CTA, SUB_TILE, HeadPrepareSpec
-from ..starts import half_bound
+from ..spec import CHUNK, FACTORS, MOST_HEADS_PER_CTA, SUB_TILE, HeadPrepareSpec
 from ..sub_chunks import (
     NUM_BLOCKS,
     NUM_THREADS,
@@ -60,13 +54,9 @@ from ..sub_chunks import (
     RESERVED_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
-    block_element,
-    block_offset,
-    row_and_part,
-    tile_unit,
 )
-from ..tiles import LINE_BYTES, SUB_TILE_BYTES, copy_rows, left_fragment, right_fragments_of_rows
-from .head_gates import HeadGates, decay_between
+from ..tiles import LINE_BYTES, SUB_TILE_BYTES, copy_rows
+from .head_scores import HeadScores, Places
 
 assert MOST_HEADS_PER_CTA == NUM_WARPS
 
@@ -148,10 +138,10 @@ class HeadPrepare:
     def __init__(self, spec: HeadPrepareSpec):
         assert spec.decays == "head"
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
-        self.scores_have_beta = spec.dtype == "bfloat16"
         self.memory = HeadPrepareMemory(self.dtype, spec.head_dim_k, spec.ctas_per_sm)
         self.smem_bytes = self.memory.nbytes
-        self.gates = HeadGates(spec, self.memory)
+        places = Places(self.memory["q"], self.memory["k"], (REGION["tile_qk"], REGION.nbytes))
+        self.scores = HeadScores(spec, self.memory, places)
         # T is rounded to bfloat16, so products of tf32 are accurate enough.
         self.inverse = Inverse(self.memory, exact=spec.dtype != "bfloat16")
 
@@ -227,16 +217,16 @@ class HeadPrepare:
                 )  # fmt: skip
             cute.arch.cp_async_commit_group()
             if warp < count:
-                self.gates.store(smem, warp, x, place, first + warp)
+                self.scores.gates.store(smem, warp, x, place, first + warp)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
             b = warp & (SUB_CHUNKS - 1)
             of_k = warp < SUB_CHUNKS
             products = cute.make_rmem_tensor((SUB_CHUNK * CHUNK // WARP_SIZE,), Float32)
-            self.multiply(smem, b, of_k, products)
+            self.scores.multiply(smem, smem, b, of_k, products)
             cute.arch.sync_threads()
-            self.normalise(smem, b, of_k, x.scale, products)
+            self.scores.normalise(smem, b, of_k, x.scale, products)
             for n in cutlass.range(count, unroll=1):
                 head = first + n
                 tiles = x.tiles.iterator + (
@@ -244,14 +234,14 @@ class HeadPrepare:
                 )
                 at = tiles.toint()
                 if of_k:
-                    self.store_lower(smem, n, b, products)
+                    self.scores.store_lower(smem, n, b, products)
                     self.inverse.invert_diagonal(smem, b)
                 else:
-                    self.store_scores(smem, n, b, products)
+                    self.scores.store_scores(smem, smem, n, b, products)
                     self.copy_tile(smem + REGION["tile_qk"], at + SUB_TILE_BYTES, b, 0, SUB_CHUNK)
-                self.store_factors(smem, n, x.scale, x.factors[slot, head, None])
+                self.scores.store_factors(smem, n, thread, x.scale, x.factors[slot, head, None])
                 cute.arch.sync_threads()
-                self.inverse.invert(smem, warp)
+                self.inverse.invert(smem, warp, smem)
                 half = SUB_CHUNK // 2
                 self.copy_tile(smem + REGION["tile_kk"], at, b, (warp >> 2) * half, half)
             if cutlass.const_expr(x.inverse_norms is not None):
@@ -267,189 +257,6 @@ class HeadPrepare:
     def in_order(self, block: Any) -> Any:
         """The CTA's number in the order of the chunks."""
         return cute.arch.grid_dim()[0] - 1 - block if self.spec.last_first else block
-
-    # -- products of q and k ------------------------------------------------------------------
-
-    @cute.jit
-    def multiply(self, smem: Int32, b: Int32, of_k: Any, products: cute.Tensor) -> None:
-        """Multiply the warp's 16 rows of q or k by all earlier rows of k, and store the inverse
-        norms of the warp's rows. The products are accumulators of 8 columns in turn."""
-        products.fill(0.0)
-        squares = cute.make_rmem_tensor((2,), Float32)
-        squares.fill(0.0)
-        keys = smem + self.memory["k"]
-        left = cutlass.select_(of_k, keys, smem + self.memory["q"])
-        for step in cutlass.range_constexpr(self.spec.head_dim_k // SUB_CHUNK):
-            at = left + step // 4 * SUB_TILE_BYTES
-            a = left_fragment(at, b * SUB_CHUNK, step % 4)
-            if cutlass.const_expr(self.spec.l2norm):
-                for i in cutlass.range_constexpr(4):
-                    low, high = unpack(self.dtype, a[i])
-                    squares[i % 2] = cute.math.fma(low, low, squares[i % 2])
-                    squares[i % 2] = cute.math.fma(high, high, squares[i % 2])
-            for j in cutlass.range_constexpr(SUB_CHUNKS):
-                if j <= b:
-                    right = right_fragments_of_rows(keys, SUB_CHUNK * j, step)
-                    for half in cutlass.range_constexpr(2):
-                        n = 8 * j + 4 * half
-                        c = [products[n + i] for i in range(4)]
-                        c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
-                        for i in cutlass.range_constexpr(4):
-                            products[n + i] = c[i]
-        r, c = row_and_part()
-        name = cutlass.select_(
-            of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
-        )
-        for half in cutlass.range_constexpr(2):
-            inverse = Float32(1.0)
-            if cutlass.const_expr(self.spec.l2norm):
-                square = squares[half]
-                for distance in (1, 2):
-                    square = square + cute.arch.shuffle_sync_bfly(square, distance)
-                inverse = reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
-            if c == 0:
-                row = b * SUB_CHUNK + r + 8 * half
-                store_shared(Float32, smem + name + row * 4, [inverse])
-
-    @cute.jit
-    def normalise(
-        self, smem: Int32, b: Int32, of_k: Any, scale: Float32, products: cute.Tensor
-    ) -> None:
-        """Multiply products by the inverse norms of their rows and columns, products of q by the
-        scale too."""
-        r, c = row_and_part()
-        name = cutlass.select_(
-            of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
-        )
-        rows = [
-            load_shared(Float32, smem + name + (b * SUB_CHUNK + r + 8 * half) * 4)[0]
-            for half in range(2)
-        ]
-        rows = [x * cutlass.select_(of_k, Float32(1.0), scale) for x in rows]
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            at = smem + self.memory["inverse_norm_k"] + (8 * j + 2 * c) * 4
-            columns = load_shared(Float32, at, 2)
-            for i in cutlass.range_constexpr(4):
-                products[4 * j + i] = products[4 * j + i] * columns[i % 2] * rows[i // 2]
-
-    # -- the matrices of a value head ---------------------------------------------------------
-
-    @cute.jit
-    def store_lower(self, smem: Int32, n: Int32, b: Int32, products: cute.Tensor) -> None:
-        """Store the rows of L of sub-chunk b, by warp b. The warp may then read these rows."""
-        r, c = row_and_part()
-        rows = [self.gates.sums(smem, n, b * SUB_CHUNK + r + 8 * half)[0] for half in range(2)]
-        later = [self.gates.of_later(smem, n, b, x) for x in rows]
-        cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(SUB_CHUNKS):
-            if j < b:
-                keep_branch()
-                block = smem + self.memory["blocks"] + block_offset(b, j)
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    factors = self.of_columns(smem, n, b, j * SUB_CHUNK + column, True)
-                    for rows_half in cutlass.range_constexpr(2):
-                        at = 8 * j + 4 * half + 2 * rows_half
-                        pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
-                        row = r + 8 * rows_half
-                        store_shared(Float32, block + block_element(row, column), pair)
-            if j == b:
-                keep_branch()
-                block = smem + self.memory["blocks"] + block_offset(b, j)
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
-                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
-                    for rows_half in cutlass.range_constexpr(half, 2):
-                        row = r + 8 * rows_half
-                        for e in cutlass.range_constexpr(2):
-                            decay = decay_between(rows[rows_half], earlier[e])
-                            at = 8 * j + 4 * half + 2 * rows_half + e
-                            x = products[at] * (decay * betas[e])
-                            if column + e < row:
-                                place = block + block_element(row, column + e)
-                                store_shared(Float32, place, [x])
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def store_scores(self, smem: Int32, n: Int32, b: Int32, products: cute.Tensor) -> None:
-        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4. The warp may then read
-        these rows."""
-        r, c = row_and_part()
-        rows = [self.gates.sums(smem, n, b * SUB_CHUNK + r + 8 * half)[0] for half in range(2)]
-        later = [self.gates.of_later(smem, n, b, x) for x in rows]
-        tile = smem + REGION["tile_qk"] + b * REGION.nbytes
-        cute.arch.sync_warp()  # the rows of the head before are copied
-        for j in cutlass.range_constexpr(SUB_CHUNKS):
-            if j < b:
-                keep_branch()
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    factors = self.of_columns(
-                        smem, n, b, j * SUB_CHUNK + column, self.scores_have_beta
-                    )
-                    for rows_half in cutlass.range_constexpr(2):
-                        at = 8 * j + 4 * half + 2 * rows_half
-                        pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
-                        place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
-                        store_shared(Int32, place, pack_all(self.dtype, pair))
-            if j == b:
-                keep_branch()
-                for half in cutlass.range_constexpr(2):
-                    column = 8 * half + 2 * c
-                    earlier = self.gates.sums(smem, n, j * SUB_CHUNK + column, 2)
-                    betas = self.gates.betas(smem, n, j * SUB_CHUNK + column, 2)
-                    for rows_half in cutlass.range_constexpr(2):
-                        pair = []
-                        for e in cutlass.range_constexpr(2):
-                            at = 8 * j + 4 * half + 2 * rows_half + e
-                            x = products[at] * decay_between(rows[rows_half], earlier[e])
-                            if cutlass.const_expr(self.scores_have_beta):
-                                x = x * betas[e]
-                            seen = column + e <= r + 8 * rows_half
-                            pair.append(Float32(cutlass.select_(seen, x, Float32(0.0))))
-                        place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
-                        store_shared(Int32, place, pack_all(self.dtype, pair))
-            if j > b:
-                lane = cute.arch.lane_idx()
-                place = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
-                store_shared(Int32, place, [Int32(0)] * 4)
-        cute.arch.sync_warp()
-
-    def of_columns(self, smem: Int32, n: Any, b: Any, token: Any, with_beta: bool) -> Any:
-        """Load the factors of two columns of an earlier sub-chunk, in rows of sub-chunk b."""
-        factors = self.gates.of_earlier(smem, n, b, token)
-        if not with_beta:
-            return factors
-        betas = self.gates.betas(smem, n, token, 2)
-        return [x * y for x, y in zip(factors, betas, strict=True)]
-
-    @cute.jit
-    def store_factors(self, smem: Int32, n: Int32, scale: Float32, factors: cute.Tensor) -> None:
-        """Store the factors of the chunk's tokens, one token for each thread."""
-        token, _, _ = cute.arch.thread_idx()
-        if token < CHUNK:
-            own = self.gates.sums(smem, n, token)[0]
-            last = self.gates.sums(smem, n, CHUNK - 1)[0]
-            beta = self.gates.betas(smem, n, token)[0]
-            of_q, of_k = (
-                load_shared(Float32, smem + self.memory[name] + token * 4)[0]
-                for name in ("inverse_norm_q", "inverse_norm_k")
-            )
-            decay = exp2(own[0] + own[1])
-            factors[token] = decay * of_k
-            factors[CHUNK + token] = decay * of_q * scale
-            factors[2 * CHUNK + token] = decay_between(last, own) * of_k * beta
-            factors[3 * CHUNK + token] = beta
-            if token == CHUNK - 1:
-                factors[4 * CHUNK] = decay_exp2(last[0] + last[1])
-            if cutlass.const_expr(self.spec.bounds):
-                warp = token // WARP_SIZE
-                # The first half has the decay of the whole chunk, which takes fewer registers.
-                of_chunk = cutlass.select_(warp == 0, last[0] + last[1], Float32(0.0))
-                bound = half_bound(Float32(of_chunk), beta)
-                if token % WARP_SIZE == 0:
-                    factors[BOUNDS.start + warp] = bound
 
     def copy_tile(self, tile: Any, target: Any, b: Int32, first: Any, rows: int) -> None:
         """Store rows of sub-chunk b of a tile in shared memory to a sub-tile in global memory."""

@@ -321,6 +321,10 @@ class HeadStatePass(KdaStatePass):
         output.fill(0)
         return Held(rounded, output)
 
+    def at(self, stage: Any, name: str) -> Any:
+        """Return the address of the buffer `name` of a chunk's stage."""
+        return stage + self.stage[name]
+
     def chunk(
         self, state: cute.Tensor, held: Any, stage: Any, results: Results, place: Place,
         index: Any, later: Any,
@@ -332,29 +336,29 @@ class HeadStatePass(KdaStatePass):
         # remember: (k S)^T and (q S)^T, 16 columns of V by 64 tokens
         s = self.state.values(held.state)
         half = len(s) // 2 if self.outputs and self.spec.head_dim_k > 64 else len(s)
-        recalled = product(s, stage + self.stage["k"])
+        recalled = product(s, self.at(stage, "k"))
         remembered: list[Any] = []
         if self.outputs:
-            remembered = product(s[:half], stage + self.stage["q"])
+            remembered = product(s[:half], self.at(stage, "q"))
         self.store_o(held, results.o, place, index - 1, later)
         self.store_state(s, results, place, index)
 
         # correct
-        v_t = self.load_v(stage + self.stage["rows"])
+        v_t = self.load_v(self.at(stage, "rows"))
         seen = self.of_tokens(stage, 0)
         recalled = done(recalled, pending=1 if self.outputs else 0)
         r = self.state.operand([v - y * x for v, y, x in zip(v_t, seen, recalled, strict=True)])
-        corrections = product(r, stage + self.stage["t"], triangular=True)
+        corrections = product(r, self.at(stage, "t"), triangular=True)
         if half < len(s):
-            remembered = product(s[half:], stage + self.stage["q"] + SUB_TILE_BYTES, c=remembered)
-        decay = load_shared(Float32, stage + self.stage["factors"] + 16 * CHUNK)[0]
+            remembered = product(s[half:], self.at(stage, "q") + SUB_TILE_BYTES, c=remembered)
+        decay = load_shared(Float32, self.at(stage, "factors") + 16 * CHUNK)[0]
         decayed = [x * decay for x in self.state.values(state)]
         written = self.of_tokens(stage, 2)
         v_new = done(corrections, pending=1 if half < len(s) else 0)
 
         # update
         update = self.state.operand([x * y for x, y in zip(v_new, written, strict=True)])
-        updated = self.state.times_columns(update, stage + self.stage["k"], decayed)
+        updated = self.state.times_columns(update, self.at(stage, "k"), decayed)
         corrected = self.state.operand(v_new)
         self.store_v_new(corrected, results, place, index)
         result = None
@@ -364,7 +368,7 @@ class HeadStatePass(KdaStatePass):
                 corrected = self.state.operand([x * y for x, y in zip(v_new, beta, strict=True)])
             remembered = done(remembered, pending=1)
             remembered = [x * y for x, y in zip(remembered, self.of_tokens(stage, 1), strict=True)]
-            result = product(corrected, stage + self.stage["aqk"], triangular=True, c=remembered)
+            result = product(corrected, self.at(stage, "aqk"), triangular=True, c=remembered)
         self.state.assign(state, done(updated, pending=0 if result is None else 1))
         self.state.assign(held.state, self.state.operand(self.state.values(state)))
         if result is not None:
@@ -378,7 +382,7 @@ class HeadStatePass(KdaStatePass):
     def of_tokens(self, stage: Any, n: int) -> list[Any]:
         """Load the n-th factor of tokens, for the accumulators of 16 columns of V by 64 tokens."""
         lane = cute.arch.lane_idx()
-        at = stage + self.stage["factors"] + 4 * n * CHUNK + ((lane & 3) << 3)
+        at = self.at(stage, "factors") + 4 * n * CHUNK + ((lane & 3) << 3)
         values: list[Any] = []
         for j in range(CHUNK // 8):
             values += [*load_shared(Float32, at + 32 * j, 2)] * 2

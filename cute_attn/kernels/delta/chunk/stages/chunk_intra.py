@@ -278,7 +278,7 @@ class KdaChunkIntra:
                     more = self.load_values(rows_v, b, n, place.length)
                     self.store_values(smem, b, n, more)
             cute.arch.sync_threads()
-            self.inverse.invert(smem, part)
+            self.inverse.invert(smem, part, smem)
             rows = SUB_CHUNK // 2
             to = rows_of(x.Akk, place, head)
             self.copy_rows(smem + REGION["tile_kk"], to, b, half * rows, rows, place.length)

@@ -1,0 +1,203 @@
+"""Bugs in programs of other packages: docs/bugs_found.md tells of them.
+
+    python -m tests.emulator.bugs_in_scripts [--cutlass CHECKOUT] [--flashinfer WHEEL] [NAME ...]
+
+runs each program in the emulator, unmodified, and prints its errors; then the same for a copy of
+the sources with a small change. CHECKOUT is a checkout of NVIDIA/cutlass, WHEEL an unpacked wheel
+of FlashInfer. Both are read, never written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cutlass_examples import BLACKWELL, EXAMPLES
+
+KERNELS = "cute/blackwell/kernel"
+MIXED = f"{KERNELS}/attention/mixed_input_fmha"
+MQA = "attn_scores/kernels/fp8_paged_mqa_logits.py"
+Edit = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program with a bug.
+
+    Attributes:
+        package: "cutlass" or "flashinfer".
+        file: the file with the bug, in the package's folder.
+        arguments: of the script; a program of FlashInfer's is `flashinfer_mqa.py`.
+        checks: those that find the bug.
+        edits: what mends it: texts that occur once, and what takes their places.
+        schedules: the number of the emulator's schedules.
+    """
+
+    package: str
+    file: str
+    arguments: str
+    checks: frozenset[str]
+    edits: tuple[Edit, ...]
+    schedules: int = 5
+
+    def folder(self, given: Path) -> Path:
+        """The part of a checkout, or of an unpacked wheel, that is copied to be changed."""
+        return given / (EXAMPLES if self.package == "cutlass" else "flashinfer")
+
+    def errors(self, folder: Path, scratch: Path) -> list[str]:
+        """The errors of a run, in words."""
+        if self.package == "cutlass":
+            command = [str(folder / self.file), *self.arguments.split()]
+        else:
+            command = [str(Path(__file__).with_name("flashinfer_mqa.py")), str(folder)]
+        report = scratch / "report.json"
+        report.unlink(missing_ok=True)
+        options = "--arch", BLACKWELL, "--schedules", str(self.schedules), "--report", str(report)
+        done = subprocess.run(
+            [sys.executable, "-m", "cute_attn.emulator", *options, *command],
+            cwd=scratch, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if not report.exists():
+            raise RuntimeError(done.stdout + done.stderr)
+        found = json.loads(report.read_text())["findings"]
+        return [f"{f['check']}: {f['message']}" for f in found if f["severity"] == "error"]
+
+    def mended(self, folder: Path, scratch: Path) -> Path:
+        """A copy of the folder with the edits."""
+        copy = scratch / "mended"
+        shutil.rmtree(copy, ignore_errors=True)
+        part = "." if self.package == "cutlass" else "attn_scores"
+        shutil.copytree(folder / part, copy / part)
+        text = (copy / self.file).read_text()
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.file} has this text {text.count(old)} times: {old!r}")
+            text = text.replace(old, new)
+        (copy / self.file).write_text(text)
+        return copy
+
+
+def _meets(indent: str, threads: int) -> str:
+    return f"{indent}cute.arch.barrier(barrier_id=15, number_of_threads={threads})\n"
+
+
+FREES = "            tmem.relinquish_alloc_permit()\n            tmem.free(tmem_ptr)\n"
+RACES = frozenset({"race", "tmem", "uninitialised"})
+PROGRAMS = {
+    "masked-grouped-gemm": Program(
+        "cutlass",
+        f"{KERNELS}/blockwise_gemm/masked_grouped_gemm.py",
+        "",
+        frozenset({"out-of-bounds"}),
+        (
+            (
+                "                    cur_boundary = gidx_mapping[cur_tile_coord[2]]\n"
+                "                    is_valid_m = cur_m < cur_boundary\n\n"
+                "                cur_tile_coord = work_tile.tile_idx\n",
+                "                    if work_tile.is_valid_tile:\n"
+                "                        cur_boundary = gidx_mapping[cur_tile_coord[2]]\n"
+                "                    is_valid_m = cur_m < cur_boundary\n\n"
+                "                cur_tile_coord = work_tile.tile_idx\n",
+            ),
+        ),
+        schedules=1,
+    ),
+    "mixed-input-prefill-d256": Program(
+        "cutlass",
+        f"{MIXED}/mixed_input_fmha_prefill_d256.py",
+        "--q_shape 1,1,256,256 --k_shape 1,1,256,256",
+        RACES,
+        ((FREES, _meets(" " * 12, 128) + FREES),),
+    ),
+    "mixed-input-decode": Program(
+        "cutlass",
+        f"{MIXED}/mixed_input_fmha_decode.py",
+        "--b 1 --seqlen_k 256 --h_q 8 --h_k 1",
+        RACES,
+        (
+            (
+                "            cute.copy(thr_store_o, tSrO, tStO)\n\n            # Initialize colsum",
+                "            cute.copy(thr_store_o, tSrO, tStO)\n"
+                "            cute.arch.fence_view_async_tmem_store()\n\n"
+                "            # Initialize colsum",
+            ),
+        ),
+        schedules=2,
+    ),
+    "fmha-backward": Program(
+        "cutlass",
+        f"{KERNELS}/attention/fmha/fmha_bwd.py",
+        "--s_q 256 --s_k 256 --h_q 1 --h_k 1",
+        RACES,
+        (
+            (
+                "                self.epilogue_sync_barrier.arrive_and_wait()\n\n"
+                "                if warp_idx % self.num_compute_warps == 0:\n",
+                "                self.epilogue_sync_barrier.arrive_and_wait()\n"
+                + _meets(" " * 16, 384)
+                + "                if warp_idx % self.num_compute_warps == 0:\n",
+            ),
+            (
+                "                    (mma_reduce_dQ_pipeline, reduce_tma_store_pipeline),\n"
+                "                )\n\n            else:\n",
+                "                    (mma_reduce_dQ_pipeline, reduce_tma_store_pipeline),\n"
+                "                )\n"
+                + _meets(" " * 16, 384).replace("barrier(", "barrier_arrive(")
+                + "            else:\n",
+            ),
+        ),
+        schedules=1,
+    ),
+    "paged-mqa-logits": Program(
+        "flashinfer",
+        MQA,
+        "",
+        RACES,
+        (
+            (
+                "            # TMEM dealloc: math warps are allocator + last consumer\n",
+                _meets(" " * 12, 256),
+            ),
+        ),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cutlass", type=Path, help="a checkout of NVIDIA/cutlass")
+    parser.add_argument("--flashinfer", type=Path, help="an unpacked wheel of FlashInfer")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROGRAMS))
+    given = parser.parse_args(arguments)
+    for name in given.names or PROGRAMS:
+        if name not in PROGRAMS:
+            parser.error(f"{name} is none of {', '.join(PROGRAMS)}")
+        program = PROGRAMS[name]
+        package = given.cutlass if program.package == "cutlass" else given.flashinfer
+        if package is None:
+            print(f"{name}: needs --{program.package}")
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            scratch, folder = Path(directory), program.folder(package.resolve())
+            show(f"{name}, as released", program, program.errors(folder, scratch))
+            mended = program.mended(folder, scratch)
+            show(f"{name}, mended", program, program.errors(mended, scratch))
+
+
+def show(title: str, program: Program, errors: list[str]) -> None:
+    """Print the numbers of errors, and the first few."""
+    ours = sum(x.split(":")[0] in program.checks for x in errors)
+    print(f"{title}: {ours} errors of {sorted(program.checks)}, {len(errors) - ours} others")
+    for line in errors[:4]:
+        print(f"  {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
