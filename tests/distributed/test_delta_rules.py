@@ -253,9 +253,8 @@ def test_plans_have_the_kernels_of_calls(
     else:
         forward, backward = plan_chunk_kda, plan_chunk_kda_backward
     shared = plan_parameters(kind, heads) | options
-    more = {"recompute": True} if heads else {}
     planned = {
-        *forward(arch, **shared, gradient=True, **more),
+        *forward(arch, **shared, gradient=True),
         *backward(arch, **shared, grouped=True),
     }
     segments = {getattr(spec, "segments", None) for _, spec in found}

@@ -12,6 +12,7 @@ import pytest
 from cute_attn.emulator.machine import Run
 from cute_attn.emulator.runner import Buffer, run_ptx
 
+from . import mbarrier_init
 from . import planted_kernels as small
 from .mutations import STARVING, Ptx
 from .test_planted_bugs import launch_small
@@ -106,3 +107,23 @@ def test_a_starved_read_sees_what_is_stored_over_it() -> None:
         ordered = np.array_equal(out.reshape(8, 4, 4).transpose(2, 0, 1), expected)
         right, wrong = right + ordered, wrong + (not ordered)
     assert right and wrong
+
+
+# What `mbarrier_init` runs on a GPU: without a fence behind the initialisation, or with it.
+UNFENCED = {name: text for name, (text, _) in mbarrier_init.variants().items() if "none" in name}
+
+
+@pytest.mark.parametrize("name", UNFENCED)
+def test_a_missing_fence_behind_an_initialisation_is_a_note(name: str) -> None:
+    """Threads that arrive need the fence only behind a relaxed barrier of the cluster."""
+    fenced = mbarrier_init.variants()[name.replace("none", "mbarrier_init")][0]
+    for text, expected in (
+        (UNFENCED[name], "the peer's threads arrive, cluster barrier release" not in name),
+        (fenced, False),
+    ):
+        arguments = [np.arange(0, 4 * 2048, 4, dtype=np.uint32), counts := np.zeros(3, np.uint32)]
+        done = run_ptx(
+            text, grid=2, block=128, args=[*arguments, 2], dynamic_shared=mbarrier_init.SHARED
+        )
+        assert done.errors == [] and counts.tolist() == [0, 0, 4]
+        assert any("mbarrier_init" in f.message for f in done.findings) == expected

@@ -502,8 +502,8 @@ def refused(match: str) -> Any:
     return pytest.raises(NotImplementedError, match=match)
 
 
-def ours(make: Any = gemma3) -> Any:
-    model = make().to(torch.bfloat16).eval()
+def ours(make: Any = gemma3, **changes: Any) -> Any:
+    model = make(**changes).to(torch.bfloat16).eval()
     model.set_attn_implementation("cute_attn")
     return model
 

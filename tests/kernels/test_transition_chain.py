@@ -15,8 +15,11 @@ from .test_backward_preprocess import launch
 
 @pytest.mark.parametrize(
     ("dims", "rows", "has_start"),
-    [((64, 64), 128, True), ((128, 64), 64, True), ((64, 256), 256, False)],
-    ids=["transitions", "states", "from zero"],
+    [
+        pytest.param((64, 64), 128, True, id="transitions", marks=pytest.mark.slow),
+        pytest.param((128, 64), 64, True, id="states"),
+        pytest.param((64, 256), 256, False, id="from zero", marks=pytest.mark.slow),
+    ],
 )
 def test_chains(dims: tuple[int, int], rows: int, has_start: bool) -> None:
     """Chains of several lengths, which write after some of their steps and leave other places."""

@@ -217,7 +217,7 @@ def two_kernels(x: dict[str, Any], spec: HeadForwardSpec, results: Results) -> N
 @pytest.mark.parametrize(
     "case",
     [
-        {"lengths": [1, 0, 140], "packed": True, "dims": (128, 128), "heads": (1, 1)},
+        slow(lengths=[1, 0, 140], packed=True, dims=(128, 128), heads=(1, 1)),
         slow(lengths=[700], dims=(128, 128), gate="raw"),
         slow(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
         slow(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),

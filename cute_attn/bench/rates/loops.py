@@ -450,7 +450,7 @@ def global_memory(nbytes: int) -> list[TimedLoop]:
     return loops
 
 
-def once(what: str) -> list[TimedLoop]:
+def once(_: int, what: str) -> list[TimedLoop]:
     """Each thread loads 16 bytes, or stores them `STORED_AT` bytes on, or both."""
     body = []
     if "load" in what:
@@ -506,6 +506,6 @@ LOOPS: dict[str, Callable[[int], list[TimedLoop]]] = {
     "bulk stores": lambda _: bulk_stores(),
     "global memory": global_memory,
     "global latency": lambda _: global_latency(),
-    **{what: lambda _, what=what: once(what) for what in ("load", "store", "load and store")},
+    **{what: functools.partial(once, what=what) for what in ("load", "store", "load and store")},
     "nothing": lambda _: [],
 }
