@@ -180,8 +180,8 @@ def plan_mla_decode(
         head_dim: columns of a cached token.
         head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
         queries: queries of a sequence.
-        heads: query heads. With queries, they are rows of the kernel's tiles of 64: only whether
-            queries is 1, and whether there are two tiles, matters.
+        heads: query heads. With queries, they are rows of the kernels' tiles of 64: only whether
+            queries is 1, and whether there is more than one tile, matters.
         causal: as the operator's.
         page_size: tokens of a page, a multiple of 16.
         return_lse: as the operator's.

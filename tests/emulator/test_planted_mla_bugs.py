@@ -33,6 +33,7 @@ from .mutations import (
     Planted,
     Planter,
     Prepared,
+    Ptx,
     all_waits,
     found_on,
     launch_recorded,
@@ -125,9 +126,12 @@ def other_bugs(planted: Planter) -> None:
 
     @planted("a piece does not count its arrival", "value")
     def _(p: Edged) -> Planted:
-        *_, line, _ = p.all(r"atom\.acq_rel\.gpu\.global\.inc")  # the last is of groups of pieces
-        target = re.findall(r"%r\d+", p[line])[0]
-        return p.with_line(line, f"mov.b32 {target}, 0;"), [line]
+        _, *lines = p.all(r"atom\.acq_rel\.gpu\.global\.inc")  # the first is the load warp's
+        changed: Ptx = p
+        for line in lines:
+            target = re.findall(r"%r\d+", p[line])[0]
+            changed = changed.with_line(line, f"mov.b32 {target}, 0;")
+        return changed, lines
 
 
 EDGES = ("work_empty", "q_full", "q_empty", "cache_empty", "p_full", "p_empty")

@@ -18,7 +18,6 @@ CHUNKS = 4
 SLACK, SLACK_OF_MANY = 3, 12
 TURNS = True
 AHEAD = 1
-EVICT_FIRST = False
 PARTS = 1
 PREFETCH = 0
 HELD = 1
@@ -52,7 +51,6 @@ def latent_decode_spec(
         return LatentTurnsSpec(
             **of_all,
             ahead=AHEAD,
-            evict_first=EVICT_FIRST,
             parts=PARTS,
             prefetch=PREFETCH,
             held=HELD,

@@ -101,10 +101,13 @@ class LatentTurnsSpec(LatentSpec):
 
     Attributes:
         ahead: chunks of the next scores that start before the previous outputs are done.
+        parts: parts of a warpgroup's columns of O that are multiplied, and whose columns of the
+            cache are released, one after the other.
+        prefetch: pairs of tiles of the cache that are brought to L2 ahead of their loads.
+        held: boxes of 64 columns of Q that stay in registers.
     """
 
     ahead: int
-    evict_first: bool
     parts: int
     prefetch: int
     held: int

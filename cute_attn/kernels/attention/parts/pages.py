@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64
+from cutlass import Int16, Int32
 
 from ...common.carried import Carried
 from ...common.pipeline import BOTH_CTAS, CTAS, Barriers
@@ -121,21 +121,17 @@ class Pages(Carried):
         column: Int32 | None = None,
         stage: Int32 | None = None,
         multicast: cutlass.Constexpr[bool] = False,
-        policy: Int64 | None = None,
     ) -> None:
         """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`. `column`
         is the first column to load; `smem` has as many columns as are loaded. `stage` is the stage
         of `smem`, by default the stage of use n. With `multicast` each CTA of a pair loads half of
-        the boxes of rows into both CTAs. `policy` is a `cache_policy`."""
+        the boxes of rows into both CTAs."""
         if cutlass.const_expr(stage is None):
             stage = barriers.stage(edge, n)
-        first, count = 0, self.boxes
-        more: dict[str, Any] = (
-            {} if cutlass.const_expr(policy is None) else {"cache_policy": policy}
-        )
+        first, count, more = 0, self.boxes, {}
         if cutlass.const_expr(multicast):
             count = self.boxes // CTAS
-            first, more = cta_rank() * count, more | {"mcast_mask": Int16(BOTH_CTAS)}
+            first, more = cta_rank() * count, {"mcast_mask": Int16(BOTH_CTAS)}
         for each in cutlass.range(count, unroll=1):  # not unrolled, because registers are few
             i = first + each if cutlass.const_expr(multicast) else each
             if cutlass.const_expr(self.boxes > 1):

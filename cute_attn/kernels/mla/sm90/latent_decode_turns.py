@@ -48,7 +48,6 @@ from ...attention.sm90.mma import (
 from ...common.carried import Carried
 from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import wgmma
-from ...common.ptx.cache_policy import cache_policy
 from ...common.ptx.memory import load_shared, prefetch_bytes, shared_address, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -300,7 +299,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> None:  # fmt: skip
         """Load a tile of the cache, in the order in which its stage becomes free."""
         found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
-        policy = cache_policy("evict_first") if self.spec.evict_first else None
         for chunk in self.order[parity]:
             of_part = self.spec.chunks // (OUTPUT_GROUPS * len(self.parts))
             if chunk % of_part == 0:
@@ -311,7 +309,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 barriers.expect("cache_full", n, 2 * TILE_N * len(columns))
             x.pages.load(
                 x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers,
-                "cache_full", n, columns.start, Int32(parity), policy=policy,
+                "cache_full", n, columns.start, Int32(parity),
             )  # fmt: skip
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
