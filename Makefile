@@ -50,7 +50,7 @@ help: ## list the targets
 demo: $(call installed,base) ## set up, then run and check every operator (without a GPU: emulated)
 	$(PYTHON) examples/quickstart.py
 
-test: $(call installed,test) ## set up, then run the tests, without a GPU if need be: 7 minutes on 2 cores
+test: $(call installed,test) ## set up, then run the tests, without a GPU if need be: 6 minutes on 2 cores
 	$(PYTHON) -m pytest $(PYTEST_ARGS) -m "not slow"
 
 test-full: $(call installed,test) ## also the full sweeps, with more random examples: HOURS

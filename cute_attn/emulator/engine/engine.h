@@ -472,7 +472,7 @@ enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
   CT_MMA_SYNC_FLOPS, CT_WGMMA_FLOPS, CT_TCGEN05_FLOPS, CT_ASYNC_OPS, CT_BARRIER_PHASES, CT_COUNT
 };
 
-static inline Emu *emu_of(Warp *w) { return w->cta->emu; }
+static inline Emu *emu_of(const Warp *w) { return w->cta->emu; }
 static inline bool checking(const Emu *e, int check) { return e->checks >> check & 1; }
 
 // ---------------------------------------------------------------------------- operands (inline)

@@ -213,9 +213,10 @@ static const char *wait_text(const Warp *w, const Group *g) {
       const Mbarrier *b = mbarrier_in(c, offset);
       if (!b) return text("waits for %s, which is not a valid mbarrier", name);
       const Wait *last = c == w->cta && b->waits[w->index].insn ? &b->waits[w->index] : NULL;
+      bool waited = last && last->phase != UINT32_MAX;  // not only for the phase before the first
       return text("waits for the end of a phase of parity %llu of %s%s",
                   (unsigned long long)g->wait_detail & 1, name,
-                  last ? text(", after a wait for phase %u", last->phase) : "");
+                  waited ? text(", after a wait for phase %u", last->phase) : "");
     }
     case WAIT_NAMED_BARRIER: {
       const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];
