@@ -237,33 +237,41 @@ class ChunkPass:
         spec = self.spec
         batch, tokens, heads, slots, sequences = (cute.sym_int() for _ in range(5))
 
-        def matrices(present: bool) -> Any:
-            matrix = (spec.head_dim_k, spec.head_dim_v)
-            if spec.state_v_first:
-                matrix = matrix[::-1]
-            return fake_matrices((sequences, heads), matrix) if present else None
-
-        def of_chunks(present: bool, elements: int) -> Any:
-            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
-
         def rows() -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
 
         return placeholders(
             Arguments(
                 rows=rows(),
-                tiles=of_chunks(True, record_elements(spec.head_dim_k)),
+                tiles=fake_rows(self.dtype, (slots, heads, record_elements(spec.head_dim_k))),
                 decay=fake_rows(Float32, (slots, heads, spec.head_dim_k)),
                 o=rows(),
-                states=of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
-                v_new=of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
-                start=matrices(self.starts),
-                result=matrices(self.ends),
-                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_states(heads, slots, sequences),
                 **self.fake_workspace(sequences, heads),
                 **self.fake_segments(heads, slots, sequences),
             )
         )
+
+    def fake_states(self, heads: Any, slots: Any, sequences: Any) -> dict[str, Any]:
+        """Placeholders for the states of sequences and of chunks, and for cu_seqlens."""
+        spec = self.spec
+
+        def of_chunks(present: bool, elements: int) -> Any:
+            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
+
+        def matrices(present: bool) -> Any:
+            matrix = (spec.head_dim_k, spec.head_dim_v)
+            if spec.state_v_first:
+                matrix = matrix[::-1]
+            return fake_matrices((sequences, heads), matrix) if present else None
+
+        return {
+            "states": of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
+            "v_new": of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
+            "start": matrices(self.starts),
+            "result": matrices(self.ends),
+            "cu_seqlens": fake_offsets(spec.index_dtype),
+        }
 
     def fake_workspace(self, sequences: Any, heads: Any) -> dict[str, Any]:
         """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions

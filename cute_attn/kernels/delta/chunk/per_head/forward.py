@@ -33,8 +33,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....common.arguments import (
     fake_contiguous,
-    fake_matrices,
-    fake_offsets,
     fake_rows,
     fake_strided,
 )
@@ -250,26 +248,11 @@ class HeadForward(HeadStatePass):
     # -- arguments ----------------------------------------------------------------------------
 
     def fake_args(self) -> tuple[Any, ...]:
-        spec = self.spec
         heads, slots, sequences = (cute.sym_int() for _ in range(3))
-
-        def matrices(present: bool) -> Any:
-            matrix = (spec.head_dim_k, spec.head_dim_v)
-            if spec.state_v_first:
-                matrix = matrix[::-1]
-            return fake_matrices((sequences, heads), matrix) if present else None
-
-        def stored(present: bool, elements: int) -> Any:
-            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
-
         return placeholders(
             Arguments(
                 **self.fake_inputs(heads),
-                states=stored(self.has_states, spec.head_dim_v * spec.head_dim_k),
-                v_new=stored(self.has_v_new, CHUNK * spec.head_dim_v),
-                start=matrices(self.starts),
-                result=matrices(self.ends),
-                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_states(heads, slots, sequences),
                 scale=Float32(1.0),
                 beta_scale=Float32(1.0),
             )

@@ -33,7 +33,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ....common.arguments import fake_matrices, fake_offsets, fake_rows
+from ....common.arguments import fake_rows
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import BOTH_CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
@@ -164,26 +164,11 @@ class HeadStatePass(KdaStatePass):
         self.copied_bytes = qk_bytes + self.tiles_bytes + self.rows_bytes + 4 * FACTORS
 
     def fake_args(self) -> tuple[Any, ...]:
-        spec = self.spec
         heads, slots, sequences = (cute.sym_int() for _ in range(3))
-
-        def matrices(present: bool) -> Any:
-            matrix = (spec.head_dim_k, spec.head_dim_v)
-            if spec.state_v_first:
-                matrix = matrix[::-1]
-            return fake_matrices((sequences, heads), matrix) if present else None
-
-        def stored(present: bool, elements: int) -> Any:
-            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
-
         return placeholders(
             Arguments(
                 **self.fake_inputs(heads, slots),
-                states=stored(self.has_states, spec.head_dim_v * spec.head_dim_k),
-                v_new=stored(self.has_v_new, CHUNK * spec.head_dim_v),
-                start=matrices(self.starts),
-                result=matrices(self.ends),
-                cu_seqlens=fake_offsets(spec.index_dtype),
+                **self.fake_states(heads, slots, sequences),
                 **self.fake_workspace(sequences, heads),
                 **self.fake_segments(heads, slots, sequences),
             )
