@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .carried import Carried
 from .pipeline import HARDWARE, Barriers, Edge, Kind, Reach, Role
-from .ptx.memory import increment_global
+from .ptx.memory import count_arrival, increment_global, store_global
 from .smem import Buffer
 
 if TYPE_CHECKING:
@@ -292,6 +292,16 @@ class TileQueue(Carried, Generic[Work]):
     def release(self, n: Int32) -> None:
         """Release the stage of work n, once this warp has read it."""
         self.barriers.warp_arrives("work_empty", n)
+
+
+@cute.jit
+def restore_counter(address: Int64) -> None:
+    """Set the Int32 at a 64-bit address in global memory to 0 in the last CTA that comes here. The
+    Int32 behind it counts the CTAs, and is 0 before and after the launch. One thread of each CTA
+    calls this, when the CTA takes no more work."""
+    ctas = cute.arch.grid_dim()[0]
+    if count_arrival(address + 4, ctas) == ctas - 1:
+        store_global(Int32, address, [Int32(0)])
 
 
 def _words(work: Any) -> tuple[Int32, ...]:

@@ -16,7 +16,6 @@ STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
 # A cut costs about so many tiles: a float32 result is written and read again.
 SLACK, SLACK_OF_MANY = 3, 12
-TURNS = True
 AHEAD = 1
 PARTS = 1
 PREFETCH = 0
@@ -47,7 +46,7 @@ def latent_decode_spec(
         "slack": SLACK_OF_MANY if many else SLACK,
     }
     # A tile of 64 rows waits for memory, several tiles for the tensor cores.
-    if many and head_dim_v == 512 and TURNS:
+    if many and head_dim_v == 512:
         return LatentTurnsSpec(
             **of_all,
             ahead=AHEAD,

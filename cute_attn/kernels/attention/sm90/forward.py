@@ -76,10 +76,14 @@ from ...common.ptx.memory import (
     prefetch_global,
     shared_address,
     sleep,
-    store_global,
     store_shared,
 )
-from ...common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
+from ...common.scheduler import (
+    CounterScheduler,
+    SingleTileScheduler,
+    TileQueue,
+    restore_counter,
+)
 from ...common.sequences import Sequences
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES, VECTOR_BYTES
@@ -742,11 +746,7 @@ class Sm90Forward:
                 number = self.take_number(x, numbers, taken)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
-            # The last CTA to come here leaves the counters as it found them.
-            at = x.counter.iterator.toint()
-            ctas = cute.arch.grid_dim()[0]
-            if count_arrival(at + 4, ctas) == ctas - 1:
-                store_global(Int32, at, [Int32(0)])
+            restore_counter(x.counter.iterator.toint())
 
     @cute.jit
     def take_number(self, x: Operands, numbers: PairNumbers | None, n: Int32) -> Int32:

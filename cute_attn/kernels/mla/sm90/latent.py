@@ -48,7 +48,7 @@ from ...common.ptx.memory import (
     store_global,
     store_shared,
 )
-from ...common.scheduler import TileQueue
+from ...common.scheduler import TileQueue, restore_counter
 from ...common.sequences import Sequences
 from ...common.smem import Pointers, SharedMemory
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
@@ -301,11 +301,7 @@ class LatentKernel:
             taken = self.load_pieces(x, smem, queue, visible, even)
         queue.publish_end(taken)
         if cute.arch.lane_idx() == 0:
-            # The last CTA to come here leaves the counters as it found them.
-            at = x.counter.iterator.toint()
-            ctas = cute.arch.grid_dim()[0]
-            if count_arrival(at + 4, ctas) == ctas - 1:
-                store_global(Int32, at, [Int32(0)])
+            restore_counter(x.counter.iterator.toint())
 
     @cute.jit
     def load_shares(

@@ -33,7 +33,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....common.arguments import (
     fake_contiguous,
-    fake_rows,
     fake_strided,
 )
 from ....common.dtypes import DTYPE
@@ -261,23 +260,17 @@ class HeadForward(HeadStatePass):
     def fake_inputs(self, heads: Any) -> dict[str, Any]:  # type: ignore[override]
         """Placeholders of the arguments from q to o."""
         spec = self.spec
-        batch, tokens, heads_qk = (cute.sym_int() for _ in range(3))
-
-        def rows(heads: Any, columns: int) -> Any:
-            return fake_rows(self.dtype, (batch, tokens, heads, columns))
+        batch, tokens = cute.sym_int(), cute.sym_int()
 
         def of_heads(present: bool) -> Any:
             return fake_contiguous(Float32, (heads,)) if present else None
 
         return {
-            "q": rows(heads_qk, spec.head_dim_k),
-            "k": rows(heads_qk, spec.head_dim_k),
-            "rows": rows(heads, spec.head_dim_v),
+            **self.fake_tokens(batch, tokens, heads),
             "g": fake_strided(DTYPE[spec.gate_dtype], (batch, tokens, heads)),
             "beta": fake_strided(DTYPE[spec.beta_dtype], (batch, tokens, heads)),
             "A_log": of_heads(spec.has_A_log),
             "dt_bias": of_heads(spec.has_dt_bias),
-            "o": rows(heads, spec.head_dim_v),
         }
 
     @entry(Arguments)

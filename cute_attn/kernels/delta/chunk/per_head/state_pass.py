@@ -176,8 +176,15 @@ class HeadStatePass(KdaStatePass):
 
     def fake_inputs(self, heads: Any, slots: Any) -> dict[str, Any]:
         """Placeholders of the arguments from q to o."""
-        spec = self.spec
-        batch, tokens, heads_qk = (cute.sym_int() for _ in range(3))
+        return {
+            **self.fake_tokens(cute.sym_int(), cute.sym_int(), heads),
+            "tiles": fake_rows(self.dtype, (slots, heads, 2 * SUB_TILE)),
+            "factors": fake_rows(Float32, (slots, heads, FACTORS)),
+        }
+
+    def fake_tokens(self, batch: Any, tokens: Any, heads: Any) -> dict[str, Any]:
+        """Placeholders of q, k, v and o."""
+        spec, heads_qk = self.spec, cute.sym_int()
 
         def rows(heads: Any, columns: int) -> Any:
             return fake_rows(self.dtype, (batch, tokens, heads, columns))
@@ -186,8 +193,6 @@ class HeadStatePass(KdaStatePass):
             "q": rows(heads_qk, spec.head_dim_k),
             "k": rows(heads_qk, spec.head_dim_k),
             "rows": rows(heads, spec.head_dim_v),
-            "tiles": fake_rows(self.dtype, (slots, heads, 2 * SUB_TILE)),
-            "factors": fake_rows(Float32, (slots, heads, FACTORS)),
             "o": rows(heads, spec.head_dim_v),
         }
 
