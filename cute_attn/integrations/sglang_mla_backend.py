@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import forward_head_dims
-from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
+from ..ops.mla import MOST_HEADS, MOST_QUERIES, SHAPES, mla_decode
 from .sglang import NAME
 from .sglang_backend import (
     CHAINS,
@@ -33,7 +33,6 @@ from .sglang_backend import (
     CuteAttnBackend,
     CuteAttnMetadata,
     check_options,
-    check_pages,
     has_trees,
     layers_of,
     missing_for_layer,
@@ -60,12 +59,10 @@ class CuteAttnMLABackend(CuteAttnBackend):
     """Latent attention of all layers of a model that SGLang runs.
 
     Raises:
-        ValueError: page_size is not a multiple of 16.
         NotImplementedError: the model, a layer or an option of the server has no kernel.
     """
 
     def refuse(self, runner: Any) -> None:
-        check_pages(runner, PAGE_STEP)
         raise_for(missing(runner))
 
     def described(

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import head_dims_by_major
 from ..ops.checks import dtype_name
-from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
+from ..ops.mla import MOST_HEADS, MOST_QUERIES, SHAPES, mla_decode
 from .vllm import MLA_NAME, NAME
 from .vllm_backend import write_to_slots
 
@@ -73,7 +73,7 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(PAGE_STEP)]
+        return [MultipleOf(1)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

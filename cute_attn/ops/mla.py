@@ -22,7 +22,6 @@ from ..kernels.mla.spec import (
     DTYPES,
     MOST_HEADS,
     MOST_QUERIES,
-    PAGE_STEP,
     PART_COLUMNS,
     SHAPES,
     TILE_M,
@@ -61,7 +60,7 @@ from .operator import (
 )
 
 # The operator, and the kernel's limits for callers that choose kernels before a call.
-__all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
+__all__ = ["MOST_HEADS", "MOST_QUERIES", "SHAPES", "mla_decode", "plan_mla_decode"]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
@@ -101,9 +100,9 @@ def mla_decode(
         q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, dtype of q_nope; None if a token
             has no rotated key.
         kv_cache: `[num_pages, page_size, head_dim]`, or `[num_pages, page_size, 1, head_dim]`,
-            dtype of q_nope. Pages have a multiple of 16 tokens, and any stride. (head_dim,
-            head_dim_v) is (576, 512), (512, 512) or (320, 256). The contents of unused rows and
-            pages do not matter, NaN included.
+            dtype of q_nope. Pages have any size and stride; sizes that are no multiple of 16 share
+            a kernel. (head_dim, head_dim_v) is (576, 512), (512, 512) or (320, 256). The contents
+            of unused rows and pages do not matter, NaN included.
         block_table: `[batch, max_pages]` int32, rows contiguous: the pages of each sequence.
             Entries past a sequence's last page are not read.
         cache_seqlens: `[batch]` int32: the tokens of each sequence, with the new tokens. 0: the
@@ -183,7 +182,7 @@ def plan_mla_decode(
         heads: query heads. With queries, they are rows of the kernels' tiles of 64: only whether
             queries is 1, and whether there is more than one tile, matters.
         causal: as the operator's.
-        page_size: tokens of a page, a multiple of 16.
+        page_size: tokens of a page. All sizes that are no multiple of 16 have the same kernel.
         return_lse: as the operator's.
 
     Returns:
@@ -198,7 +197,8 @@ def plan_mla_decode(
     check_arch(arch)
     head_dim_v = dict(SHAPES).get(head_dim, 0) if head_dim_v is None else head_dim_v
     check_shape(head_dim, head_dim_v)
-    check_page_size("page_size", page_size)
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}, must be positive")
     spec = latent_decode_spec(
         dtype=dtype,
         head_dim=head_dim,
@@ -214,11 +214,6 @@ def plan_mla_decode(
 def check_arch(arch: str) -> None:
     if arch not in ARCHS:
         raise NotImplementedError(f"there is no mla_decode on {arch}; there is: {', '.join(ARCHS)}")
-
-
-def check_page_size(name: str, size: Any) -> None:
-    if size % PAGE_STEP or not size:
-        raise ValueError(f"{name} is {size}, must be a positive multiple of {PAGE_STEP}")
 
 
 # -- the operators ------------------------------------------------------------------------------
@@ -465,7 +460,8 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
             "[num_pages, page_size, 1, head_dim]"
         )
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
-    check_page_size("page_size, kv_cache.shape[1],", cache.shape[1])
+    if isinstance(cache.shape[1], int) and cache.shape[1] < 1:
+        raise ValueError(f"kv_cache has shape {list(cache.shape)}, must have pages of 1 token or more")
     batch, queries, heads, _ = a.q_nope.shape
     for what, size, most in (("queries", queries, MOST_QUERIES), ("heads", heads, MOST_HEADS)):
         if exceeds(size, most) or (isinstance(size, int) and size < 1):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .spec import TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, LatentTurnsSpec
+from .spec import GATHERED, TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, LatentTurnsSpec
 
 LEAST_KEY_TILES = 2
+LEAST_BOX_ROWS = 16  # of TMA's boxes; pages that no such box divides are gathered
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
 # A cut costs about so many tiles: a float32 result is written and read again.
@@ -20,6 +21,12 @@ AHEAD = 1
 PARTS = 1
 PREFETCH = 0
 HELD = 1
+
+
+def page_rows(page_size: int) -> int:
+    """Rows of TMA's boxes, which divide a page and a tile, or GATHERED if these would be few."""
+    rows = math.gcd(page_size, TILE_N)
+    return rows if rows >= LEAST_BOX_ROWS else GATHERED
 
 
 def latent_decode_spec(
@@ -39,7 +46,7 @@ def latent_decode_spec(
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
         "causal": causal,
-        "page_rows": math.gcd(page_size, TILE_N),
+        "page_rows": page_rows(page_size),
         "lse": lse,
         "chunks": CHUNKS,
         "least_key_tiles": LEAST_KEY_TILES,

@@ -15,8 +15,8 @@ SHAPES = ((576, 512), (512, 512), (320, 256))
 ARCHS = ("sm_90a",)
 TILE_M, TILE_N = 64, 64
 BOX = 64  # columns that TMA loads at a time
-PAGE_STEP = 16  # tokens of a page are a multiple
-PAGE_ROWS = (16, 32, 64)
+GATHERED = 1  # page_rows: rows are gathered one by one, from pages of any size
+PAGE_ROWS = (GATHERED, 16, 32, 64)
 MOST_QUERIES, MOST_HEADS = 16, 128
 PART_COLUMNS = 4  # of a row of a piece's result, beside o: the log-sum-exp, and padding
 
@@ -30,7 +30,7 @@ class LatentSpec(Spec):
         head_dim: columns of a token in the cache.
         head_dim_v: the first columns of a token, which are its value too.
         causal: queries see no later keys; needed only with several queries of a sequence.
-        page_rows: pages are loaded `page_rows` rows at a time.
+        page_rows: pages are loaded `page_rows` rows at a time; GATHERED: pages may have any size.
         lse: the kernel writes the log-sum-exp.
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import HEADROOM
+from ...attention.parts.gather import Gather
 from ...attention.parts.merge import VECTOR, Parts, add_up, finish, store_rounded
 from ...attention.parts.pages import Pages
 from ...attention.parts.pieces import PieceMap
@@ -34,8 +35,8 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Pipeline, Role
-from ...common.ptx.async_copy import copy_async
+from ...common.pipeline import Barriers, Kind, Pipeline, Role
+from ...common.ptx.async_copy import copies_arrive, copy_async
 from ...common.ptx.memory import (
     LINE_WORDS,
     NEVER,
@@ -45,6 +46,7 @@ from ...common.ptx.memory import (
     load_global,
     load_shared,
     prefetch_global,
+    shared_address,
     store_global,
     store_shared,
 )
@@ -54,13 +56,15 @@ from ...common.smem import Pointers, SharedMemory
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes
 from ..even_pieces import EvenPieces, LatentWork
-from ..spec import PART_COLUMNS, TILE_M, TILE_N
+from ..spec import GATHERED, PART_COLUMNS, TILE_M, TILE_N
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 LINE_BYTES = 2 * BOX
 BOX_BYTES = ROWS * LINE_BYTES
 UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
+
+CHUNK = "a chunk of a cache tile"  # what the load warps hand over
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
 
@@ -111,11 +115,12 @@ class Operands(Carried):
     """The tensors and numbers that the device code reads and writes; see `Arguments`.
 
     Attributes:
-        cache_tma, cache: TMA's copies of the cache, and coordinates for them.
+        cache_tma, cache: TMA's copies of the cache, and coordinates for them; None, and the cache
+            with one head, if rows are gathered.
         tokens: the cache as it lies in memory.
     """
 
-    cache_tma: cute.CopyAtom
+    cache_tma: cute.CopyAtom | None
     cache: cute.Tensor
     tokens: cute.Tensor
     q: cute.Tensor
@@ -174,6 +179,8 @@ class LatentKernel:
         OUTPUTS: the role of the warps that hold O, in two warpgroups.
         WARPS: the warps of a CTA.
         stages: tiles of the cache in shared memory at once.
+        gathers: the warps of QUERIES and LOAD gather the cache's rows, from pages of any size;
+            otherwise TMA loads boxes of rows.
         smem, pipeline: shared memory and edges.
     """
 
@@ -192,10 +199,20 @@ class LatentKernel:
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
         self.tile_bytes = TILE_N * spec.head_dim * 2
+        self.gathers = spec.page_rows == GATHERED
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.q_parts = {
             "q_empty": range(spec.head_dim)
         }  # columns of Q, by the edge that frees them
+        # How the edges of Q and of the cache are completed, and by whom.
+        gatherers = Role(
+            f"{self.QUERIES.name} and {self.LOAD.name}",
+            range(self.QUERIES.warps.start, self.LOAD.warps.stop),
+        )
+        self.of_queries = Kind.THREADS if self.gathers else Kind.WARPS
+        self.loaders, self.of_cache = self.LOAD, Kind.BYTES
+        if self.gathers:
+            self.loaders, self.of_cache = gatherers, Kind.THREADS
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -249,7 +266,9 @@ class LatentKernel:
         cache = cute.make_tensor(
             a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
         )
-        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
+        tma = None
+        if cutlass.const_expr(not self.gathers):
+            tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
         x = Operands(
             tma, cache, a.cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads,
             a.num_splits, a.num_ctas,
@@ -269,7 +288,7 @@ class LatentKernel:
         if warp == self.LOAD.warps[0]:
             prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             x.pages.prefetch_first()
-            prepare((x.cache_tma,), barriers)
+            prepare(() if x.cache_tma is None else (x.cache_tma,), barriers)
         cute.arch.sync_threads()
 
     def first_row(self, work: LatentWork) -> Any:
@@ -288,7 +307,7 @@ class LatentKernel:
         visible: HeadsVisibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
+        smem = self.ring(storage, x.pages)
         queue = TileQueue(LatentWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
@@ -305,7 +324,7 @@ class LatentKernel:
 
     @cute.jit
     def load_shares(
-        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        self, x: Operands, smem: Any, queue: TileQueue, visible: HeadsVisibility,
         even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments of the CTA's equal share. Return their
@@ -325,7 +344,7 @@ class LatentKernel:
 
     @cute.jit
     def load_pieces(
-        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        self, x: Operands, smem: Any, queue: TileQueue, visible: HeadsVisibility,
         even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
@@ -348,6 +367,13 @@ class LatentKernel:
             window = pieces.window_of(number, window)
         return taken
 
+    def ring(self, storage: Pointers, pages: Pages) -> Any:
+        """The stages of the cache's tiles: for each chunk as TMA fills them, or the shared address,
+        where rows are gathered."""
+        if self.gathers:
+            return shared_address(storage.cache)
+        return [self.chunk(storage.cache, pages, c) for c in range(self.spec.chunks)]
+
     def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
         """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
         spec, columns = self.spec, self.spec.chunk_columns[number]
@@ -357,28 +383,64 @@ class LatentKernel:
         )  # fmt: skip
 
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache. `n` counts the uses of the cache's stages before the
         piece; the method returns the count after the piece."""
         raise NotImplementedError
 
+    def found(self, x: Operands, key_tile: Int32, work: LatentWork) -> Any:
+        """The pages of a tile's boxes, or of the rows that the warp gathers."""
+        if self.gathers:
+            return Gather.of_warp(x.pages).of_tile(key_tile, work.sequence, work.seqlen_k)
+        return x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
+
+    def load_chunk(
+        self, x: Operands, smem: Any, barriers: Barriers, found: Any, chunk: int, use: Int32,
+        stage: Int32,
+    ) -> None:  # fmt: skip
+        """Load a chunk of columns of a tile to a free stage, as a use of `cache_full`. `found` is
+        where the tile's rows are."""
+        columns = self.spec.chunk_columns[chunk]
+        if self.gathers:
+            to = smem + stage * self.tile_bytes + columns.start // BOX * BOX_BYTES
+            full = barriers.address("cache_full", barriers.stage("cache_full", use))
+            source = cute.domain_offset((0, 0, 0, columns.start), x.cache)
+            Gather.of_warp(x.pages).load(source, found, Int32(0), len(columns), to, full)
+            return
+        with cute.arch.elect_one():
+            barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
+        x.pages.load(
+            x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers, "cache_full",
+            use, columns.start, stage,
+        )  # fmt: skip
+
+    def wait_chunk(self, barriers: Barriers, use: Any) -> None:
+        """Wait for a chunk of the cache, so that products may read it, and Q if Q has arrived."""
+        barriers.wait("cache_full", use)
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
+
     @cute.jit
     def query_warps(
         self, x: Operands, storage: Pointers, barriers: Barriers, shared: Any,
         visible: HeadsVisibility, warp: Int32,
     ) -> None:  # fmt: skip
-        """Load the tiles of Q."""
+        """Load the tiles of Q, and gather the warp's rows of the cache."""
         queue = TileQueue(LatentWork, storage.work, barriers)
-        taken = Int32(0)
+        taken, n = Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:
             self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_view_async_shared()
-            barriers.warp_arrives("q_full", taken)
+            if cutlass.const_expr(self.gathers):
+                copies_arrive(barriers.address("q_full", barriers.stage("q_full", taken)))
+                n = self.load_tiles(x, shared.cache, barriers, work, visible, n)
+            else:
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+                barriers.warp_arrives("q_full", taken)
             taken += 1
             work = queue.take(taken)
 

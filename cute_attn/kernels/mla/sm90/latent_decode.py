@@ -59,6 +59,7 @@ from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentDecodeSpec
 from .latent import (
     BOX_BYTES,
+    CHUNK,
     OUTPUT_GROUPS,
     WARP_ROWS,
     LatentKernel,
@@ -141,10 +142,10 @@ class Sm90LatentDecode(LatentKernel):
         released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
+            Edge("q_full", QUERIES, SOFTMAX, 1, self.of_queries, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
-            Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, payload="its stage"),
+            Edge("cache_full", self.loaders, OUTPUTS, full, self.of_cache, payload=CHUNK),
+            Edge("cache_empty", released, self.loaders, empty, Kind.WARPS, payload="its stage"),
             Edge("p_full", SOFTMAX, OUTPUTS, p_full, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
@@ -222,27 +223,22 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first, which are uses n and up.
         Return the number of the next use."""
         first, end = self.key_tiles(visible, work)
         for i in cutlass.range(end - first, unroll=1):
-            found = x.pages.of_tile(end - 1 - i, work.sequence, work.seqlen_k, self.rows)
+            found = self.found(x, end - 1 - i, work)
             if cutlass.const_expr(not self.spec.early):
                 barriers.wait_previous("cache_empty", n)
             stage = self.stage(barriers, n)
             for c in cutlass.range_constexpr(self.spec.chunks):
-                columns, use = self.spec.chunk_columns[c], n * self.spec.chunks + c
+                use = n * self.spec.chunks + c
                 if cutlass.const_expr(self.spec.early):
                     barriers.wait_previous("cache_empty", use)
-                with cute.arch.elect_one():
-                    barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
-                x.pages.load(
-                    x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
-                    "cache_full", use, columns.start, stage,
-                )  # fmt: skip
+                self.load_chunk(x, smem, barriers, found, c, use, stage)
             n += 1
         return n
 
@@ -285,7 +281,7 @@ class Sm90LatentDecode(LatentKernel):
         stage = self.stage(own.barriers, n) * self.tile_bytes
         scores: Any = None
         for c in range(spec.chunks):
-            own.barriers.wait("cache_full", n * spec.chunks + c)
+            self.wait_chunk(own.barriers, n * spec.chunks + c)
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
@@ -385,10 +381,10 @@ class Sm90LatentDecode(LatentKernel):
         if cutlass.const_expr(self.spec.early):
             # Chunks of the other warpgroup may be loaded again before this warpgroup looks.
             for c in cutlass.range_constexpr(self.spec.chunks // OUTPUT_GROUPS):
-                own.barriers.wait("cache_full", self.release(own, n, c))
+                self.wait_chunk(own.barriers, self.release(own, n, c))
         else:
             for c in cutlass.range_constexpr(self.spec.chunks):
-                own.barriers.wait("cache_full", n * self.spec.chunks + c)
+                self.wait_chunk(own.barriers, n * self.spec.chunks + c)
         own.barriers.wait("p_full", used * self.parts_of_p)
         stage = own.barriers.stage("p_empty", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4

@@ -57,6 +57,7 @@ from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentTurnsSpec
 from .latent import (
     BOX_BYTES,
+    CHUNK,
     OUTPUT_GROUPS,
     WARP_ROWS,
     LatentKernel,
@@ -77,6 +78,7 @@ WORKERS = Role("even, odd and queries", range(0, 11))
 REGISTERS = (232, 40)  # of a thread in even and odd, and in queries and load
 
 MOVED, EXACT = 1, 2  # bits of a flag
+PART = "a part of its stage"  # what a warpgroup gives back
 
 
 @dataclass(frozen=True)
@@ -180,11 +182,11 @@ class Sm90LatentDecodeTurns(LatentKernel):
         full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS * len(self.parts)
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            Edge("q_full", QUERIES, MATH, 1, Kind.WARPS, payload="Q"),
+            Edge("q_full", QUERIES, MATH, 1, self.of_queries, payload="Q"),
             Edge("q_empty", MATH, QUERIES, 1, Kind.WARPS, payload="all columns but the last 64"),
             Edge("last_empty", MATH, QUERIES, 1, Kind.WARPS, payload="the last 64 columns"),
-            Edge("cache_full", LOAD, MATH, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", COLUMNS, LOAD, empty, Kind.WARPS, payload="a part of its stage"),
+            Edge("cache_full", self.loaders, MATH, full, self.of_cache, payload=CHUNK),
+            Edge("cache_empty", COLUMNS, self.loaders, empty, Kind.WARPS, payload=PART),
             Edge("p_full", OWN, OTHER, 2, Kind.WARPS, payload="P, and the rows' references"),
             Edge("p_empty", OTHER, OWN, 2, Kind.WARPS, payload="its stage"),
         )
@@ -264,7 +266,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first. Bit 0 of `n` is the parity
@@ -294,23 +296,18 @@ class Sm90LatentDecodeTurns(LatentKernel):
             prefetch_bytes(at, 2 * self.spec.head_dim)
 
     def load_tile(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         key_tile: Int32, use: Int32, parity: int,
     ) -> None:  # fmt: skip
         """Load a tile of the cache, in the order in which its stage becomes free."""
-        found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
+        found = self.found(x, key_tile, work)
         for chunk in self.order[parity]:
             of_part = self.spec.chunks // (OUTPUT_GROUPS * len(self.parts))
             if chunk % of_part == 0:
                 n = self.empty(use, parity, chunk // of_part)
                 barriers.wait_previous("cache_empty", n)
-            columns, n = self.spec.chunk_columns[chunk], self.full(use, parity, chunk)
-            with cute.arch.elect_one():
-                barriers.expect("cache_full", n, 2 * TILE_N * len(columns))
-            x.pages.load(
-                x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers,
-                "cache_full", n, columns.start, Int32(parity),
-            )  # fmt: skip
+            n = self.full(use, parity, chunk)
+            self.load_chunk(x, smem, barriers, found, chunk, n, Int32(parity))
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
         """The use of the edge `cache_full`."""
@@ -435,7 +432,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         cache = own.shared.cache + parity * self.tile_bytes
         for chunk in chunks:
             columns = spec.chunk_columns[chunk]
-            own.barriers.wait("cache_full", self.full(piece.use(parity, pair), parity, chunk))
+            self.wait_chunk(own.barriers, self.full(piece.use(parity, pair), parity, chunk))
             middle = max(columns.start, min(columns.stop, last))
             for part in (range(columns.start, middle), range(middle, columns.stop)):
                 if len(part):
