@@ -14,6 +14,8 @@ from .spec import GATHERED, TILE_M, TILE_N, LatentDecodeSpec, LatentSpec, Latent
 LEAST_KEY_TILES = 2
 LEAST_BOX_ROWS = 16  # of TMA's boxes; pages that no such box divides are gathered
 STAGES = {576: 2, 512: 2, 320: 4}
+# Beside tiles of fp8, one tile of 576 columns fits.
+STAGES_WITH_FP8, LOADED = {576: 1, 512: 1, 320: 2}, 2
 CHUNKS = 4
 # A cut costs about so many tiles: a float32 result is written and read again.
 SLACK, SLACK_OF_MANY = 3, 12
@@ -38,8 +40,11 @@ def latent_decode_spec(
     causal: bool,
     page_size: int,
     lse: bool,
+    fp8: str = "none",
+    descale: bool = False,
 ) -> LatentSpec:
-    """The specialisation of a decode kernel, for `rows` pairs of a query and a head."""
+    """The specialisation of a decode kernel, for `rows` pairs of a query and a head. `fp8` is the
+    cache's dtype if it is fp8."""
     many = rows > TILE_M
     of_all: dict[str, Any] = {
         "dtype": dtype,
@@ -52,6 +57,17 @@ def latent_decode_spec(
         "least_key_tiles": LEAST_KEY_TILES,
         "slack": SLACK_OF_MANY if many else SLACK,
     }
+    if fp8 != "none":
+        of_all["page_rows"] = GATHERED
+        return LatentDecodeSpec(
+            **of_all,
+            stages=STAGES_WITH_FP8.get(head_dim, 1),
+            early=head_dim_v == 512,
+            halves=True,
+            fp8=fp8,
+            descale=descale,
+            loaded=LOADED,
+        )
     # A tile of 64 rows waits for memory, several tiles for the tensor cores.
     if many and head_dim_v == 512:
         return LatentTurnsSpec(

@@ -10,6 +10,7 @@ from typing import ClassVar
 from ..common.spec import Spec
 
 DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn",)
 # (head_dim, head_dim_v): columns of a cached token, and how many of them are its value.
 SHAPES = ((576, 512), (512, 512), (320, 256))
 ARCHS = ("sm_90a",)
@@ -47,7 +48,8 @@ class LatentSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "page_rows": PAGE_ROWS,
-        "stages": (2, 3, 4, 5),
+        "fp8": ("none", *FP8_DTYPES),
+        "stages": (1, 2, 3, 4, 5),
         "chunks": (1, 2, 4, 8),
     }
 
@@ -88,11 +90,26 @@ class LatentDecodeSpec(LatentSpec):
         stages: tiles of the cache in shared memory at once.
         early: a chunk is released once its columns have been multiplied, not with the whole tile.
         halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
+        fp8: dtype of the cache where it is fp8; "none": the cache has q's dtype.
+        descale: an argument has the factor of an fp8 cache.
+        loaded: tiles of fp8 in shared memory at once; 0 without fp8.
     """
 
     stages: int
     early: bool
     halves: bool
+    fp8: str = "none"
+    descale: bool = False
+    loaded: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8 == "none" and self.descale:
+            raise ValueError("descale is True, only an fp8 cache has a factor")
+        if self.fp8 != "none" and self.page_rows != GATHERED:
+            raise ValueError(f"page_rows is {self.page_rows}, rows of fp8 are GATHERED")
+        if (self.fp8 != "none") != (self.loaded > 0):
+            raise ValueError(f"loaded is {self.loaded}, must be positive with fp8, otherwise 0")
 
 
 @dataclass(frozen=True)

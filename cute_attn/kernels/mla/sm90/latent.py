@@ -10,6 +10,8 @@ CTA that arrives last adds up all results. The order of the keys is the order of
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,7 +83,7 @@ class Arguments(NamedTuple):
     Attributes:
         q: `[batch, queries, heads, head_dim_v]`.
         q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, or None.
-        cache: `[pages, page_size, head_dim]`.
+        cache: `[pages, page_size, head_dim]`, dtype of q, or fp8.
         o: `[batch, queries, heads, head_dim_v]`.
         lse: `[batch, heads, queries]`, float32, or None.
         block_table: `[batch, max_pages]`.
@@ -94,6 +96,7 @@ class Arguments(NamedTuple):
         softmax_scale: factor of the scores.
         num_splits: into how many pieces each segment is cut; 0: as many as balance the CTAs.
         num_ctas: how many CTAs are resident at once.
+        kv_descale: factor of an fp8 cache, `[1]`, or None.
     """
 
     q: cute.Tensor
@@ -108,6 +111,7 @@ class Arguments(NamedTuple):
     softmax_scale: Float32
     num_splits: Int32
     num_ctas: Int32
+    kv_descale: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Operands(Carried):
         cache_tma, cache: TMA's copies of the cache, and coordinates for them; None, and the cache
             with one head, if rows are gathered.
         tokens: the cache as it lies in memory.
+        softmax_scale: only beside `kv_descale`, otherwise None.
     """
 
     cache_tma: cute.CopyAtom | None
@@ -133,6 +138,8 @@ class Operands(Carried):
     heads: Int32
     num_splits: Int32
     num_ctas: Int32
+    softmax_scale: Float32 | None
+    kv_descale: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,8 @@ class LatentKernel:
 
     Attributes:
         kernel: the device code.
+        fp8: the cache's type if it is fp8, otherwise None.
+        descale: whether an argument has the factor of an fp8 cache.
         QUERIES, LOAD: roles of the warps that load Q, and of the warp that loads the cache.
         OUTPUTS: the role of the warps that hold O, in two warpgroups.
         WARPS: the warps of a CTA.
@@ -200,6 +209,9 @@ class LatentKernel:
         self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
         self.tile_bytes = TILE_N * spec.head_dim * 2
         self.gathers = spec.page_rows == GATHERED
+        fp8 = getattr(spec, "fp8", "none")
+        self.fp8 = None if fp8 == "none" else DTYPE[fp8]
+        self.descale = getattr(spec, "descale", False)
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.q_parts = {
             "q_empty": range(spec.head_dim)
@@ -212,7 +224,9 @@ class LatentKernel:
         self.of_queries = Kind.THREADS if self.gathers else Kind.WARPS
         self.loaders, self.of_cache = self.LOAD, Kind.BYTES
         if self.gathers:
-            self.loaders, self.of_cache = gatherers, Kind.THREADS
+            # Warps that convert wait for their own copies.
+            self.loaders = gatherers
+            self.of_cache = Kind.WARPS if self.fp8 else Kind.THREADS
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -224,7 +238,7 @@ class LatentKernel:
             Arguments(
                 q=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
                 q_rope=fake_rows(self.dtype, (*rows, spec.rope)) if spec.rope else None,
-                cache=fake_rows(self.dtype, (pages, size, spec.head_dim)),
+                cache=fake_rows(self.fp8 or self.dtype, (pages, size, spec.head_dim)),
                 o=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
                 lse=fake_strided(Float32, (batch, heads, queries)) if spec.lse else None,
                 block_table=fake_rows(Int32, (batch, cute.sym_int()), align=Int32.width // 8),
@@ -234,6 +248,7 @@ class LatentKernel:
                 softmax_scale=Float32(1.0),
                 num_splits=Int32(0),
                 num_ctas=Int32(1),
+                kv_descale=fake_contiguous(Float32, (1,)) if self.descale else None,
             )
         )
 
@@ -257,7 +272,7 @@ class LatentKernel:
             cute.fast_divmod_create_divisor_v2(heads),
         )  # fmt: skip
         num_ctas = a.num_ctas
-        read = (a.q, a.q_rope, a.cache, a.block_table, a.cache_seqlens)
+        read = (a.q, a.q_rope, a.cache, a.block_table, a.cache_seqlens, a.kv_descale)
         if overlaps((a.o, a.lse), read):
             num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         # One head, as the boxes of attention's K and V have heads.
@@ -271,7 +286,7 @@ class LatentKernel:
             tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
         x = Operands(
             tma, cache, a.cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads,
-            a.num_splits, a.num_ctas,
+            a.num_splits, a.num_ctas, a.softmax_scale if self.descale else None, a.kv_descale,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
@@ -338,7 +353,7 @@ class LatentKernel:
             work, unit, has_work = even.work(cta, unit, window)
             if has_work:
                 queue.publish_work(taken, work)
-                n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
+                n = self.load_piece(x, smem, queue.barriers, work, visible, n)
                 taken += 1
         return taken
 
@@ -358,7 +373,7 @@ class LatentKernel:
             found = pieces.work(number, window)
             work = LatentWork(**vars(found), together=Int32(even.together))
             queue.publish_work(taken, work)
-            n = self.load_tiles(x, smem, barriers, work, visible, n)
+            n = self.load_piece(x, smem, barriers, work, visible, n)
             taken += 1
             number = Int32(0)
             if cute.arch.lane_idx() == 0:
@@ -381,6 +396,16 @@ class LatentKernel:
             buffer + TILE_N * columns.start, spec.page_rows, (pages.boxes, spec.page_rows * BOX),
             (len(columns) // BOX, TILE_N * BOX), (self.stages, TILE_N * spec.head_dim),
         )  # fmt: skip
+
+    def load_piece(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32, load_queries: Callable[[], None] | None = None,
+    ) -> Int32:  # fmt: skip
+        """Load a piece's tiles of the cache as `load_tiles` does. A warp that loads Q too gives
+        `load_queries`."""
+        if load_queries is not None:
+            load_queries()
+        return self.load_tiles(x, smem, barriers, work, visible, n)
 
     def load_tiles(
         self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
@@ -419,6 +444,7 @@ class LatentKernel:
     def wait_chunk(self, barriers: Barriers, use: Any) -> None:
         """Wait for a chunk of the cache, so that products may read it, and Q if Q has arrived."""
         barriers.wait("cache_full", use)
+        # Gathered rows, and Q beside them, come without a fence of the warps that copy.
         if self.gathers:
             cute.arch.fence_view_async_shared()
 
@@ -429,20 +455,30 @@ class LatentKernel:
     ) -> None:  # fmt: skip
         """Load the tiles of Q, and gather the warp's rows of the cache."""
         queue = TileQueue(LatentWork, storage.work, barriers)
+        smem = self.ring(storage, x.pages) if self.gathers else None
         taken, n = Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:
-            self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
+            given = (x, barriers, shared, visible, work, warp, taken)
             if cutlass.const_expr(self.gathers):
-                copies_arrive(barriers.address("q_full", barriers.stage("q_full", taken)))
-                n = self.load_tiles(x, shared.cache, barriers, work, visible, n)
+                load_queries = functools.partial(self.start_queries, *given)
+                n = self.load_piece(x, smem, barriers, work, visible, n, load_queries)
             else:
+                self.load_parts_of_queries(*given)
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
                 barriers.warp_arrives("q_full", taken)
             taken += 1
             work = queue.take(taken)
+
+    def start_queries(
+        self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,
+        work: LatentWork, warp: Int32, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Start to copy the warp's rows of Q. Each lane arrives when its copies have landed."""
+        self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
+        copies_arrive(barriers.address("q_full", barriers.stage("q_full", taken)))
 
     def load_parts_of_queries(
         self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,

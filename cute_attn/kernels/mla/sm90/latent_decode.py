@@ -26,6 +26,7 @@ segment's pieces, in the order of the keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...attention.parts import fragments
-from ...attention.parts.fragment_softmax import FragmentSoftmax
+from ...attention.parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ...attention.parts.pages import Pages
 from ...attention.parts.softmax import Scaling, finish_row
 from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
@@ -57,6 +59,7 @@ from ...common.spec import MAX_SMEM_BYTES
 from ...common.tma import BOX
 from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentDecodeSpec
+from .fp8_rows import Fp8Rows
 from .latent import (
     BOX_BYTES,
     CHUNK,
@@ -78,6 +81,7 @@ WORKERS = Role("softmax, outputs and queries", range(0, 15))
 
 # Registers of a thread in the warpgroups of softmax, outputs, and queries and load.
 REGISTERS = (120, 176, 40)
+REGISTERS_WITH_FP8 = (112, 176, 48)  # warps that convert hold more
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ class Shared(Carried):
 
 @dataclass(frozen=True)
 class Scores(Carried):
-    """What a warp of the softmax keeps: registers of S and of the first chunk of Q, and the rows'
-    references and sums."""
+    """What a warp of the softmax keeps: registers of S and of the first chunk of Q, the rows'
+    references and sums, and the factor of an fp8 cache."""
 
     warp: Int32
     barriers: Barriers
@@ -115,6 +119,7 @@ class Scores(Carried):
     held: cute.Tensor
     softmax: FragmentSoftmax
     visible: HeadsVisibility
+    descale: Float32 | None
 
 
 class Sm90LatentDecode(LatentKernel):
@@ -125,6 +130,7 @@ class Sm90LatentDecode(LatentKernel):
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
         self.stages = spec.stages
+        self.registers = REGISTERS if self.fp8 is None else REGISTERS_WITH_FP8
         self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
         self.parts_of_p = 2 if spec.halves else 1  # parts of P's columns, published in turn
         # Two stages of P where they fit.
@@ -156,6 +162,7 @@ class Sm90LatentDecode(LatentKernel):
         return SharedMemory(
             Buffer("q", self.dtype, TILE_M * spec.head_dim, 1, at, "Q"),
             Buffer("cache", self.dtype, TILE_N * spec.head_dim, spec.stages, at, "the cache"),
+            *self.fp8_buffers(),
             Buffer("p", self.dtype, TILE_M * TILE_N, p_stages, at, "P"),
             Buffer("factors", Float32, TILE_M, p_stages, holds="factors of O's rows"),
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
@@ -165,6 +172,13 @@ class Sm90LatentDecode(LatentKernel):
             Buffer("barriers", Int64, count),
             limit=limit,
         )
+
+    def fp8_buffers(self) -> tuple[Buffer, ...]:
+        """The ring of tiles of fp8, if the cache is fp8."""
+        if self.fp8 is None:
+            return ()
+        elements, at = TILE_N * self.spec.head_dim, SWIZZLE_ALIGNMENT
+        return (Buffer("fp8", self.fp8, elements, self.spec.loaded, at, "the cache in fp8"),)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         roles = (SOFTMAX, OUTPUTS, QUERIES, LOAD)
@@ -187,7 +201,7 @@ class Sm90LatentDecode(LatentKernel):
                 for name in ("q", "cache", "p", "factors", "moved", "log_sums", "arrived")
             )
         )
-        softmax_registers, output_registers, load_registers = REGISTERS
+        softmax_registers, output_registers, load_registers = self.registers
         if warp >= QUERIES.warps[0]:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == LOAD.warps[0]:
@@ -208,6 +222,12 @@ class Sm90LatentDecode(LatentKernel):
             self.output_warps(x, storage, outputs)
         else:
             cute.arch.setmaxregister_decrease(softmax_registers)
+            descale = None
+            if cutlass.const_expr(self.descale):
+                descale = Float32(x.kv_descale[0])
+                scaling = Scaling.of(
+                    x.softmax_scale * descale, None, HEADROOM[self.spec.dtype]
+                )
             scores = Scores(
                 warp=warp,
                 barriers=barriers,
@@ -216,6 +236,7 @@ class Sm90LatentDecode(LatentKernel):
                 held=cute.make_rmem_tensor((self.held // 4,), Int32),
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
+                descale=descale,
             )
             self.softmax_warps(x, storage, scores)
 
@@ -239,6 +260,74 @@ class Sm90LatentDecode(LatentKernel):
                 if cutlass.const_expr(self.spec.early):
                     barriers.wait_previous("cache_empty", use)
                 self.load_chunk(x, smem, barriers, found, c, use, stage)
+            n += 1
+        return n
+
+    def ring(self, storage: Pointers, pages: Pages) -> Any:
+        if self.fp8 is None:
+            return super().ring(storage, pages)
+        return shared_address(storage.cache), shared_address(storage.fp8)
+
+    def load_piece(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32, load_queries: Callable[[], None] | None = None,
+    ) -> Int32:  # fmt: skip
+        if self.fp8 is None:
+            return super().load_piece(x, smem, barriers, work, visible, n, load_queries)
+        cache, ring = smem
+        rows = Fp8Rows.of_warp(self.fp8, self.dtype, x.pages, x.tokens, ring, cache)
+        # Q arrives with the copies before it, so only the first tile comes before Q.
+        self.start_tiles(rows, work, visible, n, range(1))
+        if load_queries is not None:
+            load_queries()
+        self.start_tiles(rows, work, visible, n, range(1, self.spec.loaded))
+        return Int32(self.convert_tiles(rows, barriers, work, visible, n))
+
+    @cute.jit
+    def start_tiles(
+        self, rows: Fp8Rows, work: LatentWork, visible: HeadsVisibility, n: Int32,
+        numbers: cutlass.Constexpr[range],
+    ) -> None:  # fmt: skip
+        """Start to copy some of a piece's first tiles of fp8; each chunk is a group of copies."""
+        first, end = self.key_tiles(visible, work)
+        for i in cutlass.range_constexpr(numbers.start, numbers.stop):
+            if end - first > i:
+                found = rows.of_tile(end - 1 - i, work.sequence, work.seqlen_k)
+                stage = (n + i) % self.spec.loaded
+                for columns in self.spec.chunk_columns:
+                    rows.start(found, columns, stage)
+                    cute.arch.cp_async_commit_group()
+            else:
+                for _ in self.spec.chunk_columns:
+                    cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def convert_tiles(
+        self, rows: Fp8Rows, barriers: Barriers, work: LatentWork, visible: HeadsVisibility,
+        n: Int32,
+    ) -> Int32:  # fmt: skip
+        """Convert a piece's tiles, from the last to the first, as uses n and up of the cache. Each
+        chunk's place in the ring is filled again, with the chunk of a later tile. Return the number
+        of the next use."""
+        spec = self.spec
+        first, end = self.key_tiles(visible, work)
+        for i in cutlass.range(end - first, unroll=1):
+            following = end - 1 - i - spec.loaded
+            found = rows.of_tile(cutlass.max(following, first), work.sequence, work.seqlen_k)
+            loaded, stage = n % spec.loaded, self.stage(barriers, n)
+            for c in cutlass.range_constexpr(spec.chunks):
+                use, columns = n * spec.chunks + c, spec.chunk_columns[c]
+                cute.arch.cp_async_wait_group(spec.loaded * spec.chunks - 1)
+                if cutlass.const_expr(spec.early):
+                    barriers.wait_previous("cache_empty", use)
+                elif cutlass.const_expr(c == 0):
+                    barriers.wait_previous("cache_empty", n)
+                rows.convert(columns, loaded, stage * self.tile_bytes)
+                cute.arch.fence_view_async_shared()
+                barriers.warp_arrives("cache_full", use)
+                if following >= first:
+                    rows.start(found, columns, loaded)
+                cute.arch.cp_async_commit_group()
             n += 1
         return n
 
@@ -347,6 +436,8 @@ class Sm90LatentDecode(LatentKernel):
         own.barriers.wait_previous("p_empty", used)
         stage = own.barriers.stage("p_empty", used) * (TILE_M * 4)
         inverses, log_sums = [x for x, _ in found], [x for _, x in found]
+        if cutlass.const_expr(own.descale is not None):
+            inverses = [x * own.descale for x in inverses]
         store_rows(own.warp, own.shared.factors + stage, inverses)
         store_rows(own.warp, own.shared.log_sums + stage, log_sums)
         for part in cutlass.range_constexpr(self.parts_of_p):
