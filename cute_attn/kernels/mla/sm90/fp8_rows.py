@@ -84,33 +84,39 @@ class Fp8Rows(Carried):
         """Bytes of a tile of fp8."""
         return self.pages.tile_n * self.head_dim
 
-    def of_tile(self, key_tile: Any, sequence: Int32, seqlen_k: Int32) -> list[Int64]:
-        """The addresses of the lane's part of its rows of a tile, 0 behind the last key. The table
-        is read only for keys that exist."""
-        pages, found = self.pages, []
+    def of_tile(self, key_tile: Any, sequence: Int32, seqlen_k: Int32) -> tuple[Int32, ...]:
+        """The pages of the lane's rows of a tile, and then the rows in their pages, negative behind
+        the last key. The table is read only for keys that exist."""
+        pages = self.pages
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         lane = cute.arch.lane_idx()
         first = key_tile * pages.tile_n + warp * (self.steps * AT_ONCE) + lane // LANES
-        base = self.cache.iterator.toint() + lane % LANES * VECTOR_BYTES
+        found, places = [], []
         for step in range(self.steps):
             key = first + step * AT_ONCE
             number, row = divmod(cutlass.min(key, seqlen_k - 1), pages.by_size)
-            page = pages.table[sequence, number]
-            # As with TMA, a page that does not exist is zeros.
-            exists = (key < seqlen_k) & (Uint32(page) < Uint32(self.cache.shape[0]))
-            at = base + Int64(page) * self.cache.stride[0] + Int64(row) * self.cache.stride[1]
-            found.append(Int64(cutlass.select_(exists, at, Int64(0))))
-        return found
+            found.append(Int32(pages.table[sequence, number]))
+            places.append(Int32(cutlass.select_(key < seqlen_k, row, -1)))
+        return (*found, *places)
 
-    def start(self, found: list[Int64], columns: range, stage: Any) -> None:
-        """Start to copy some columns of the rows that `of_tile` has found to a stage of the
-        ring."""
+    def sources(self, found: tuple[Int32, ...]) -> list[Int64]:
+        """The addresses of the lane's part of its rows, which `of_tile` has found; 0 for a row that
+        does not exist."""
+        base = self.cache.iterator.toint() + cute.arch.lane_idx() % LANES * VECTOR_BYTES
+        addresses = []
+        for page, row in zip(found[: self.steps], found[self.steps :], strict=True):
+            # As with TMA, a page that does not exist is zeros.
+            exists = (row >= 0) & (Uint32(page) < Uint32(self.cache.shape[0]))
+            at = base + Int64(page) * self.cache.stride[0] + Int64(row) * self.cache.stride[1]
+            addresses.append(Int64(cutlass.select_(exists, at, Int64(0))))
+        return addresses
+
+    def start(self, sources: list[Int64], columns: range, stage: Any) -> None:
+        """Start to copy some columns of rows to a stage of the ring."""
         for box, step, at in self.places(columns):
-            source = found[step]
-            present = source != 0
-            # An address is valid even where nothing is read.
-            source = cutlass.select_(present, source + box * BOX, self.cache.iterator.toint())
-            copy_async(self.ring + stage * self.nbytes + at, source, present)
+            present = sources[step] != 0
+            to = self.ring + stage * self.nbytes + at
+            copy_async(to, sources[step] + box * BOX, present)
 
     def convert(self, columns: range, stage: Any, tile: Any) -> None:
         """Convert some columns of the rows in a stage of the ring, to the tile that lies `tile`

@@ -81,7 +81,7 @@ WORKERS = Role("softmax, outputs and queries", range(0, 15))
 
 # Registers of a thread in the warpgroups of softmax, outputs, and queries and load.
 REGISTERS = (120, 176, 40)
-REGISTERS_WITH_FP8 = (112, 176, 48)  # warps that convert hold more
+REGISTERS_WITH_FP8 = (104, 176, 56)  # warps that convert hold more
 
 
 @dataclass(frozen=True)
@@ -293,9 +293,10 @@ class Sm90LatentDecode(LatentKernel):
         for i in cutlass.range_constexpr(numbers.start, numbers.stop):
             if end - first > i:
                 found = rows.of_tile(end - 1 - i, work.sequence, work.seqlen_k)
+                sources = rows.sources(found)
                 stage = (n + i) % self.spec.loaded
                 for columns in self.spec.chunk_columns:
-                    rows.start(found, columns, stage)
+                    rows.start(sources, columns, stage)
                     cute.arch.cp_async_commit_group()
             else:
                 for _ in self.spec.chunk_columns:
@@ -311,25 +312,33 @@ class Sm90LatentDecode(LatentKernel):
         of the next use."""
         spec = self.spec
         first, end = self.key_tiles(visible, work)
-        for i in cutlass.range(end - first, unroll=1):
-            following = end - 1 - i - spec.loaded
-            found = rows.of_tile(cutlass.max(following, first), work.sequence, work.seqlen_k)
-            loaded, stage = n % spec.loaded, self.stage(barriers, n)
-            for c in cutlass.range_constexpr(spec.chunks):
-                use, columns = n * spec.chunks + c, spec.chunk_columns[c]
-                cute.arch.cp_async_wait_group(spec.loaded * spec.chunks - 1)
-                if cutlass.const_expr(spec.early):
-                    barriers.wait_previous("cache_empty", use)
-                elif cutlass.const_expr(c == 0):
-                    barriers.wait_previous("cache_empty", n)
-                rows.convert(columns, loaded, stage * self.tile_bytes)
-                cute.arch.fence_view_async_shared()
-                barriers.warp_arrives("cache_full", use)
-                if following >= first:
-                    rows.start(found, columns, loaded)
-                cute.arch.cp_async_commit_group()
-            n += 1
+        if end > first:
+            # A tile's pages are looked up one tile ahead: a look-up may take a microsecond.
+            found = self.pages_of(rows, work, end - 1 - spec.loaded)
+            for i in cutlass.range(end - first, unroll=1):
+                following = end - 1 - i - spec.loaded
+                sources = rows.sources(found)
+                found = self.pages_of(rows, work, following - 1)
+                loaded, stage = n % spec.loaded, self.stage(barriers, n)
+                for c in cutlass.range_constexpr(spec.chunks):
+                    use, columns = n * spec.chunks + c, spec.chunk_columns[c]
+                    cute.arch.cp_async_wait_group(spec.loaded * spec.chunks - 1)
+                    if cutlass.const_expr(spec.early):
+                        barriers.wait_previous("cache_empty", use)
+                    elif cutlass.const_expr(c == 0):
+                        barriers.wait_previous("cache_empty", n)
+                    rows.convert(columns, loaded, stage * self.tile_bytes)
+                    cute.arch.fence_view_async_shared()
+                    barriers.warp_arrives("cache_full", use)
+                    if following >= first:
+                        rows.start(sources, columns, loaded)
+                    cute.arch.cp_async_commit_group()
+                n += 1
         return n
+
+    def pages_of(self, rows: Fp8Rows, work: LatentWork, key_tile: Any) -> tuple[Int32, ...]:
+        """The pages of a tile's rows; of tile 0 where there is no such tile."""
+        return rows.of_tile(cutlass.max(key_tile, 0), work.sequence, work.seqlen_k)
 
     # -- device: scores and softmax -----------------------------------------------------------
 
