@@ -1,4 +1,4 @@
-"""Writes what mla_decode.md shows of the kernel's own declarations.
+"""Writes what mla_decode.md and mla_rows.md show of the kernels' own declarations.
 
 python -m docs.kernels.mla_decode_page
 """
@@ -9,12 +9,15 @@ from pathlib import Path
 
 import cute_attn.kernels.mla.sm90.latent_decode as few
 import cute_attn.kernels.mla.sm90.latent_decode_turns as many
+from cute_attn.kernels.common.pipeline import Pipeline
 from cute_attn.kernels.mla.spec import LatentDecodeSpec, LatentTurnsSpec
 from cute_attn.ops.mla import plan_mla_decode
 
 from .page_tables import budgets, filled
 
 PAGE = Path(__file__).with_name("mla_decode.md")
+ROWS_PAGE = Path(__file__).with_name("mla_rows.md")
+CHANGED = ("q_full", "cache_full", "cache_empty")  # edges that gathered rows change
 
 
 def kernels() -> tuple[few.Sm90LatentDecode, many.Sm90LatentDecodeTurns]:
@@ -40,8 +43,30 @@ def tables() -> dict[str, str]:
     }
 
 
+def rows_tables() -> dict[str, str]:
+    """Marker -> Markdown, of mla_rows.md."""
+    ((_, gathered),) = plan_mla_decode("sm_90a", page_size=1)
+    ((_, eight),) = plan_mla_decode("sm_90a", kv_dtype="float8_e4m3fn")
+    assert isinstance(gathered, LatentDecodeSpec) and isinstance(eight, LatentDecodeSpec)
+    by_gathering, of_fp8 = few.Sm90LatentDecode(gathered), few.Sm90LatentDecode(eight)
+    softmax, outputs, loads = few.REGISTERS_WITH_FP8
+    registers = {"softmax": softmax, "outputs": outputs, "queries and load": loads}
+    edges = [Pipeline(*(x.pipeline[name] for name in CHANGED)) for x in (by_gathering, of_fp8)]
+    return {
+        "edges of gathered rows": edges[0].table(),
+        "edges of fp8": edges[1].table(),
+        "budgets of fp8": budgets(of_fp8.smem, None, registers),
+    }
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """The tables of each page."""
+    return {PAGE: tables(), ROWS_PAGE: rows_tables()}
+
+
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text(), tables()))
+    for page, parts in pages().items():
+        page.write_text(filled(page.read_text(), parts))
 
 
 if __name__ == "__main__":
