@@ -102,9 +102,9 @@ def mla_decode(
         q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, dtype of q_nope; None if a token
             has no rotated key.
         kv_cache: `[num_pages, page_size, head_dim]`, or `[num_pages, page_size, 1, head_dim]`,
-            dtype of q_nope, or float8_e4m3fn. Pages have any size and stride; sizes that are no multiple of 16 share
-            a kernel. (head_dim, head_dim_v) is (576, 512), (512, 512) or (320, 256). The contents
-            of unused rows and pages do not matter, NaN included.
+            dtype of q_nope, or float8_e4m3fn. Pages have any size and stride. (head_dim,
+            head_dim_v) is (576, 512), (512, 512) or (320, 256). The contents of unused rows and
+            pages do not matter, NaN included.
         block_table: `[batch, max_pages]` int32, rows contiguous: the pages of each sequence.
             Entries past a sequence's last page are not read.
         cache_seqlens: `[batch]` int32: the tokens of each sequence, with the new tokens. 0: the
@@ -505,7 +505,9 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
         )
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
     if isinstance(cache.shape[1], int) and cache.shape[1] < 1:
-        raise ValueError(f"kv_cache has shape {list(cache.shape)}, must have pages of 1 token or more")
+        raise ValueError(
+            f"kv_cache has shape {list(cache.shape)}, must have pages of 1 token or more"
+        )
     batch, queries, heads, _ = a.q_nope.shape
     for what, size, most in (("queries", queries, MOST_QUERIES), ("heads", heads, MOST_HEADS)):
         if exceeds(size, most) or (isinstance(size, int) and size < 1):

@@ -225,9 +225,7 @@ class Sm90LatentDecode(LatentKernel):
             descale = None
             if cutlass.const_expr(self.descale):
                 descale = Float32(x.kv_descale[0])
-                scaling = Scaling.of(
-                    x.softmax_scale * descale, None, HEADROOM[self.spec.dtype]
-                )
+                scaling = Scaling.of(x.softmax_scale * descale, None, HEADROOM[self.spec.dtype])
             scores = Scores(
                 warp=warp,
                 barriers=barriers,
