@@ -78,7 +78,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         "counter": torch.zeros(COUNTERS, dtype=torch.int32),
         "parts": torch.full((slots, 64, 512 + PART_COLUMNS), torch.nan),
     }
-    arguments = [*tensors.values(), given["softmax_scale"], SPLITS, SMS]
+    arguments = [*tensors.values(), given["softmax_scale"], SPLITS, SMS, None]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments,
         [(x.data_ptr(), x.nbytes, name) for name, x in tensors.items()], num_sms=SMS,

@@ -34,6 +34,7 @@ from ...common.tma import BOX
 LANES = BOX // VECTOR_BYTES  # that copy a row's part of a box
 AT_ONCE = WARP_SIZE // LANES  # rows that a warp copies at a time
 UNITS = WARP_SIZE * VECTOR_BYTES  # bytes that a warp copies at a time
+READS = 2  # units of a lane whose loads from the ring are in flight together
 LINE_BYTES = 2 * BOX  # of a row of a box of the products' type
 
 
@@ -122,12 +123,18 @@ class Fp8Rows(Carried):
         """Convert some columns of the rows in a stage of the ring, to the tile that lies `tile`
         bytes after the first."""
         box_bytes = self.pages.tile_n * LINE_BYTES
-        for box, step, at in self.places(columns):
-            words = load_shared(Int32, self.ring + stage * self.nbytes + at, 4)
-            units = [from_fp8(self.fp8, self.dtype, word) for word in words]
-            to = self.to + (tile + box * box_bytes + step * (AT_ONCE * LINE_BYTES))
-            store_shared(Int32, to, [*units[0], *units[1]])
-            store_shared(Int32, to ^ VECTOR_BYTES, [*units[2], *units[3]])
+        places = self.places(columns)
+        # Loads before stores, because the compiler keeps their order.
+        for first in range(0, len(places), READS):
+            of_lane = places[first : first + READS]
+            loaded = [
+                load_shared(Int32, self.ring + stage * self.nbytes + at, 4) for _, _, at in of_lane
+            ]
+            for (box, step, _), words in zip(of_lane, loaded, strict=True):
+                units = [from_fp8(self.fp8, self.dtype, word) for word in words]
+                to = self.to + (tile + box * box_bytes + step * (AT_ONCE * LINE_BYTES))
+                store_shared(Int32, to, [*units[0], *units[1]])
+                store_shared(Int32, to ^ VECTOR_BYTES, [*units[2], *units[3]])
 
     def places(self, columns: range) -> list[tuple[int, int, int]]:
         """For each unit of the lane: the box, the step, and where the unit lies in the ring."""

@@ -405,7 +405,8 @@ class LatentKernel:
         `load_queries`."""
         if load_queries is not None:
             load_queries()
-        return self.load_tiles(x, smem, barriers, work, visible, n)
+        load = self.gather_tiles if self.gathers else self.load_tiles
+        return Int32(load(x, smem, barriers, work, visible, n))
 
     def load_tiles(
         self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
@@ -413,6 +414,14 @@ class LatentKernel:
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache. `n` counts the uses of the cache's stages before the
         piece; the method returns the count after the piece."""
+        raise NotImplementedError
+
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        """Load a piece's tiles by gathering rows, as `load_tiles` does. The pages of a tile are
+        looked up before the previous tile is loaded: a look-up may take a microsecond."""
         raise NotImplementedError
 
     def found(self, x: Operands, key_tile: Int32, work: LatentWork) -> Any:

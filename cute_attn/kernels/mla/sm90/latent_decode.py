@@ -139,6 +139,12 @@ class Sm90LatentDecode(LatentKernel):
             for stages in (2, 1)
             if self.buffers(stages).nbytes <= MAX_SMEM_BYTES or stages == 1
         )
+        # The chunks of fp8 come in the order in which P V releases them.
+        chunks = list(range(spec.chunks))
+        middle = spec.chunks // OUTPUT_GROUPS
+        self.order = chunks
+        if self.fp8 is not None and spec.early:
+            self.order = [c + half for c in chunks[:middle] for half in (0, middle)]
         self.pipeline = Pipeline(*self.edges(self.p_stages))
         self.smem = self.buffers(self.p_stages, limit=MAX_SMEM_BYTES)
 
@@ -261,6 +267,28 @@ class Sm90LatentDecode(LatentKernel):
             n += 1
         return n
 
+    @cute.jit
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        first, end = self.key_tiles(visible, work)
+        if end > first:
+            following = self.found(x, end - 1, work)
+            for i in cutlass.range(end - first, unroll=1):
+                found = following
+                following = self.found(x, cutlass.max(end - 2 - i, first), work)
+                if cutlass.const_expr(not self.spec.early):
+                    barriers.wait_previous("cache_empty", n)
+                stage = self.stage(barriers, n)
+                for c in cutlass.range_constexpr(self.spec.chunks):
+                    use = n * self.spec.chunks + c
+                    if cutlass.const_expr(self.spec.early):
+                        barriers.wait_previous("cache_empty", use)
+                    self.load_chunk(x, smem, barriers, found, c, use, stage)
+                n += 1
+        return n
+
     def ring(self, storage: Pointers, pages: Pages) -> Any:
         if self.fp8 is None:
             return super().ring(storage, pages)
@@ -293,11 +321,11 @@ class Sm90LatentDecode(LatentKernel):
                 found = rows.of_tile(end - 1 - i, work.sequence, work.seqlen_k)
                 sources = rows.sources(found)
                 stage = (n + i) % self.spec.loaded
-                for columns in self.spec.chunk_columns:
-                    rows.start(sources, columns, stage)
+                for c in self.order:
+                    rows.start(sources, self.spec.chunk_columns[c], stage)
                     cute.arch.cp_async_commit_group()
             else:
-                for _ in self.spec.chunk_columns:
+                for _ in self.order:
                     cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -318,7 +346,8 @@ class Sm90LatentDecode(LatentKernel):
                 sources = rows.sources(found)
                 found = self.pages_of(rows, work, following - 1)
                 loaded, stage = n % spec.loaded, self.stage(barriers, n)
-                for c in cutlass.range_constexpr(spec.chunks):
+                for i_chunk in cutlass.range_constexpr(spec.chunks):
+                    c = self.order[i_chunk]
                     use, columns = n * spec.chunks + c, spec.chunk_columns[c]
                     cute.arch.cp_async_wait_group(spec.loaded * spec.chunks - 1)
                     if cutlass.const_expr(spec.early):
@@ -376,7 +405,7 @@ class Sm90LatentDecode(LatentKernel):
         spec = self.spec
         stage = self.stage(own.barriers, n) * self.tile_bytes
         scores: Any = None
-        for c in range(spec.chunks):
+        for c in self.order:
             self.wait_chunk(own.barriers, n * spec.chunks + c)
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,

@@ -299,8 +299,34 @@ class Sm90LatentDecodeTurns(LatentKernel):
         self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         key_tile: Int32, use: Int32, parity: int,
     ) -> None:  # fmt: skip
-        """Load a tile of the cache, in the order in which its stage becomes free."""
-        found = self.found(x, key_tile, work)
+        """Load a tile of the cache."""
+        self.load_found(x, smem, barriers, self.found(x, key_tile, work), use, parity)
+
+    @cute.jit
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        first, end = self.key_tiles(visible, work)
+        count = end - first
+        even, odd = n & 1, n >> 1
+        if count > 0:
+            following = self.found(x, end - 1, work)
+            for pair in cutlass.range((count + 1) // 2, unroll=1):
+                key_tile = end - 1 - 2 * pair
+                found = following
+                of_odd = self.found(x, cutlass.max(key_tile - 1, first), work)
+                self.load_found(x, smem, barriers, found, even + pair, EVEN)
+                following = self.found(x, cutlass.max(key_tile - 2, first), work)
+                if key_tile > first:
+                    self.load_found(x, smem, barriers, of_odd, odd + pair, ODD)
+        even, odd = (even + (count + 1) // 2) & 1, (odd + count // 2) & 1
+        return even + 2 * odd
+
+    def load_found(
+        self, x: Operands, smem: Any, barriers: Barriers, found: Any, use: Int32, parity: int
+    ) -> None:
+        """Load a tile whose rows `found` tells, in the order in which its stage becomes free."""
         for chunk in self.order[parity]:
             of_part = self.spec.chunks // (OUTPUT_GROUPS * len(self.parts))
             if chunk % of_part == 0:
