@@ -181,7 +181,7 @@ def bugs_of_gathered_rows(planted: Planter, full: str) -> None:
         return changed, range(1, len(p.lines))
 
 
-for _name in ("gathered", "gathered in turns"):
+for _name in ("gathered", "gathered in turns", "fp8"):
     bugs_of_gathered_rows(PLANTERS[_name], "race uninitialised proxy-fence")
 
     @PLANTERS[_name]("a proxy fence of a chunk dropped", "proxy-fence", "note")
@@ -191,13 +191,6 @@ for _name in ("gathered", "gathered in turns"):
 
 
 fp8 = PLANTERS["fp8"]
-bugs_of_gathered_rows(fp8, "race uninitialised proxy-fence")
-
-
-@fp8("converted rows are handed over without a fence", "proxy-fence")
-def _(p: Edged) -> Planted:
-    lines = [p.before(r"fence\.proxy\.async", line) for line in p.of("cache_full", ARRIVE)]
-    return p.drop(*sorted(set(lines))), range(1, len(p.lines))
 
 
 @fp8("rows are converted before they have arrived", "race uninitialised")

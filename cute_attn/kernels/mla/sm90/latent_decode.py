@@ -355,7 +355,7 @@ class Sm90LatentDecode(LatentKernel):
                     elif cutlass.const_expr(c == 0):
                         barriers.wait_previous("cache_empty", n)
                     rows.convert(columns, loaded, stage * self.tile_bytes)
-                    cute.arch.fence_view_async_shared()
+                    # No proxy fence here: it would wait for the copies in flight.
                     barriers.warp_arrives("cache_full", use)
                     if following >= first:
                         rows.start(sources, columns, loaded)
