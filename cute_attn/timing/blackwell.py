@@ -28,9 +28,8 @@ class Blackwell(Model):
         )
         return light + (most - light) * min(1.0, multiplying)
 
-    @cached_property
-    def launch_us(self) -> float | None:
-        return Model(self._measured).launch_us
+    def launch_us(self, ctas: int) -> float | None:
+        return Model(self._measured).launch_us(ctas)
 
     @cached_property
     def unit_clocks(self) -> dict[str, float]:
@@ -87,20 +86,21 @@ class Blackwell(Model):
         def interval(item: Product) -> float:
             return remembered(item, "interval")
 
+        def moved(what: str, until: str) -> tuple[float, float]:
+            """Bytes a clock of a quarter, and clocks besides them."""
+            rate = rates.value("tcgen05", what, "bytes a clock and quarter", "bytes a clock")
+            return rate, rates.value("tcgen05", what, f"{until}, without its bytes")
+
+        load_rate, load_latency = moved("tcgen05.ld", "until the result")
+        store_rate, store_latency = moved("tcgen05.st", "until it is done")
         return TensorCore(
             multiply=interval,
             late=lambda item: remembered(item, "until the result") - interval(item),
             operands=operands,
-            load_rate=rates.value(
-                "tcgen05", "tcgen05.ld", "bytes a clock and quarter", "bytes a clock"
-            ),
-            load_latency=rates.value("tcgen05", "tcgen05.ld", "until the result, without its bytes"),
-            store_rate=rates.value(
-                "tcgen05", "tcgen05.st", "bytes a clock and quarter", "bytes a clock"
-            ),
-            store_latency=rates.value(
-                "tcgen05", "tcgen05.st", "until it is done, without its bytes"
-            ),
+            load_rate=load_rate,
+            load_latency=load_latency,
+            store_rate=store_rate,
+            store_latency=store_latency,
             copy=lambda nbytes: nbytes / WAVEFRONT_BYTES,
             query=rates.value("launch", "clusterlaunchcontrol.try_cancel", "until the result"),
         )

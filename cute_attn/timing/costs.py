@@ -112,9 +112,9 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
-                units[UNITS.index("dispatch")] += clocks[
-                    "dispatch xu" if unit == "xu" else "dispatch"
-                ]
+                # Matrix instructions of warps need the port for all of their clocks.
+                port = {"xu": "dispatch xu", "mma": "mma"}.get(unit, "dispatch")
+                units[UNITS.index("dispatch")] += clocks[port]
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]

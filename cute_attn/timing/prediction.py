@@ -191,7 +191,7 @@ def _predict(
     return Prediction(
         kernel=recording.kernel,
         gpu=model.rates.gpu,
-        us=clocks * to_us + (model.launch_us or 0.0),
+        us=clocks * to_us + (model.launch_us(grid) or 0.0),
         without=model.unmeasured,
         parts={unit: busy * share * to_us for unit, busy in sorted(result.busy.items())},
         waits={

@@ -77,10 +77,11 @@ class Machine:
         l2_latency, memory_latency: of a bulk copy, without the time that its bytes take.
         l2_rate, memory_rate: bytes a clock of this SM.
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
-        store_latency: until a bulk store has read its source.
+        store_latency: until a bulk store has read its source, or has written.
         wavefront: clocks of a wavefront of shared memory.
         operands: wavefronts for the operands of a wgmma of (n, A in registers).
         fence: clocks of a fence.proxy.async behind stores to shared memory.
+        cluster_fence: clocks of the fence in an arrival at a cluster's barrier.
         fetch: what fetching machine code takes.
         holds_code: whether the SM holds all of the kernel's code when it starts.
         tensor: of a GPU with tcgen05.
@@ -101,6 +102,7 @@ class Machine:
     operands: Callable[[int, bool], float]
     fence: float
     fetch: Fetch
+    cluster_fence: float = 0.0
     holds_code: bool = True
     tensor: TensorCore | None = None
 
@@ -183,6 +185,7 @@ class _Sm:
     def __init__(self, code: CodeCache | None) -> None:
         self.code = code
         self.fetching = 0.0
+        self.come: dict[Any, float] = {}  # when the code of an execution has come
         self.quarters = [_Quarter() for _ in range(QUARTERS)]
         self.queues: dict[Any, deque[tuple[int, int, bool]]] = {}
         self.turn: deque[Any] = deque()
@@ -217,6 +220,7 @@ class Simulator:
         self._warps: list[WarpItems] = [w for w in launch.warps if w.cta in places]
         self._sm_of = [places[w.cta] for w in self._warps]
         self._places = places
+        self._fenced = [False] * len(self._warps)
         self._tensor_memory_until: dict[tuple[int, str], float] = defaultdict(float)
         numbers = sorted(set(places.values()))
         self._sms = {
@@ -282,6 +286,12 @@ class Simulator:
                 self._work(index, item, now)
                 return
             if isinstance(item, Arrive):
+                if item.fence and not self._fenced[index]:
+                    self._fenced[index] = True
+                    self._next[index] -= 1
+                    self._at(now + self._m.cluster_fence, lambda t: self._go(index, t))
+                    return
+                self._fenced[index] = False
                 self._contribute((item.object, item.phase), now)
             elif isinstance(item, Wait) and self._wait(index, item, now):
                 return
@@ -324,11 +334,11 @@ class Simulator:
             self._busy["stores"] += clocks
             self._written[index] = sm.out + self._m.l2_latency
         if sm.code:
-            clocks = sm.code.clocks(work.runs)
+            clocks, execution = sm.code.clocks(work.runs, index)
             if clocks:
-                sm.fetching = max(sm.fetching, now) + clocks
+                sm.fetching = sm.come[execution] = max(sm.fetching, now) + clocks
                 self._busy["instruction fetch"] += clocks
-                until = max(until, sm.fetching)
+            until = max(until, sm.come.get(execution, 0.0))
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
@@ -544,9 +554,9 @@ class Simulator:
             rate = m.store_rate if item.kind == "store" else m.add_rate
             sm.out = max(sm.out, now) + item.nbytes / rate
             self._busy["stores"] += item.nbytes / rate
-            self._written[index] = sm.out + m.l2_latency
-            read = sm.out + m.store_latency
-            self._own[index, "bulk"].append((item.order, sm.out + m.l2_latency, read))
+            until = sm.out + m.store_latency
+            self._written[index] = until
+            self._own[index, "bulk"].append((item.order, until, until))
             return
         self._signal(item.number, end)
 

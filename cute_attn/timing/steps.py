@@ -47,8 +47,11 @@ class Work(NamedTuple):
 
 
 class Arrive(NamedTuple):
+    """`fence`: at a cluster's barrier, after a fence."""
+
     object: int
     phase: int
+    fence: bool = False
 
 
 class Wait(NamedTuple):
@@ -313,10 +316,12 @@ class _Stream:
             self._emit(Wait(a, b, insn))
         elif kind == ARRIVE:
             last = self.out.items[-1] if self.out.items and not self._runs else None
-            if last == Arrive(a, b):  # further lanes of one instruction
-                self.out.items.append(last)
+            opcode = self._readers.opcode(insn)
+            fence = opcode.startswith("barrier.cluster.arrive") and "relaxed" not in opcode
+            if last == Arrive(a, b, fence):  # further lanes of one instruction
+                self.out.items.append(Arrive(a, b))
             else:
-                self._emit(Arrive(a, b))
+                self._emit(Arrive(a, b, fence))
         elif kind == ISSUE:
             opcode = self._readers.opcode(insn)
             if opcode.startswith("tcgen05.commit"):
