@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..peers import Request
 
 GPU, SMS = "b200", 148
+ROWS = 128  # of a CTA of the kernels before and after a backward
 CAPTURES = Path(__file__).parents[3] / "build" / "peers-with-lines"
 
 Record = Callable[[int], "list[Recording]"]  # of a reduced launch with so much work
@@ -183,14 +184,15 @@ def _forward(record: Callable[[int, int], list[Recording]], rows: int, seqlen: i
 
 def _gradients_hd256(record: Callable[[int, int], list[Recording]], seqlen: int, heads: int,
                      heads_k: int, keys: int, cluster: int) -> tuple[Piece, ...]:  # fmt: skip
-    """A causal backward in a kernel of dQ and one of dK and dV: clusters with as much work as the
-    average cluster, which sees half of the sequence."""
+    """A causal backward in a kernel of dQ, whose clusters have 256 rows, and one of dK and dV, whose
+    clusters have so many keys and CTAs. The work is that of the average cluster, which sees half of
+    the sequence."""
     clusters, group = SMS // cluster, heads // heads_k
     dq = _once(lambda n: record(256, n))
     dkdv = _once(lambda n: record(n, keys))
     of_keys = seqlen // keys * heads_k
     return (
-        Piece(0, dq, (1024,), 0, ctas=8 * heads * seqlen // 256),
+        Piece(0, dq, (1024,), 0, ctas=heads * seqlen // ROWS),
         Piece(1, dq, (1024, 2048), seqlen // 2, heads * seqlen / 256 / (SMS // 2),
               readers=min(seqlen // 256, SMS // 2)),
         # The longest cluster has twice the average work.
@@ -205,9 +207,9 @@ def _gradients_hd128(seqlen: int, sequences: int) -> tuple[Piece, ...]:
     rounds = math.ceil(seqlen // 256 * sequences / (SMS // 2))
     rows = 1024
     return (
-        Piece(0, record, (rows,), 0, ctas=sequences * seqlen // 128),
+        Piece(0, record, (rows,), 0, ctas=sequences * seqlen // ROWS),
         Piece(1, record, (rows, 2 * rows), seqlen, rounds, readers=min(seqlen // 256, SMS // 2)),
-        Piece(2, record, (rows,), 0, ctas=sequences * seqlen // 128),
+        Piece(2, record, (rows,), 0, ctas=sequences * seqlen // ROWS),
     )
 
 
@@ -248,7 +250,7 @@ def cases() -> list[Case]:
         )
         found.append(Case(four, name, work, pieces, published, CUDNN))
         pieces = _gradients_hd256(
-            lambda q, k: _ours(q, k, None, backward=True), seqlen, 32, 2, 128, 2
+            lambda q, k: _ours(q, k, None, backward=True), seqlen, 32, 2, 256, 4
         )
         found.append(Case(us, name, work, pieces))
     return found
