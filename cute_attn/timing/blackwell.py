@@ -11,6 +11,7 @@ from functools import cached_property
 
 from .code import Fetch
 from .model import Model
+from .rates import Rates
 from .simulate import WAVEFRONT_BYTES, Machine, TensorCore
 from .steps import Product
 
@@ -49,7 +50,7 @@ class Blackwell(Model):
         return Model(self._measured).fetch(beyond)
 
     @property
-    def _measured(self):  # type: ignore[no-untyped-def]
+    def _measured(self) -> Rates:
         assert self.rates.otherwise
         return self.rates.otherwise
 

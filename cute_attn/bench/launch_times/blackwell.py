@@ -184,8 +184,8 @@ def _forward(record: Callable[[int, int], list[Recording]], rows: int, seqlen: i
 
 def _gradients_hd256(record: Callable[[int, int], list[Recording]], seqlen: int, heads: int,
                      heads_k: int, keys: int, cluster: int) -> tuple[Piece, ...]:  # fmt: skip
-    """A causal backward in a kernel of dQ, whose clusters have 256 rows, and one of dK and dV, whose
-    clusters have so many keys and CTAs. The work is that of the average cluster, which sees half of
+    """A causal backward in a kernel of dQ, with 256 rows for a cluster of two CTAs, and one of dK
+    and dV, with `keys` for a cluster. The work is that of the average cluster, which sees half of
     the sequence."""
     clusters, group = SMS // cluster, heads // heads_k
     dq = _once(lambda n: record(256, n))
