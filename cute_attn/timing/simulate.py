@@ -484,7 +484,7 @@ class Simulator:
                 self._signal(item.number, now + max(0.0, sm.tensor_late - self._m.hand_over))
                 continue
             sms = [sm]
-            if item.pair in self._places:
+            if item.pair is not None and item.pair in self._places:
                 sms.append(self._sms[self._places[item.pair]])
             if isinstance(item, Product):
                 clocks, reading = core.multiply(item), core.operands(item)
