@@ -211,11 +211,17 @@ def kda_reference(
     cu_seqlens: torch.Tensor | None = None,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaResult:
     """The reference for `chunk_kda` and `fused_recurrent_kda`.
 
     Args:
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` for a beta of each column of V.
+        gk: `[B, T, HV, K]`: logarithms of decays that multiply those of g, which are not the input
+            of a gate.
+        gv: `[B, T, HV, V]`, as gk: a decay for each column of V.
         scale: factor of q; 1 / sqrt(K) by default.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with state_v_first; zeros by default.
         use_gate_in_kernel: whether g is the input of `log_decay`, not the gate itself.
@@ -241,6 +247,7 @@ def kda_reference(
     )
     heads, v = v.shape[2], v.to(dtype)
     q, k = per_value_head(q, heads), per_value_head(k, heads)
+    g = g if gk is None else g + gk.to(dtype)
     scale = _scale(scale, q)
     o = torch.full_like(v, math.nan)
     h = _states_of_chunks(q, v, cu_seqlens)
@@ -250,7 +257,8 @@ def kda_reference(
         h[chunk.state] = state.detach()
         for t in range(chunk.rows.start, chunk.rows.stop):
             at = (chunk.batch, t)
-            state, _ = advance(state, k[at], v[at], g[at], beta[at])
+            of_columns = None if gv is None else gv[at].to(dtype)
+            state, _ = advance(state, k[at], v[at], g[at], beta[at], of_columns)
             rows.append(scale * torch.einsum("hkv,hk->hv", state, q[at]))
         o[chunk.batch, chunk.rows] = torch.stack(rows)
         states[chunk.sequence] = state
@@ -259,12 +267,20 @@ def kda_reference(
 
 
 def advance(
-    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    state: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance all value heads by a token: the state after the token, `[HV, K, V]`, and the
-    correction."""
+    correction. beta is `[HV]` or `[HV, V]`, gv `[HV, V]`."""
     state = torch.exp(g).unsqueeze(-1) * state
-    u = beta.unsqueeze(-1) * (v - torch.einsum("hkv,hk->hv", state, k))
+    if gv is not None:
+        state = torch.exp(gv).unsqueeze(-2) * state
+    beta = beta if beta.dim() == v.dim() else beta.unsqueeze(-1)
+    u = beta * (v - torch.einsum("hkv,hk->hv", state, k))
     return state + k.unsqueeze(-1) * u.unsqueeze(-2), u
 
 
