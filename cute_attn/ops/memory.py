@@ -64,6 +64,23 @@ def _check_distinct(name: str, x: Tensor) -> None:
         spanned += (size - 1) * stride
 
 
+def check_windows(name: str, x: Tensor) -> Tensor:
+    """Refuse windows `[rows, steps, channels, taps]` whose elements overlap, except that the
+    windows of successive steps may share inputs: then a window begins an input after the window
+    before. Return the windows' memory as one row, for `check_memory`.
+
+    Raises:
+        ValueError: elements overlap.
+    """
+    rows, steps, channels, taps = x.shape
+    shared = x
+    if x.stride(1) == x.stride(3) and x.numel():
+        shared = x.as_strided((rows, steps + taps - 1, channels), x.stride()[:3])
+    _check_distinct(name, shared)
+    start, end = extent(x)
+    return x.as_strided(((end - start) // x.element_size(),), (1,))
+
+
 def _interleaved(x: Tensor, y: Tensor) -> bool:
     """Whether x and y have equal slot strides, and no slot of x overlaps a slot of y. A page of a
     server may hold a slot of both."""

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .convolution import causal_convolution_reference
 from .rounding import rounded
 
 CHUNK = 64
@@ -79,12 +80,14 @@ class KdaRecords(NamedTuple):
 
 
 class KdaDecodeResult(NamedTuple):
-    """Results of a decode step; `records` and `draft_states` are None for a call without them."""
+    """Results of a decode step; None for what a call does not have."""
 
     o: torch.Tensor
     state: torch.Tensor
     records: KdaRecords | None
     draft_states: torch.Tensor | None
+    conv_state: torch.Tensor | None = None
+    draft_windows: torch.Tensor | None = None
 
 
 class KdaIntra(NamedTuple):
@@ -314,6 +317,10 @@ def kda_decode_reference(
     pad_slot_id: int = -1,
     draft_states: torch.Tensor | None = None,
     draft_indices: torch.Tensor | None = None,
+    conv_state: torch.Tensor | None = None,
+    conv_weight: torch.Tensor | None = None,
+    conv_bias: torch.Tensor | None = None,
+    draft_windows: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaDecodeResult:
     """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
@@ -344,6 +351,8 @@ def kda_decode_reference(
     `[1, T, ...]` holds sequences of different lengths; the result is NaN for tokens of no sequence,
     and an empty sequence changes nothing.
 
+    With conv_state, q, k and v go through `causal_convolution_reference` first.
+
     Args:
         q, k, v, g, beta: `[B, T, ...]`, or without the dimension of tokens.
         state: the pool, `[slots, HV, V, K]`, or `[slots, HV, K, V]` without state_v_first.
@@ -358,6 +367,27 @@ def kda_decode_reference(
         q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
     batch, tokens, heads = v.shape[:3]
     raw_k, raw_g = k.to(dtype), g.to(dtype)
+    record_k = None if records is None else records.k.to(dtype)
+    windows = None
+    if conv_state is not None:
+        assert conv_weight is not None
+        q, k, v, conv_state, record_k, windows = causal_convolution_reference(
+            q,
+            k,
+            v,
+            conv_state,
+            conv_weight,
+            conv_bias,
+            state_indices=state_indices,
+            num_accepted_tokens=num_accepted_tokens,
+            record_k=record_k,
+            cu_seqlens=cu_seqlens,
+            has_initial_state=has_initial_state,
+            pad_slot_id=pad_slot_id,
+            draft_windows=draft_windows,
+            draft_indices=draft_indices,
+            dtype=dtype,
+        )
     q, k, g, beta = prepare(
         q,
         k,
@@ -410,7 +440,8 @@ def kda_decode_reference(
         if kept is not None:
             assert accepted is not None and tokens <= kept.u.shape[1]
             count = min(max(accepted, 0), kept.u.shape[1])
-            past_k, past_g, past_u = (x[slot, :count] for x in kept)
+            assert record_k is not None
+            past_k, past_g, past_u = (x[slot, :count] for x in (record_k, kept.g, kept.u))
             if use_qk_l2norm_in_kernel:
                 past_k = l2norm(past_k, dtype)
             if use_gate_in_kernel:
@@ -427,7 +458,7 @@ def kda_decode_reference(
                 kept.k[slot, t], kept.g[slot, t], kept.u[slot, t] = raw_k[at], raw_g[at], u
             elif drafts is not None:
                 draft = int(draft_indices[b])  # type: ignore[index]
-                if 0 <= draft < drafts.shape[0]:
+                if 0 <= draft < drafts.shape[0] and t < drafts.shape[1]:
                     drafts[draft, t] = s
             elif 1 < slots.shape[1] > t and in_pool(int(slots[b, t])):
                 pool[int(slots[b, t])] = s
@@ -446,6 +477,8 @@ def kda_decode_reference(
         _laid_out(pool, state_v_first),
         kept,
         None if drafts is None else _laid_out(drafts, state_v_first),
+        conv_state,
+        windows,
     )
 
 
