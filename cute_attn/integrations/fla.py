@@ -61,11 +61,11 @@ def register() -> None:
     The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
     on the GPU's architecture, intermediate states of chunks of 32 or of packed sequences without
-    `cu_seqlens_cpu`, a beta for each channel (`fused_recurrent_kda` with a state in place), a `scale` or `lower_bound` that is a tensor, a
-    `lower_bound` that is not negative, initial states of other dtypes than float32, bfloat16 and
-    float16 or of another number than the sequences, in-place states of packed sequences, or that
-    are not contiguous and aligned, and gradients of the recurrent functions. Keywords that the
-    library ignores are ignored.
+    `cu_seqlens_cpu`, a beta for each channel (`fused_recurrent_kda` with a state in place), a
+    `scale` or `lower_bound` that is a tensor, a `lower_bound` that is not negative, initial states
+    of other dtypes than float32, bfloat16 and float16 or of another number than the sequences,
+    in-place states of packed sequences, or that are not contiguous and aligned, and gradients of
+    the recurrent functions. Keywords that the library ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0; and the chunked functions convert an initial state in 16 bits, which the library's

@@ -474,9 +474,7 @@ def test_every_combination_of_gates_and_betas(
     if gate and not g:
         pytest.skip("the gate is of g")
     change = {"state_v_first": v_first, "allow_neg_eigval": gate}
-    assert_columns_agree(
-        with_columns(device, g=g, gk=gk, gv=gv, beta=beta, gate=gate, **change)
-    )
+    assert_columns_agree(with_columns(device, g=g, gk=gk, gv=gv, beta=beta, gate=gate, **change))
 
 
 @pytest.mark.slow
@@ -490,15 +488,17 @@ def test_columns_of_other_sizes(device: str, dims: tuple[int, int], dtype: torch
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    assert_columns_agree({
-        "q": normal(2, 3, 1, dim_k).to(dtype),
-        "k": torch.nn.functional.normalize(normal(2, 3, 1, dim_k), dim=-1).to(dtype),
-        "v": normal(2, 3, 2, dim_v).to(dtype),
-        "g": -normal(2, 3, 2).abs(),
-        "gk": -normal(2, 3, 2, dim_k).abs().to(dtype),
-        "gv": -normal(2, 2, 3, dim_v).abs().to(dtype).transpose(1, 2),
-        "beta": normal(2, 3, dim_v, 2).sigmoid().to(dtype).transpose(2, 3),
-    })
+    assert_columns_agree(
+        {
+            "q": normal(2, 3, 1, dim_k).to(dtype),
+            "k": torch.nn.functional.normalize(normal(2, 3, 1, dim_k), dim=-1).to(dtype),
+            "v": normal(2, 3, 2, dim_v).to(dtype),
+            "g": -normal(2, 3, 2).abs(),
+            "gk": -normal(2, 3, 2, dim_k).abs().to(dtype),
+            "gv": -normal(2, 2, 3, dim_v).abs().to(dtype).transpose(1, 2),
+            "beta": normal(2, 3, dim_v, 2).sigmoid().to(dtype).transpose(2, 3),
+        }
+    )
 
 
 @pytest.mark.slow
