@@ -376,7 +376,7 @@ class Case:
         of_drafts = (self.batch + 1, self.speculated)
         if kernel.slots == "drafts":
             shape = (*of_drafts, heads_v, *matrix)
-            args["draft_states"] = torch.full(shape, torch.nan).to(device, kernel.state_dtype)
+            args["draft_states"] = torch.full(shape, torch.nan, device=device).to(kernel.state_dtype)
             rows = torch.randperm(self.batch + 1, generator=generator, device=device)
             args["draft_indices"] = rows[: self.batch].to(torch.int32)
         if kernel.conv_dtype is not None:
@@ -391,8 +391,8 @@ class Case:
                 of_k = slice(heads * dim_k, 2 * heads * dim_k)
                 pool[:, of_k, TAPS - 1 :] = args["record_k"].flatten(2).transpose(1, 2)
             if kernel.slots == "drafts":
-                windows = torch.full((*of_drafts, channels, TAPS - 1), torch.nan)
-                args["draft_windows"] = windows.to(device, kernel.dtype)
+                shape = (*of_drafts, channels, TAPS - 1)
+                args["draft_windows"] = torch.full(shape, torch.nan, device=device).to(kernel.dtype)
             args["conv_weight"] = (0.5 * normal(channels, TAPS)).to(kernel.conv_dtype)
             if kernel.conv_bias:
                 args["conv_bias"] = normal(channels).to(kernel.conv_dtype)
