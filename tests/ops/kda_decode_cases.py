@@ -376,7 +376,9 @@ class Case:
         of_drafts = (self.batch + 1, self.speculated)
         if kernel.slots == "drafts":
             shape = (*of_drafts, heads_v, *matrix)
-            args["draft_states"] = torch.full(shape, torch.nan, device=device).to(kernel.state_dtype)
+            args["draft_states"] = torch.full(shape, torch.nan, device=device).to(
+                kernel.state_dtype
+            )
             rows = torch.randperm(self.batch + 1, generator=generator, device=device)
             args["draft_indices"] = rows[: self.batch].to(torch.int32)
         if kernel.conv_dtype is not None:
