@@ -40,7 +40,7 @@ from .lightning_cases import assert_no_worse, few
 
 PLAIN, CONV, POSITIONS, RECORDED, *_ = GATED_DELTA_RULE
 DRAFTS, CONV_RECORDED = 8, 9  # with a convolution
-QUICK = (0, 1, 2, DRAFTS, CONV_RECORDED)
+QUICK = (0, 2, DRAFTS, CONV_RECORDED)  # the planted bugs run 1
 each_kernel = pytest.mark.parametrize(
     "kernel",
     [
