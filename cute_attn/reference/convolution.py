@@ -126,10 +126,10 @@ def causal_convolution_reference(
             skipped = 0 if recorded is not None else 1 if positions > 1 else end - start
             kept = inputs[:, skipped:][:, : pool.shape[2]]
             pool[slot, :, : kept.shape[1]] = kept
-    parts = (
+    q, k, v = (
         part.unflatten(-1, like.shape[2:]).squeeze(1)
         if squeeze
         else part.unflatten(-1, like.shape[2:])
         for part, like in zip(y.split(sizes, dim=-1), (q, k, v), strict=True)
     )
-    return Convolved(*parts, pool, recorded, drafts)
+    return Convolved(q, k, v, pool, recorded, drafts)

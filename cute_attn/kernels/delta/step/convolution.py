@@ -243,6 +243,7 @@ class Convolution:
             self.apply_part(part, windows, fetched, result)
         return result
 
+    @cute.jit
     def apply_recorded(self, windows: Windows, fetched: Fetched) -> ConvolvedRecord:
         """Return k of the fetched record, and move its window on. The windows of q and v begin
         after the records."""
