@@ -514,6 +514,7 @@ IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "num_accepted_tokens as int32",
     ),
+    "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
 }
 
 
@@ -529,6 +530,13 @@ def test_the_recurrent_form_declined(emulated: None, what: str) -> None:
     else:
         change, reason = IN_PLACE_DECLINED[what]
     assert reason in str(integration._declines_recurrent(arguments | change))
+
+
+@torch.no_grad()
+def test_the_recurrent_form_takes_a_beta_for_each_column(emulated: None) -> None:
+    beta = torch.randn(2, 70, 2, 64)
+    given = Case("cpu").arguments | {"beta": beta, "inplace_final_state": False}
+    assert integration._declines_recurrent(given) is None
 
 
 class Recorded(Exception):
