@@ -188,7 +188,8 @@ def exceeds(size: Any, most: int) -> bool:
 
 def check_has_slots(name: str, pool: Tensor, slots: str = "slots") -> None:
     """Raise ValueError for a pool without a slot, in which no index can name one."""
-    if isinstance(pool.shape[0], int) and pool.shape[0] == 0:
+    count: Any = pool.shape[0]
+    if isinstance(count, int) and count == 0:
         raise ValueError(f"{name} has 0 {slots}, must have at least 1")
 
 

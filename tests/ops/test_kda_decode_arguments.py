@@ -229,7 +229,12 @@ INT32 = torch.int32
             ValueError,
             "has_initial_state has strides",
         ),
-        ({"slots": 4}, {"state": torch.zeros(0, 4, 128, 64)}, ValueError, "state has 0 slots, must"),
+        (
+            {"slots": 4},
+            {"state": torch.zeros(0, 4, 128, 64)},
+            ValueError,
+            "state has 0 slots, must",
+        ),
         ({"slots": 4}, {"pad_slot_id": 1}, ValueError, "pad_slot_id is 1, must be 0, or negative"),
         ({"slots": 4}, {"pad_slot_id": False}, TypeError, "pad_slot_id must be an int, got bool"),
         # packed sequences

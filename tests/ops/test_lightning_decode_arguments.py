@@ -95,7 +95,12 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(shape: dict[
         ({}, {"state": torch.zeros(2, 3, 64, 128)}, ValueError, "for layout 'vk'"),
         ({}, {"decay": torch.zeros(4)}, ValueError, r"decay has shape \[4\], must be \[3\]"),
         ({"slots": 4}, {"state_indices": torch.zeros(3).int()}, ValueError, "state_indices has"),
-        ({"slots": 4}, {"state": torch.zeros(0, 3, 128, 64)}, ValueError, "state has 0 slots, must"),
+        (
+            {"slots": 4},
+            {"state": torch.zeros(0, 3, 128, 64)},
+            ValueError,
+            "state has 0 slots, must",
+        ),
         ({"tokens": 0}, {}, ValueError, "T is 0"),
         ({}, {"state_layout": "vv"}, ValueError, "state_layout is 'vv'"),
         ({"k": 96}, {}, NotImplementedError, r"head dimension of q is 96, supported: \(64, 128"),

@@ -336,7 +336,8 @@ def check_step_shapes(
 ) -> None:
     """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
     dimensions."""
-    sizes.take_queries(*(given[name] for name in "qkvg"), f"{step} HQK K")
+    q, k, v, g = (given[name] for name in "qkvg")
+    sizes.take_queries(q, k, v, g, f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
     sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
