@@ -72,6 +72,15 @@ class Arguments(NamedTuple):
 
 
 def check(a: Arguments, given: dict[str, Tensor]) -> None:
+    check_values(a, given)
+    check_strides(given, ("q", "k", "v"))
+    check_contiguous(given, (*_LENGTHS, "learnable_sink", "tree_mask"))
+    if a.tree_mask is not None:
+        _check_tree(a, a.tree_mask)
+
+
+def check_values(a: Arguments, given: dict[str, Tensor]) -> None:
+    """The checks that do not concern strides or a tree_mask."""
     check_scalars(a)
     check_dtype("q", a.q, DTYPES)
     _check_key_dtypes(a, given)
@@ -80,10 +89,6 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
-    check_strides(given, ("q", "k", "v"))
-    check_contiguous(given, (*_LENGTHS, "learnable_sink", "tree_mask"))
-    if a.tree_mask is not None:
-        _check_tree(a, a.tree_mask)
 
 
 def _check_tree(a: Any, tree_mask: Tensor) -> None:
@@ -410,7 +415,7 @@ def _check_q_beside_k(a: Arguments, lengths: dict[str, Tensor]) -> None:
     batches = a.page_table is None and not {"cu_seqlens_q", "cu_seqlens_k"} & lengths.keys()
     if batches and q.shape[0] != k.shape[0] and v.shape[:1] == k.shape[:1]:
         raise ValueError(
-            f"q has shape {_shape(q)}, must have {k.shape[0]} sequences, as k and v have"
+            f"q has shape {_shape(q)}, must have as many sequences as k and v, {k.shape[0]}"
         )
     if q.shape[-1] != k.shape[-1] and (*k.shape[-1:], *v.shape[-1:]) in table.shapes("forward"):
         raise ValueError(f"q has shape {_shape(q)}, must have head_dim {k.shape[-1]}, as k has")
