@@ -43,6 +43,7 @@ from .checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_is_number,
     check_not_expanded,
@@ -464,6 +465,7 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
             f"kv_cache has shape {list(cache.shape)}, must be [num_pages, page_size, head_dim] or "
             "[num_pages, page_size, 1, head_dim]"
         )
+    check_has_slots("kv_cache", cache, "pages")
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
     check_page_size("page_size, kv_cache.shape[1],", cache.shape[1])
     batch, queries, heads, _ = a.q_nope.shape
