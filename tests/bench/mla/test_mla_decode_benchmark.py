@@ -46,12 +46,13 @@ def test_bytes_and_operations() -> None:
 
 def report(monkeypatch: pytest.MonkeyPatch, time_us: float, **options: Any) -> Any:
     timing = Timing(time_us, time_us, time_us, time_us, 20)
-    monkeypatch.setattr(decode, "time_cuda", lambda *_, **__: timing)
+    monkeypatch.setattr(decode, "time_cudagraph", lambda *_, **__: timing)
+    monkeypatch.setattr(decode, "compile_all", lambda cases: None)
     monkeypatch.setattr(decode, "measure_roofline", lambda **_: ROOFLINE)
     monkeypatch.setattr(decode, "inputs", lambda case: {})
     monkeypatch.setattr(decode, "checked", lambda case, arguments: 1.0)
     args = argparse.Namespace(
-        short=False, only=None, mode=["graph"], argv=["mla"], commit=None, **options
+        short=False, only=None, mode=["calls"], argv=["mla"], commit=None, **options
     )
     found = decode.run(args)
     found.validate()
