@@ -16,10 +16,9 @@ STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
 # A cut costs about so many tiles: a float32 result is written and read again.
 SLACK, SLACK_OF_MANY = 3, 12
-AHEAD = 1
-PARTS = 1
-PREFETCH = 0
 HELD = 1
+ROPE_APART = False
+RELEASED_AT = 16
 
 
 def latent_decode_spec(
@@ -49,10 +48,9 @@ def latent_decode_spec(
     if many and head_dim_v == 512:
         return LatentTurnsSpec(
             **of_all,
-            ahead=AHEAD,
-            parts=PARTS,
-            prefetch=PREFETCH,
             held=HELD,
+            rope_apart=ROPE_APART,
+            released_at=RELEASED_AT,
         )
     return LatentDecodeSpec(
         **of_all,
