@@ -21,7 +21,7 @@ def kernels() -> tuple[few.Sm90LatentDecode, many.Sm90LatentDecodeTurns]:
     """The kernels of one query with 16 heads, and of two queries with 128 heads, over tokens of 576
     columns."""
     ((_, one),) = plan_mla_decode("sm_90a")
-    ((_, several),) = plan_mla_decode("sm_90a", queries=2, heads=128)
+    (_, several), _ = plan_mla_decode("sm_90a", queries=2, heads=128)
     assert isinstance(one, LatentDecodeSpec) and isinstance(several, LatentTurnsSpec)
     return few.Sm90LatentDecode(one), many.Sm90LatentDecodeTurns(several)
 

@@ -35,8 +35,6 @@ class LatentSpec(Spec):
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
-        slack: tiles by which a CTA may have more than an even share, before sequences are cut so
-            that all CTAs have equal shares.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -59,7 +57,6 @@ class LatentSpec(Spec):
     lse: bool
     chunks: int
     least_key_tiles: int
-    slack: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
