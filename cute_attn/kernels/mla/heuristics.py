@@ -20,6 +20,7 @@ FEWEST_TILES = 132
 HELD = 1
 ROPE_APART = False
 RELEASED_AT = 16
+SPLIT = False
 
 
 def latent_decode_spec(
@@ -58,6 +59,7 @@ def latent_decode_spec(
             held=HELD,
             rope_apart=ROPE_APART,
             released_at=RELEASED_AT,
+            split=SPLIT,
         )
     return LatentDecodeSpec(
         **of_all,

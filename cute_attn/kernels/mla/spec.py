@@ -106,6 +106,7 @@ class LatentTurnsSpec(LatentSpec):
     held: int
     rope_apart: bool
     released_at: int
+    split: bool
 
     @property
     def chunk_columns(self) -> tuple[range, ...]:

@@ -252,7 +252,12 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
-            self.math_warps(x, storage, own)
+            if cutlass.const_expr(not self.spec.split):
+                self.math_warps(x, storage, own, None)
+            elif warp < WARPGROUP_WARPS:
+                self.math_warps(x, storage, own, EVEN)
+            else:
+                self.math_warps(x, storage, own, ODD)
 
     # -- device: loads ------------------------------------------------------------------------
 
@@ -312,7 +317,9 @@ class Sm90LatentDecodeTurns(LatentKernel):
     # -- device: even and odd -----------------------------------------------------------------
 
     @cute.jit
-    def math_warps(self, x: Operands, storage: Pointers, own: Turns) -> None:
+    def math_warps(
+        self, x: Operands, storage: Pointers, own: Turns, group: cutlass.Constexpr[Any]
+    ) -> None:
         queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken, even, odd = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
@@ -326,7 +333,11 @@ class Sm90LatentDecodeTurns(LatentKernel):
             first, end = self.key_tiles(own.visible, work)
             piece = Piece(work, end, end - first, even, odd, taken)
             # What comes after the loop over keys is long, so both warpgroups have the same code.
-            if own.group == EVEN:
+            if cutlass.const_expr(group == EVEN):
+                self.even_turns(x, own, piece)
+            elif cutlass.const_expr(group == ODD):
+                self.odd_turns(x, own, piece)
+            elif own.group == EVEN:
                 self.even_turns(x, own, piece)
             else:
                 self.odd_turns(x, own, piece)
