@@ -180,7 +180,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     def edges(self) -> tuple[Edge, ...]:
         full = 2 * len(self.spec.chunk_columns)
         empty = 2 * OUTPUT_GROUPS
-        rope = ()
+        rope: tuple[Edge, ...] = ()
         if self.spec.has_rope_chunk:
             rope = (Edge("rope_empty", OWN, LOAD, 2, Kind.WARPS, payload="the rotated keys"),)
         return (
