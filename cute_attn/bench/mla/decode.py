@@ -2,10 +2,12 @@
 operations that it must do.
 
 The kernels are compiled first, on all cores. Each case is checked against the float64 reference of
-its first sequences, then timed in one of three ways:
+its first sequences, then timed in some of these ways:
 
 - `calls`: one of many calls in a CUDA graph, by `do_bench_cudagraph`. The times on the kernel's
   page are such times. The L2 holds what the previous call left.
+- `rested`: calls after a rest, so that the GPU's clock has not yet fallen under the load. The
+  goal of calls that the products bound is for such times, as in `bench attention`.
 - `graph`: the replay of a graph of one call, with a flushed L2.
 - `do_bench`: by `triton.testing.do_bench`.
 
@@ -26,12 +28,12 @@ from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
 from ..harness.roofline import Roofline, gbps, measure_roofline
-from ..harness.timing import Call, Flush, Timing, time_cuda, time_cudagraph
+from ..harness.timing import Call, Flush, Timing, time_cuda, time_cudagraph, time_rested
 
 HEAD_DIM, HEAD_DIM_V, PAGE = 576, 512, 64
 SCALE = 192**-0.5
 CHECKED = 2  # sequences that are compared with float64
-Mode = Literal["calls", "graph", "do_bench"]
+Mode = Literal["calls", "rested", "graph", "do_bench"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 FILTERS = {"B": "batch", "S": "tokens", "H": "heads", "T": "queries"}
 LEAST_BYTES, LEAST_SHARE = 64 * 2**20, 0.85  # of the copy bandwidth, from so many bytes on
@@ -90,7 +92,7 @@ SHORT_CASES = (Case(1, 1024, 16), Case(128, 4096, 16), Case(32, 8192, 12, querie
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_only(parser, FILTERS, "B=128,H=16")
-    parser.add_argument("--mode", nargs="+", default=["calls"], choices=MODES)
+    parser.add_argument("--mode", nargs="+", default=["calls", "rested"], choices=MODES)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -209,6 +211,8 @@ def row(
 def timed(call: Call, mode: Mode, rep_ms: float) -> Timing:
     if mode == "calls":
         return time_cudagraph(call, rep_ms / 4)  # the graph is replayed ten times
+    if mode == "rested":
+        return time_rested({"call": call}, mode="eager", flush="none")["call"]
     flush: Flush = "zero" if mode == "do_bench" else "read"
     return time_cuda(call, mode=mode, flush=flush, rep_ms=rep_ms)
 
@@ -216,7 +220,7 @@ def timed(call: Call, mode: Mode, rep_ms: float) -> Timing:
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     found = []
     for x in rows:
-        if x["mode"] != "calls":
+        if x["mode"] != ("rested" if x["bound"] == "products" else "calls"):
             continue
         mib, share, rate = x["cache_mib"], x["share_of_copy"], x["rate_tflops"]
         assert isinstance(mib, float) and isinstance(share, float) and isinstance(rate, float)
