@@ -17,10 +17,6 @@ CHUNKS = 4
 # Tiles of 64 rows of all sequences, from which on two warpgroups take turns: an H100 has as many
 # SMs. With fewer tiles, short pieces leave the clock high, and scores by warps of their own win.
 FEWEST_TILES = 132
-HELD = 1
-ROPE_APART = False
-RELEASED_AT = 16
-SPLIT = False
 
 
 def latent_decode_spec(
@@ -54,13 +50,7 @@ def latent_decode_spec(
     }
     # A tile of 64 rows waits for memory, several tiles for the tensor cores.
     if blocks > 1 and many and head_dim_v == 512:
-        return LatentTurnsSpec(
-            **of_all,
-            held=HELD,
-            rope_apart=ROPE_APART,
-            released_at=RELEASED_AT,
-            split=SPLIT,
-        )
+        return LatentTurnsSpec(**of_all)
     return LatentDecodeSpec(
         **of_all,
         stages=STAGES.get(head_dim, 2),

@@ -94,33 +94,7 @@ class LatentDecodeSpec(LatentSpec):
 
 @dataclass(frozen=True)
 class LatentTurnsSpec(LatentSpec):
-    """The parameters of the decode kernel whose two warpgroups take turns at the scores.
-
-    Attributes:
-        held: boxes of 64 columns of Q that stay in registers.
-        rope_apart: the rotated key is a chunk of its own, which is released after the scores.
-        released_at: exponentials of a lane's row that the odd warpgroup computes before it releases
-            its columns of the even tile.
-    """
-
-    held: int
-    rope_apart: bool
-    released_at: int
-    split: bool
-
-    @property
-    def chunk_columns(self) -> tuple[range, ...]:
-        """The columns of each chunk; the rotated key is the last chunk if it is apart."""
-        if not self.has_rope_chunk:
-            return super().chunk_columns
-        size = self.head_dim_v // self.chunks
-        ends = [*range(0, self.head_dim_v + 1, size), self.head_dim]
-        return tuple(range(*pair) for pair in itertools.pairwise(ends))
-
-    @property
-    def has_rope_chunk(self) -> bool:
-        """Whether the rotated key is a chunk of its own, which is released after S."""
-        return self.rope_apart and self.rope > 0
+    """The parameters of the decode kernel whose two warpgroups take turns at the scores."""
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

@@ -288,7 +288,7 @@ class LatentKernel:
         visible: HeadsVisibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        smem = [self.chunk(storage.cache, x.pages, c) for c in range(len(self.spec.chunk_columns))]
+        smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
         queue = TileQueue(LatentWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True

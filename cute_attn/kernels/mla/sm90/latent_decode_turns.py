@@ -74,6 +74,7 @@ QUERIES = Role("queries", range(8, 11))
 LOAD = Role("load", range(11, 12))
 WORKERS = Role("even, odd and queries", range(0, 11))
 
+HELD = BOX  # columns of Q, the last ones, that stay in registers
 REGISTERS = (232, 40)  # of a thread in even and odd, and in queries and load
 
 MOVED, EXACT = 1, 2  # bits of a flag
@@ -165,24 +166,17 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     def __init__(self, spec: LatentTurnsSpec):
         super().__init__(spec)
-        self.held = spec.held * BOX  # columns of Q that stay in registers
-        last = spec.head_dim - BOX  # these columns' place holds P of odd tiles too
+        last = spec.head_dim - HELD  # these columns' place holds P of odd tiles too
         self.q_parts = {"q_empty": range(last), "last_empty": range(last, spec.head_dim)}
         self.pipeline = Pipeline(*self.edges())
         self.smem = self.buffers()
         chunks = list(range(spec.chunks))
-        rope = [spec.chunks] if spec.has_rope_chunk else []
         # The chunks of an odd tile's second half come first, because its warpgroup waits for them.
         middle = spec.chunks // OUTPUT_GROUPS
-        self.ahead = 1 + len(rope)  # chunks of S that start before the outputs are done
-        self.order = rope + chunks, rope + chunks[middle:] + chunks[:middle]
+        self.order = chunks, chunks[middle:] + chunks[:middle]
 
     def edges(self) -> tuple[Edge, ...]:
-        full = 2 * len(self.spec.chunk_columns)
-        empty = 2 * OUTPUT_GROUPS
-        rope: tuple[Edge, ...] = ()
-        if self.spec.has_rope_chunk:
-            rope = (Edge("rope_empty", OWN, LOAD, 2, Kind.WARPS, payload="the rotated keys"),)
+        full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS
         return (
             *TileQueue.edges(LOAD, WORKERS),
             Edge("q_full", QUERIES, MATH, 1, Kind.WARPS, payload="Q"),
@@ -190,7 +184,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
             Edge("last_empty", MATH, QUERIES, 1, Kind.WARPS, payload="the last 64 columns"),
             Edge("cache_full", LOAD, MATH, full, Kind.BYTES, payload="a chunk of a cache tile"),
             Edge("cache_empty", COLUMNS, LOAD, empty, Kind.WARPS, payload="its half of its stage"),
-            *rope,
             Edge("p_full", OWN, OTHER, 2, Kind.WARPS, payload="P, and the rows' references"),
             Edge("p_empty", OTHER, OWN, 2, Kind.WARPS, payload="its stage"),
         )
@@ -247,17 +240,12 @@ class Sm90LatentDecodeTurns(LatentKernel):
                 barriers=barriers,
                 shared=shared,
                 s=fragments.accumulators(TILE_N),
-                held=cute.make_rmem_tensor((self.held // 4,), Int32),
+                held=cute.make_rmem_tensor((HELD // 4,), Int32),
                 acc=fragments.accumulators(self.columns),
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
             )
-            if cutlass.const_expr(not self.spec.split):
-                self.math_warps(x, storage, own, None)
-            elif warp < WARPGROUP_WARPS:
-                self.math_warps(x, storage, own, EVEN)
-            else:
-                self.math_warps(x, storage, own, ODD)
+            self.math_warps(x, storage, own)
 
     # -- device: loads ------------------------------------------------------------------------
 
@@ -288,9 +276,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
         for chunk in self.order[parity]:
             of_half = self.spec.chunks // OUTPUT_GROUPS
-            if chunk == self.spec.chunks:
-                barriers.wait_previous("rope_empty", 2 * use + parity)
-            elif chunk % of_half == 0:
+            if chunk % of_half == 0:
                 n = self.empty(use, parity, chunk // of_half)
                 barriers.wait_previous("cache_empty", n)
             columns, n = self.spec.chunk_columns[chunk], self.full(use, parity, chunk)
@@ -303,12 +289,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
         """The use of the edge `cache_full`."""
-        return (2 * use + parity) * len(self.spec.chunk_columns) + chunk
-
-    def release_rope(self, own: Turns, use: Any, parity: int) -> None:
-        """Release the rotated keys of a tile, whose scores are done."""
-        if self.spec.has_rope_chunk:
-            own.barriers.warp_arrives("rope_empty", 2 * use + parity)
+        return (2 * use + parity) * self.spec.chunks + chunk
 
     def empty(self, use: Int32, parity: int, group: int) -> Any:
         """The use of the edge `cache_empty`, for the columns of a warpgroup."""
@@ -317,9 +298,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     # -- device: even and odd -----------------------------------------------------------------
 
     @cute.jit
-    def math_warps(
-        self, x: Operands, storage: Pointers, own: Turns, group: cutlass.Constexpr[Any]
-    ) -> None:
+    def math_warps(self, x: Operands, storage: Pointers, own: Turns) -> None:
         queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken, even, odd = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
@@ -328,16 +307,12 @@ class Sm90LatentDecodeTurns(LatentKernel):
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
-            held = own.shared.q + (self.spec.head_dim - self.held) // BOX * BOX_BYTES
-            fragments.assign(own.held, held_rows(held, own.warp, ROWS, self.held))
+            held = own.shared.q + (self.spec.head_dim - HELD) // BOX * BOX_BYTES
+            fragments.assign(own.held, held_rows(held, own.warp, ROWS, HELD))
             first, end = self.key_tiles(own.visible, work)
             piece = Piece(work, end, end - first, even, odd, taken)
             # What comes after the loop over keys is long, so both warpgroups have the same code.
-            if cutlass.const_expr(group == EVEN):
-                self.even_turns(x, own, piece)
-            elif cutlass.const_expr(group == ODD):
-                self.odd_turns(x, own, piece)
-            elif own.group == EVEN:
+            if own.group == EVEN:
                 self.even_turns(x, own, piece)
             else:
                 self.odd_turns(x, own, piece)
@@ -355,7 +330,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
         if piece.count > 0:
             scores = self.start_tile(own, piece, EVEN, Int32(0), self.order[EVEN], None)
             fragments.assign(own.s, wgmma.wait(scores))
-            self.release_rope(own, piece.use(EVEN, Int32(0)), EVEN)
             last = (piece.count - 1) // 2
             for pair in cutlass.range(last, unroll=1):
                 self.even_tile(x, own, piece, pair)
@@ -370,8 +344,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     @cute.jit
     def even_tile(self, x: Operands, own: Turns, piece: Piece, pair: Int32) -> None:
         """P and P V of an even tile, whose S is in registers, by the even warpgroup."""
-        moved = self.start_probabilities(x, own, piece, pair, EVEN, False)
-        words = self.publish(own, piece, pair, EVEN, moved)
+        words, moved = self.probabilities(x, own, piece, pair, EVEN)
         if moved:
             fragments.scale_rows(own.acc, [own.softmax.factor[r] for r in range(2)])
         self.finish(own, piece, pair, EVEN, EVEN, self.start_own(own, words, EVEN))
@@ -381,14 +354,12 @@ class Sm90LatentDecodeTurns(LatentKernel):
         """P V of an odd tile, and S of the next even tile, by the even warpgroup."""
         self.follow(own, piece, pair, ODD)
         sums = self.start_other(own, ODD)
-        order, ahead = self.order[EVEN], self.ahead
-        scores = self.start_tile(own, piece, EVEN, pair + 1, order[:ahead], None)
-        groups = self.groups_of(order[:ahead])
-        self.finish(own, piece, pair, ODD, EVEN, sums, groups)
+        first, *others = self.order[EVEN]
+        scores = self.start_tile(own, piece, EVEN, pair + 1, [first], None)
+        self.finish(own, piece, pair, ODD, EVEN, sums, pending=1)
         own.barriers.warp_arrives("p_empty", piece.published(ODD, pair))
-        scores = self.start_tile(own, piece, EVEN, pair + 1, order[ahead:], scores)
+        scores = self.start_tile(own, piece, EVEN, pair + 1, others, scores)
         fragments.assign(own.s, wgmma.wait(scores))
-        self.release_rope(own, piece.use(EVEN, pair + 1), EVEN)
 
     @cute.jit
     def odd_turns(self, x: Operands, own: Turns, piece: Piece) -> None:
@@ -408,22 +379,11 @@ class Sm90LatentDecodeTurns(LatentKernel):
         self.follow(own, piece, pair, EVEN)
         sums = self.start_other(own, EVEN)
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        self.release_rope(own, piece.use(ODD, pair), ODD)
         if pair == piece.count // 2 - 1:
             own.barriers.warp_arrives("q_empty", piece.taken)
-        early = self.spec.released_at < TILE_N // 4
-        moved = self.start_probabilities(x, own, piece, pair, ODD, early)
-        if cutlass.const_expr(early):
-            columns = range(self.spec.released_at)
-            own.softmax.finish_used(own.s, self.rows_of_warp(x, own, piece), columns)
-            self.finish(own, piece, pair, EVEN, ODD, sums)
-            own.barriers.warp_arrives("p_empty", piece.published(EVEN, pair))
-            columns = range(self.spec.released_at, TILE_N // 4)
-            own.softmax.finish_used(own.s, self.rows_of_warp(x, own, piece), columns)
-        words = self.publish(own, piece, pair, ODD, moved)
-        if cutlass.const_expr(not early):
-            self.finish(own, piece, pair, EVEN, ODD, sums)
-            own.barriers.warp_arrives("p_empty", piece.published(EVEN, pair))
+        words, moved = self.probabilities(x, own, piece, pair, ODD)
+        self.finish(own, piece, pair, EVEN, ODD, sums)
+        own.barriers.warp_arrives("p_empty", piece.published(EVEN, pair))
         if moved:
             fragments.scale_rows(own.acc, [own.softmax.factor[r] for r in range(2)])
         self.finish(own, piece, pair, ODD, ODD, self.start_own(own, words, ODD))
@@ -443,7 +403,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> Any:
         """Start S of a tile of keys, for some chunks of columns, each when it has arrived."""
         spec = self.spec
-        last = spec.head_dim - self.held
+        last = spec.head_dim - HELD
         cache = own.shared.cache + parity * self.tile_bytes
         for chunk in chunks:
             columns = spec.chunk_columns[chunk]
@@ -461,41 +421,19 @@ class Sm90LatentDecodeTurns(LatentKernel):
                     )  # fmt: skip
         return scores
 
-    def groups_of(self, chunks: list[int]) -> int:
-        """The groups of products that `start_tile` starts."""
-        last = self.spec.head_dim - self.held
-        columns = [self.spec.chunk_columns[chunk] for chunk in chunks]
-        return sum((c.start < last) + (c.stop > last) for c in columns)
-
-    def rows_of_warp(self, x: Operands, own: Turns, piece: Piece) -> Any:
-        """The warp's rows that exist, or more than there are in a warp."""
-        rows = piece.work.seqlen_q * x.heads - self.first_row(piece.work)
-        return rows - own.warp * WARP_ROWS
-
     @cute.jit
-    def start_probabilities(
-        self, x: Operands, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int],
-        exponents: cutlass.Constexpr[bool],
-    ) -> Boolean:  # fmt: skip
-        """Replace S of a tile of keys by P, or by `exponents`. Return whether references have
-        moved."""
+    def probabilities(
+        self, x: Operands, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int]
+    ) -> tuple[list[Any], Boolean]:
+        """Replace S of a tile of keys by P, and publish P and the references. Return P, rounded,
+        and whether references have moved."""
         work, key_tile = piece.work, piece.key_tile(parity, pair)
         row = self.first_row(work)
         _, whole_end = own.visible.whole_key_tiles(row, ROWS, work.seqlen_q, work.seqlen_k)
         if key_tile >= whole_end:
             self.mask(own, work, key_tile)
-        moved = Boolean(False)
-        if cutlass.const_expr(exponents):
-            moved = own.softmax.start_used(own.s, self.rows_of_warp(x, own, piece))
-        else:
-            moved = own.softmax.update_used(own.s, self.rows_of_warp(x, own, piece))
-        return moved
-
-    @cute.jit
-    def publish(
-        self, own: Turns, piece: Piece, pair: Int32, parity: cutlass.Constexpr[int], moved: Boolean
-    ) -> list[Any]:
-        """Publish P and the references. Return P, rounded."""
+        rows = work.seqlen_q * x.heads - row
+        moved = own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS)
         words = fragments.operand(own.s, self.dtype)
         use = piece.published(parity, pair)
         own.barriers.wait_previous("p_empty", use)
@@ -516,7 +454,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
             store_shared(Int32, self.flag(own, parity), [flag])
         cute.arch.fence_view_async_shared()
         own.barriers.warp_arrives("p_full", use)
-        return words
+        return words, moved
 
     def p(self, own: Turns, parity: int) -> Any:
         """The shared address of P."""
