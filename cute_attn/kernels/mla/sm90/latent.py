@@ -10,8 +10,8 @@ CTA that arrives last adds up all results. The order of the keys is the order of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -34,7 +34,7 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Pipeline, Role
+from ...common.pipeline import Barriers, Pipeline, Role, report_names
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.memory import (
     LINE_WORDS,
@@ -45,6 +45,7 @@ from ...common.ptx.memory import (
     load_global,
     load_shared,
     prefetch_global,
+    shared_address,
     store_global,
     store_shared,
 )
@@ -172,6 +173,7 @@ class LatentKernel:
         kernel: the device code.
         QUERIES, LOAD: roles of the warps that load Q, and of the warp that loads the cache.
         OUTPUTS: the role of the warps that hold O, in two warpgroups.
+        ROLES: roles of all warps, in order.
         WARPS: the warps of a CTA.
         stages: tiles of the cache in shared memory at once.
         smem, pipeline: shared memory and edges.
@@ -181,6 +183,7 @@ class LatentKernel:
     QUERIES: ClassVar[Role]
     LOAD: ClassVar[Role]
     OUTPUTS: ClassVar[Role]
+    ROLES: ClassVar[tuple[Role, ...]]
     WARPS: ClassVar[int]
     stages: int
     smem: SharedMemory
@@ -261,6 +264,9 @@ class LatentKernel:
             stream=stream,
         )
 
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, self.ROLES, shared_base)
+
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.jit
@@ -281,6 +287,19 @@ class LatentKernel:
         return work.part(*visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
     # -- device: loads ------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, shared: Any, tiles: TileMap,
+        visible: HeadsVisibility, warp: Int32, registers: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
+        """Load the cache or Q, with so many registers of a thread."""
+        cute.arch.setmaxregister_decrease(registers)
+        if warp == self.LOAD.warps[0]:
+            self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            number = warp - self.QUERIES.warps[0]
+            self.query_warps(x, storage, barriers, shared, visible, number)
 
     @cute.jit
     def load_warp(
@@ -655,6 +674,18 @@ class LatentKernel:
             if vector == 0:
                 x.lse[work.sequence, head, token] = log_sum
         store_rounded(x.o[work.sequence, token, head, None], vector, whole)
+
+
+_Addresses = TypeVar("_Addresses", bound="Carried")
+
+
+def addresses(kind: type[_Addresses], storage: Pointers) -> _Addresses:
+    """The shared addresses of the buffers that have the names of the fields of `kind`."""
+    found: Any = kind
+    of_kernel: _Addresses = found(
+        *(shared_address(getattr(storage, field.name)) for field in fields(found))
+    )
+    return of_kernel
 
 
 @cute.jit

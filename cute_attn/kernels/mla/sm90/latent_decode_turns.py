@@ -46,9 +46,9 @@ from ...attention.sm90.mma import (
     start_scores,
 )
 from ...common.carried import Carried
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ...common.ptx import wgmma
-from ...common.ptx.memory import load_shared, shared_address, store_shared
+from ...common.ptx.memory import load_shared, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES
@@ -61,6 +61,7 @@ from .latent import (
     WARP_ROWS,
     LatentKernel,
     Operands,
+    addresses,
     load_rows,
     store_rows,
 )
@@ -163,6 +164,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     """The kernel for one LatentTurnsSpec; see the module's docstring."""
 
     QUERIES, LOAD, OUTPUTS, WARPS, stages = QUERIES, LOAD, MATH, 12, 2
+    ROLES = (Role("even", range(0, 4)), Role("odd", range(4, 8)), QUERIES, LOAD)
 
     def __init__(self, spec: LatentTurnsSpec):
         super().__init__(spec)
@@ -204,10 +206,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
             limit=MAX_SMEM_BYTES,
         )
 
-    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = Role("even", range(0, 4)), Role("odd", range(4, 8)), QUERIES, LOAD
-        return report_names(self.smem, self.pipeline, roles, shared_base)
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
@@ -219,19 +217,10 @@ class Sm90LatentDecodeTurns(LatentKernel):
         barriers = self.pipeline.at(storage.barriers)
         self.start(x, tiles, barriers, warp)
 
-        shared = Shared(
-            *(
-                shared_address(getattr(storage, name))
-                for name in ("q", "cache", "p", "factors", "maxima", "offsets", "flags", "arrived")
-            )
-        )
+        shared = addresses(Shared, storage)
         math_registers, load_registers = REGISTERS
         if warp >= QUERIES.warps[0]:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp == LOAD.warps[0]:
-                self.load_warp(x, storage, barriers, tiles, visible)
-            else:
-                self.query_warps(x, storage, barriers, shared, visible, warp - QUERIES.warps[0])
+            self.load_warps(x, storage, barriers, shared, tiles, visible, warp, load_registers)
         else:
             cute.arch.setmaxregister_increase(math_registers)
             own = Turns(
