@@ -15,7 +15,7 @@ LEAST_KEY_TILES = 2
 STAGES = {576: 2, 512: 2, 320: 4}
 CHUNKS = 4
 # Tiles of 64 rows of all sequences, from which on two warpgroups take turns: an H100 has as many
-# SMs. With fewer tiles, short pieces leave the clock high, and scores by warps of their own win.
+# SMs. With fewer tiles, scores by warps of their own take 1 to 6 % less time.
 FEWEST_TILES = 132
 
 
