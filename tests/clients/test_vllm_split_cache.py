@@ -1,0 +1,82 @@
+"""Decode context parallelism (`-dcp`) with vLLM's own metadata, exchange and merge. The ranks are
+threads of this process, whose messages `ThreadGroup` carries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_attn
+from cute_attn.emulator import Emulator
+from tests.integrations.test_vllm_split_cache import STEPS, decode_over_ranks, serve
+from tests.integrations.vllm_stand_in import ThreadGroup
+
+from . import test_vllm
+
+vllm = test_vllm.vllm  # a fixture
+
+
+def one_at_a_time(function: Callable[..., Any], lock: threading.Lock) -> Callable[..., Any]:
+    def locked(*args: Any, **named: Any) -> Any:
+        with lock:
+            return function(*args, **named)
+
+    return locked
+
+
+@pytest.fixture
+def group(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> ThreadGroup:
+    """vLLM's group of the ranks of a split cache. Triton's interpreter takes one thread at a
+    time."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.attention.ops import dcp, merge_attn_states
+
+    found, lock = ThreadGroup(2), threading.Lock()
+    monkeypatch.setattr(parallel_state, "_DCP", found)
+    for module, name in ((dcp, "correct_attn_out"), (merge_attn_states, "merge_attn_states")):
+        monkeypatch.setattr(module, name, one_at_a_time(getattr(module, name), lock))
+    return found
+
+
+@pytest.mark.clients("Decode context parallelism (`-dcp`): two ranks' caches, vLLM's exchange")
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_steps_over_two_ranks(group: ThreadGroup, interleave: int):
+    from cute_attn.integrations.vllm_backend import CuteAttnBackend
+
+    emulator = Emulator()
+    with cute_attn.emulated("sm_90a", emulator):
+        serve(CuteAttnBackend, group, interleave, STEPS)
+    assert not [x for x in emulator.report.findings if x.severity == "error"], emulator.report
+
+
+@pytest.mark.clients("MLA: decode context parallelism, two ranks' caches")
+def test_latent_attention_over_two_ranks(vllm: Any):
+    from vllm.v1.attention.ops.dcp import _lse_weighted_combine
+
+    from cute_attn.integrations.vllm_mla_backend import CuteAttnMLAImpl
+
+    def combine(o: Tensor, lse: Tensor) -> Tensor:
+        found: Tensor = _lse_weighted_combine(o.float(), lse)
+        return found.double()
+
+    emulator = Emulator(num_sms=4)
+    with cute_attn.emulated("sm_90a", emulator):
+        found, one, exact = decode_over_ranks(CuteAttnMLAImpl, combine, 2, 1)
+    assert not [x for x in emulator.report.findings if x.severity == "error"], emulator.report
+    assert (found - exact).norm() <= 2 * (one.double() - exact).norm()
+
+
+@pytest.mark.clients("What has no kernel over ranks of `-dcp` is refused by name")
+def test_windows_are_refused(group: ThreadGroup):
+    from cute_attn.integrations.vllm_backend import CuteAttnImpl
+
+    def make(_: int) -> None:
+        with pytest.raises(NotImplementedError, match="parallelism with sliding windows"):
+            CuteAttnImpl(4, 64, 0.1, 2, sliding_window=16)
+
+    group.run(make)
