@@ -1,4 +1,4 @@
-"""The hooks of `use_context_parallel`, with a model without attention: ranks one after the other."""
+"""The hooks of `use_context_parallel`, for a model without attention, one rank after another."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_calls_that_are_refused(
 ) -> None:
     model = Model()
     inputs = {"input_ids": torch.zeros(1, 6, dtype=torch.int64)} if given else {}
-    with rank_of(0, 2, monkeypatch), SplitSequences(model, None, "zigzag", None, "sum"):
-        with pytest.raises(error, match=message):
-            model(**inputs | given)
+    split = SplitSequences(model, None, "zigzag", None, "sum")
+    with rank_of(0, 2, monkeypatch), split, pytest.raises(error, match=message):
+        model(**inputs | given)
     assert not model.got

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Ranks:
         found: list[str | None] = [None] * len(self.pipes)
         waiting, end = dict(enumerate(self.pipes)), time.monotonic() + limit
         while waiting:
-            ready = mp.connection.wait([*waiting.values()], max(0.0, end - time.monotonic()))
+            ready = wait([*waiting.values()], max(0.0, end - time.monotonic()))
             if not ready:
                 for rank in waiting:
                     os.kill(int(self.processes[rank].pid or 0), signal.SIGUSR1)
