@@ -123,24 +123,30 @@ class Copies:
                     packed = memory.view(rank, at, (batch, held[rank], per, x.shape[3]), x.dtype)
                     for start, end in route.shown:
                         packed[:, start:end].copy_(x[:, start:end, part])
-            memory.barrier()
-            for i, (part, found) in enumerate(zip(self.parts, self.rows, strict=True)):
-                for x, to, at in zip(own, found, offsets[2 * i :], strict=False):
+                # The rank's own rows too: later such a copy would wait for SMs.
+                for x, to in zip(own, self.rows[i], strict=True):
                     if route.own is not None:
                         copy(to, route.own[1], x[:, :, part], route.own[0])
+            memory.barrier()
+            for i, found in enumerate(self.rows):
+                for x, to, at in zip(own, found, offsets[2 * i :], strict=False):
                     for other in others:
                         shape = batch, held[other], per, x.shape[3]
                         theirs = memory.view(other, at, shape, x.dtype)
                         copy(to, route.received[other], theirs, route.read[other])
-                if i + 1 < parts:
-                    self.ready.append(event(device))
+                self.ready.append(event(device))
             memory.barrier()
-            self.ready.append(event(device))
+            self.end = event(device)
 
     def wait(self, part: int = 0) -> list[Tensor]:
         """K and V of a part, for later work of the current stream."""
         wait_for(self.ready[part])
         return self.rows[part]
+
+    def finish(self) -> None:
+        """Make later work of the current stream wait for the second barrier, as a CUDA graph needs.
+        The barrier itself may wait for SMs, so a call finishes after its kernels."""
+        wait_for(self.end)
 
 
 def parts_of(heads: int, size: int) -> int:

@@ -112,6 +112,9 @@ class _Keys:
                 self.route.received[rank].fill(x, parts)
         return self.rows
 
+    def finish(self) -> None:
+        """Do nothing after the kernels, unlike `Copies.finish`."""
+
 
 def forward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
@@ -146,6 +149,7 @@ def forward(
         for of in route.needs.remote.forward:
             counts = route.counts(of, used, seen_k, local=False)
             attend(of, part_q, seen_k, seen_v, part_out, part_lse, part_sink, options, counts)
+    keys.finish()
     return out, lse
 
 
@@ -183,6 +187,7 @@ def backward(
     seen_k, seen_v = keys.wait()
     for of in route.needs.remote.backward:
         add(gathered, of, seen_k, seen_v)
+    keys.finish()
     if first:
         dq.zero_()
     _return(route, group, local, gathered.values(seen_k, seen_v), (dk, dv))

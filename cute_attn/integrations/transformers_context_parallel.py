@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..distributed import ContextParallel, context_parallel
 from ..distributed.api import LayoutOf
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["SplitSequences", "use_context_parallel"]
 
@@ -59,7 +62,7 @@ class SplitSequences:
         for hook in self._hooks:
             hook.remove()
 
-    def __enter__(self) -> SplitSequences:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +183,7 @@ def _packed_lengths(given: dict[str, Any], tokens: Tensor) -> tuple[int, ...] | 
             f"use_context_parallel takes packed sequences in a batch of one row, got a batch of "
             f"{tokens.shape[0]}"
         )
-    return tuple(b - a for a, b in zip(starts, starts[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(starts))
 
 
 def use_context_parallel(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_attn
+from cute_attn.emulation import current_emulation
 from cute_attn.emulator import Emulator
 from cute_attn.integrations import vllm as integration
 from cute_attn.reference.mla import mla_decode_reference
@@ -60,25 +61,36 @@ def serve(
             torch.randn(rows, n, DIM, generator=draw).to(torch.bfloat16)
             for n in (world * HEADS, heads_k, heads_k)
         )
-        arch = cute_attn.emulation.current_emulation()
-        assert arch is not None
-
-        def step(rank: int) -> torch.Tensor:
-            runner, own = runners[rank], q.chunk(world, 1)[rank].contiguous()
-            common = runner.metadata(
-                queries, k, v, padding.get("pad_rows", 0), padding.get("pad_requests", 0)
-            )
-            metadata = runner.builder.build(0, common)
-            output = torch.full_like(own, torch.nan)
-            with cute_attn.emulated(arch.arch, arch.emulator):
-                runner.forward(metadata, own, k, v, output)
-            return output
-
+        step = Step(runners, queries, padding, q, k, v)
         for rank, output in enumerate(group.run(step)):
             own = q.chunk(world, 1)[rank][: sum(queries.values())]
             parts = list(own.split(list(queries.values())))
             assert_agrees(runners[rank], parts, output, queries)
     return runners
+
+
+class Step:
+    """A step of all ranks, with the emulator of this thread. `q` has the heads of all ranks."""
+
+    def __init__(
+        self, runners: list[Runner], queries: dict[int, int], padding: dict[str, int], *qkv: Tensor
+    ) -> None:
+        self.runners, self.queries, self.padding = runners, queries, padding
+        self.q, self.k, self.v = qkv
+        self.emulation = current_emulation()
+
+    def __call__(self, rank: int) -> Tensor:
+        """The output of a rank's heads."""
+        assert self.emulation is not None
+        runner = self.runners[rank]
+        q = self.q.chunk(len(self.runners), 1)[rank].contiguous()
+        pads = (self.padding.get(name, 0) for name in ("pad_rows", "pad_requests"))
+        common = runner.metadata(self.queries, self.k, self.v, *pads)
+        metadata = runner.builder.build(0, common)
+        output = torch.full_like(q, torch.nan)
+        with cute_attn.emulated(self.emulation.arch, self.emulation.emulator):
+            runner.forward(metadata, q, self.k, self.v, output)
+        return output
 
 
 @pytest.mark.parametrize(
