@@ -142,7 +142,11 @@ COPIED = {name: {**case, "heads": 4, "heads_k": 4} for name, case in CASES.items
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "name", ["heads", "both-sides", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES)]
+    "name",
+    [
+        pytest.param(x, marks=() if x in ("heads", "both-sides") else pytest.mark.slow)
+        for x in COPIED
+    ],
 )
 def test_copied_keys_give_the_bits_of_sent_keys(two: Ranks, name: str, layout: str) -> None:
     options = {**COPIED[name], "dim": 256, "seed": 3}  # what stands in has no other
