@@ -134,18 +134,13 @@ def forward(
             attend(of, q, own_k, own_v, out, lse, sink, options, counts)
     for part, heads_k in enumerate(keys.parts):
         seen_k, seen_v = keys.wait(part)
-        # Results of a part are rows of the results of all heads.
-        of_part = [q, out, lse, sink]
+        part_q, part_out, part_lse, part_sink = q, out, lse, sink
         if len(keys.parts) > 1:
             group_size = heads // k.shape[2]
             own = slice(heads_k.start * group_size, heads_k.stop * group_size)
-            of_part = [
-                q[:, :, own],
-                out[:, :, own],
-                None if lse is None else lse[:, own],
-                None if sink is None else sink[own],
-            ]
-        part_q, part_out, part_lse, part_sink = of_part
+            part_q, part_out = q[:, :, own], out[:, :, own]
+            part_lse = None if lse is None else lse[:, own]
+            part_sink = None if sink is None else sink[own]
         for of in route.needs.remote.forward:
             counts = route.counts(of, used, seen_k, local=False)
             attend(of, part_q, seen_k, seen_v, part_out, part_lse, part_sink, options, counts)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from .autocast import in_autocast
-from .transformers_context_parallel import use_context_parallel
+from .transformers_context_parallel import REGISTERED, use_context_parallel
 from .transformers_gated_delta_rule import use_gated_delta_rule
 from .transformers_kda import use_kimi_delta_attention
 
@@ -106,14 +106,8 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+    REGISTERED.add(name)
     _register_for_continuous_batching(name)
-
-
-def is_registered(name: str | None) -> bool:
-    """Whether `register` has made an implementation known by this name."""
-    from transformers import AttentionInterface
-
-    return AttentionInterface().get(name) is _attention
 
 
 # -- continuous batching --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ __all__ = ["SplitSequences", "use_context_parallel"]
 IGNORED = -100  # the label of a token that the loss leaves out
 SOFTMAX_LAYERS = ("full_attention", "sliding_attention")
 GRADIENTS = ("sum", "mean")
+REGISTERED: set[str] = set()  # the names that `register` has made known to transformers
 # Inputs with a number for each token, beside the input itself.
 OF_TOKENS = ("position_ids", "labels", "shift_labels")
 # What a call may not have, because its result would not be what one process computes.
@@ -232,13 +233,11 @@ def use_context_parallel(
             `attn_implementation`; or later a call has padding, a cache, a router's loss, attention
             weights, or `logits_to_keep`.
     """
-    from .transformers import is_registered
-
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}, must be one of {GRADIENTS}")
     config = model.config.get_text_config()
     name = config._attn_implementation
-    if not is_registered(name):
+    if name not in REGISTERED:
         raise NotImplementedError(
             f"use_context_parallel needs a model with attn_implementation='cute_attn', after "
             f"register(); it is {name!r}"

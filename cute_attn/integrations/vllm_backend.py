@@ -427,6 +427,7 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             causal=False,
             **shared,
         )
+        assert lse_earlier is not None
         o_earlier, lse_earlier = exchange.over_ranks(o_earlier, lse_earlier)
         exchange.merge(output, o_earlier, lse_earlier, output, lse)
 
