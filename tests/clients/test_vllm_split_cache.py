@@ -3,8 +3,6 @@ threads of this process, whose messages `ThreadGroup` carries."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn.emulator import Emulator
+from tests.integrations import vllm_stand_in
 from tests.integrations.test_vllm_split_cache import STEPS, decode_over_ranks, serve
 from tests.integrations.vllm_stand_in import ThreadGroup
 
@@ -22,25 +21,29 @@ vllm = test_vllm.vllm  # a fixture
 MEMORY = (0, 1, 3, 2, 4)
 
 
-def one_at_a_time(function: Callable[..., Any], lock: threading.Lock) -> Callable[..., Any]:
-    def locked(*args: Any, **named: Any) -> Any:
-        with lock:
-            return function(*args, **named)
-
-    return locked
+def corrected(
+    out: Tensor, lses: Tensor, cp_rank: int, ctx: Any, is_lse_base_on_e: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A rank's part of the combined output, `[tokens, heads, dim]`, and the combined lse, from the
+    lse of all ranks."""
+    assert is_lse_base_on_e
+    lse = lses.logsumexp(0)
+    weight = (lses[cp_rank] - lse).exp().nan_to_num(0.0)
+    return (out.float() * weight[..., None]).to(out.dtype), lse
 
 
 @pytest.fixture
 def group(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> ThreadGroup:
-    """vLLM's group of the ranks of a split cache. Triton's interpreter takes one thread at a
-    time."""
+    """vLLM's group of the ranks of a split cache. PyTorch stands in for two of vLLM's kernels, which
+    are Triton kernels that do not run in Triton's interpreter."""
     from vllm.distributed import parallel_state
-    from vllm.v1.attention.ops import dcp, merge_attn_states
+    from vllm.v1.attention.ops import dcp
+    from vllm.v1.attention.ops import merge_attn_states as merge
 
-    found, lock = ThreadGroup(2), threading.Lock()
+    found = ThreadGroup(2)
     monkeypatch.setattr(parallel_state, "_DCP", found)
-    for module, name in ((dcp, "correct_attn_out"), (merge_attn_states, "merge_attn_states")):
-        monkeypatch.setattr(module, name, one_at_a_time(getattr(module, name), lock))
+    monkeypatch.setattr(dcp, "correct_attn_out", corrected)
+    monkeypatch.setattr(merge, "merge_attn_states", vllm_stand_in.merge_attn_states)
     return found
 
 
