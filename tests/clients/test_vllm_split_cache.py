@@ -34,8 +34,9 @@ def corrected(
 
 @pytest.fixture
 def group(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> ThreadGroup:
-    """vLLM's group of the ranks of a split cache. PyTorch stands in for two of vLLM's kernels, which
-    are Triton kernels that do not run in Triton's interpreter."""
+    """vLLM's group of the ranks of a split cache.
+
+    PyTorch stands in for two of vLLM's Triton kernels, which Triton's interpreter does not run."""
     from vllm.distributed import parallel_state
     from vllm.v1.attention.ops import dcp
     from vllm.v1.attention.ops import merge_attn_states as merge
