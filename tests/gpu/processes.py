@@ -7,6 +7,7 @@ A test that fails ends its processes, and the next test starts new ones.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import time
@@ -143,4 +144,5 @@ def _serve(pipe: Any, rank: int, world: int, port: int, timeout: float) -> None:
             pipe.send(None)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        gc.collect()  # graphs and groups in circles
         torch.cuda.empty_cache()

@@ -256,7 +256,7 @@ def test_calls_in_a_graph(world: int) -> None:
 
 
 def does_not_grow(steps: int) -> None:
-    """Memory after many steps is memory after a few."""
+    """Memory after many steps is no more than memory after a few."""
     plan = plan_of("zigzag", (1024,), False, None)
     inputs = leaves_of(plan.tokens, 8, 4)
     used = {}
@@ -267,7 +267,8 @@ def does_not_grow(steps: int) -> None:
         if step in (20, steps - 1):
             torch.cuda.synchronize()
             used[step] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    assert used[20] == used[steps - 1], used
+    few, many = used[20], used[steps - 1]
+    assert all(a <= b for a, b in zip(many, few, strict=True)), (few, many)
 
 
 def test_memory_does_not_grow() -> None:
