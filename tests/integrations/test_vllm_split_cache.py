@@ -94,7 +94,12 @@ class Step:
 
 
 @pytest.mark.parametrize(
-    ("world", "interleave", "layer"), [(2, 1, "grouped heads"), (3, 16, "sinks"), (2, 4, "softcap")]
+    ("world", "interleave", "layer"),
+    [
+        pytest.param(2, 1, "grouped heads", marks=pytest.mark.slow),
+        (3, 16, "sinks"),
+        pytest.param(2, 4, "softcap", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_over_ranks_agree_with_attention_over_each_requests_tokens(
     backend: Any, world: int, interleave: int, layer: str
