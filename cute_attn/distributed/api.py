@@ -56,7 +56,6 @@ def context_parallel(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     layout: LayoutOf = "zigzag",
     mode: str | None = None,
-    copies: bool = False,
 ) -> ContextParallel:
     """Make a plan of context parallelism: which tokens each rank holds, for given lengths.
 
@@ -78,9 +77,6 @@ def context_parallel(
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
             rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
             "ring", the backward gathers keys, and so does a forward with a window.
-        copies: how keys are gathered in mode "gather". False: by NCCL's messages. True: ranks copy
-            keys from one another's memory with copy engines, beside attention kernels. All GPUs of
-            the group must be able to read one another's memory, as over NVLink.
 
     Returns:
         The plan.
@@ -95,18 +91,12 @@ def context_parallel(
     by_tokens, by_heads, all_ranks = _groups_of(group)
     lengths, packed = _lengths(seqlen, cu_seqlens)
     given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
-    if not isinstance(copies, bool):
-        raise TypeError(f"copies is {copies!r}, must be True or False")
-    said = {
-        "layout": given, "mode": mode, "lengths": lengths, "packed": packed, "copies": copies,
-    }  # fmt: skip
+    said = {"layout": given, "mode": mode, "lengths": lengths, "packed": packed}
     compare(all_ranks, said, "plans with")
     if mode == "heads" and by_heads is not None:
         raise ValueError("mode is 'heads' with a mesh, whose second dimension exchanges heads")
     rows = Layout.of(layout, lengths, dist.get_world_size(by_tokens))
-    return ContextParallel(
-        by_tokens, by_heads, all_ranks, rows, packed=packed, mode=mode, copies=copies
-    )
+    return ContextParallel(by_tokens, by_heads, all_ranks, rows, packed=packed, mode=mode)
 
 
 def _groups_of(group: Any) -> tuple[Any, Any, Any]:

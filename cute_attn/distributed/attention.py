@@ -51,7 +51,7 @@ class Run(NamedTuple):
         tensors = q, k, v, sink, self.options, self.need_lse
         if self.mode == "ring":
             return ring.forward(self.hops, self.plan.group, *tensors)
-        return gather.forward(self.route, self.plan.group, *tensors, used, self.plan.memory)
+        return gather.forward(self.route, self.plan.group, *tensors, used)
 
 
 class _Attention(torch.autograd.Function):
@@ -78,8 +78,9 @@ class _Attention(torch.autograd.Function):
         if run.returns_by_hops(q, v):
             found = ring.backward(run.hops, run.plan.group, *tensors)
         else:
-            of_tokens = Used(*used) if ctx.used else None
-            found = gather.backward(run.route, run.plan.group, *tensors, of_tokens, run.plan.memory)
+            found = gather.backward(
+                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None
+            )
         return (*found, None, None, None)
 
 

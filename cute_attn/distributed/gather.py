@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..ops.attention.arguments import readable_or_copied
 from .calls import Counts, Options, attend, gradients
-from .copies import Copies, SharedMemory
 from .exchange import Messages, Rows, beside, copy_rows, event, flat, send, wait_for
-from .layout import Layout, Needs, Pass, Window, joined, shared_rows
+from .layout import Layout, Needs, Pass, Window, shared_rows
 from .used import Used, UsedRows
 
 
@@ -35,9 +34,6 @@ class Route:
             no such rows.
         sent: other rank -> the rows of this rank's keys that the other rank gathers.
         received: other rank -> the rows of gathered keys that the other rank sends.
-        most_received: how many keys a rank receives at most; equal on all ranks.
-        shown: the ranges of this rank's rows that other ranks gather.
-        read: other rank -> the rows of that rank's keys that become `received`.
     """
 
     def __init__(self, layout: Layout, rank: int, window: Window, *, whole: bool = False) -> None:
@@ -45,12 +41,10 @@ class Route:
         self.layout, self.held = layout, layout.ranges[rank]
         self.needs: Needs = layout.needs(rank, window, whole=whole)
         self._used: dict[Any, UsedRows] = {}
-        self.most_received = layout.received(window, whole=whole)
         self.rows = sum(end - start for start, end in self.needs.ranges)
         self.own: tuple[Rows, Rows] | None = None
         self.sent: dict[int, Rows] = {}
         self.received: dict[int, Rows] = {}
-        self.read: dict[int, Rows] = {}
         for other in range(layout.world):
             if other == rank:
                 held, gathered = shared_rows(layout.ranges[rank], self.needs.ranges)
@@ -61,10 +55,9 @@ class Route:
             )
             if rows:
                 self.sent[other] = Rows(rows)
-            held, rows = shared_rows(layout.ranges[other], self.needs.ranges)
+            _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
             if rows:
-                self.read[other], self.received[other] = Rows(held), Rows(rows)
-        self.shown = joined(x for rows in self.sent.values() for x in rows.ranges)
+                self.received[other] = Rows(rows)
 
     def counts(self, of: Pass, used: Used | None, keys: Tensor, *, local: bool) -> Counts | None:
         """How many rows of each rectangle of a pass are used; None: all rows. `keys` are the
@@ -79,15 +72,10 @@ class Route:
 
 
 class _Keys:
-    """The gathered K and V, by messages. The constructor starts the messages.
-
-    Attributes:
-        parts: the heads of k that `wait` returns: all heads, as one part.
-    """
+    """The gathered K and V. The constructor starts the messages."""
 
     def __init__(self, route: Route, group: Any, own: tuple[Tensor, Tensor]) -> None:
         self.route = route
-        self.parts = [slice(0, own[0].shape[2])]
         self.rows = [x.new_empty(x.shape[0], route.rows, *x.shape[2:]) for x in own]
         self.into = {
             rank: [rows.memory(x, inside=True) for x in self.rows]
@@ -103,7 +91,7 @@ class _Keys:
                 copy_rows(self.rows, route.own[1], own, route.own[0])
             self.copied = event(own[0].device)
 
-    def wait(self, part: int = 0) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         """K and V, for later work of the current stream."""
         wait_for(self.copied)
         self.messages.wait()
@@ -112,18 +100,13 @@ class _Keys:
                 self.route.received[rank].fill(x, parts)
         return self.rows
 
-    def finish(self) -> None:
-        """Do nothing after the kernels, unlike `Copies.finish`."""
-
 
 def forward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    options: Options, need_lse: bool, used: Used | None = None, memory: SharedMemory | None = None,
+    options: Options, need_lse: bool, used: Used | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(o, lse) of the rank's queries. With `memory`, ranks copy keys instead of sending them."""
-    keys: Any = (
-        _Keys(route, group, (k, v)) if memory is None else Copies(route, memory, (k, v), parts=None)
-    )
+    """(o, lse) of the rank's queries."""
+    keys = _Keys(route, group, (k, v))
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
@@ -132,32 +115,19 @@ def forward(
         for of in route.needs.local.forward:
             counts = route.counts(of, used, own_k, local=True)
             attend(of, q, own_k, own_v, out, lse, sink, options, counts)
-    for part, heads_k in enumerate(keys.parts):
-        seen_k, seen_v = keys.wait(part)
-        part_q, part_out, part_lse, part_sink = q, out, lse, sink
-        if len(keys.parts) > 1:
-            group_size = heads // k.shape[2]
-            own = slice(heads_k.start * group_size, heads_k.stop * group_size)
-            part_q, part_out = q[:, :, own], out[:, :, own]
-            part_lse = None if lse is None else lse[:, own]
-            part_sink = None if sink is None else sink[own]
-        for of in route.needs.remote.forward:
-            counts = route.counts(of, used, seen_k, local=False)
-            attend(of, part_q, seen_k, seen_v, part_out, part_lse, part_sink, options, counts)
-    keys.finish()
+    seen_k, seen_v = keys.wait()
+    for of in route.needs.remote.forward:
+        counts = route.counts(of, used, seen_k, local=False)
+        attend(of, q, seen_k, seen_v, out, lse, sink, options, counts)
     return out, lse
 
 
 def backward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, sink: Tensor | None, options: Options, used: Used | None = None,
-    memory: SharedMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries. `memory` is
-    as for `forward`."""
-    keys: Any = (
-        _Keys(route, group, (k, v)) if memory is None else Copies(route, memory, (k, v), parts=1)
-    )
+    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
+    keys = _Keys(route, group, (k, v))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
@@ -182,10 +152,9 @@ def backward(
     seen_k, seen_v = keys.wait()
     for of in route.needs.remote.backward:
         add(gathered, of, seen_k, seen_v)
-    keys.finish()
     if first:
         dq.zero_()
-    _return(route, group, local, gathered.values(seen_k, seen_v), (dk, dv))
+    _return(route, group, local, gathered.values(*keys.rows), (dk, dv))
     return dq, dk, dv, dsink
 
 

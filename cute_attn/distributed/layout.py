@@ -227,15 +227,6 @@ class Layout:
             _stage(remote, ranges, window, shifted=not whole),
         )
 
-    def received(self, window: Window, *, whole: bool = False) -> int:
-        """How many keys a rank receives at most. `whole` is as for `needs`."""
-        found = 0
-        for rank, held in enumerate(self.ranges):
-            wanted = self.needs(rank, window, whole=whole).ranges
-            own, _ = shared_rows(held, wanted)
-            found = max(found, _count(wanted) - _count(own))
-        return found
-
     def hop(self, rank: int, other: int, causal: bool) -> tuple[Pass, ...]:
         """The calls for the queries of `rank` and the keys of rank `other`, which may be the same
         rank. There is no window but the causal mask."""
@@ -377,10 +368,6 @@ def _rows(pieces: list[Piece]) -> Range:
     """The rows of consecutive pieces."""
     last = pieces[-1]
     return pieces[0].row, last.row + last.end - last.start
-
-
-def _count(ranges: Iterable[Range]) -> int:
-    return sum(end - start for start, end in ranges)
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

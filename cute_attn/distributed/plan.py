@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .copies import memory_of
 from .exchange import Rows, beside, send
 from .gather import Route
 from .heads import Swap
@@ -27,7 +27,6 @@ class Plan:
         tokens: the number of tokens that this rank holds.
         packed: whether tensors are `[total, ...]`, rather than `[batch, seqlen, ...]`.
         mode: "gather", "ring" or "heads"; None: each call's shapes choose the mode.
-        memory: where ranks copy gathered keys from, rather than by messages; None for messages.
     """
 
     def __init__(
@@ -39,13 +38,11 @@ class Plan:
         *,
         packed: bool,
         mode: str | None,
-        copies: bool = False,
     ) -> None:
         self.group, self.heads_group, self.all_ranks = group, heads_group, all_ranks
         self.rows_of = layout
         self.packed, self.mode = packed, mode
         self.by_tokens = dist.get_world_size(group)
-        self.memory = memory_of(group) if copies and self.by_tokens > 1 else None
         self.by_heads = 1 if heads_group is None else dist.get_world_size(heads_group)
         self.token_rank = dist.get_rank(group)
         self.head_rank = 0 if heads_group is None else dist.get_rank(heads_group)
@@ -162,7 +159,12 @@ class Plan:
     def received(self, window: Window) -> int:
         """How many keys a rank that splits tokens receives at most; equal on all ranks."""
         if window not in self._received:
-            self._received[window] = self.rows_of.received(window)
+            found = 0
+            for rank, held in enumerate(self.rows_of.ranges):
+                wanted = self.rows_of.needs(rank, window).ranges
+                own, _ = shared_rows(held, wanted)
+                found = max(found, _count(wanted) - _count(own))
+            self._received[window] = found
         return self._received[window]
 
     def ring(self, causal: bool) -> Ring:
@@ -213,6 +215,10 @@ class Plan:
                 f"{tokens} tokens"
             )
         return dim % x.dim()
+
+
+def _count(ranges: Sequence[Range]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 def compare(group: Any, own: dict[str, Any], verb: str) -> None:

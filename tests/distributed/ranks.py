@@ -104,34 +104,9 @@ def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None
 # -- what ranks do
 
 
-class ReadByAll:
-    """In place of symmetric memory: every barrier gathers all ranks' bytes."""
-
-    def __init__(self, size: int, group: Any) -> None:
-        self.memory = torch.full((size,), 255, dtype=torch.uint8)  # NaN in every dtype
-        self.all = [torch.empty_like(self.memory) for _ in range(dist.get_world_size(group))]
-        self.rank, self.group = dist.get_rank(group), group
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        assert timeout_ms > 0
-        dist.all_gather(self.all, self.memory, group=self.group)
-
-    def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, first: int) -> Tensor:
-        bytes_of = self.memory if rank == self.rank else self.all[rank]
-        count, size = torch.Size(shape).numel(), dtype.itemsize
-        return bytes_of[first * size : (first + count) * size].view(dtype).view(shape)
-
-
-def _read_by_all(size: int, device: torch.device, group: Any) -> tuple[Tensor, ReadByAll]:
-    found = ReadByAll(size, group)
-    return found.memory, found
-
-
 def plan_of(layout: Any, mode: str | None, mesh: Sequence[int] | None, **lengths: Any) -> Any:
-    from cute_attn.distributed import context_parallel, copies
+    from cute_attn.distributed import context_parallel
 
-    copies.shared = _read_by_all
-    copies.PART_BYTES = 1  # as many parts as the heads allow
     group = None if mesh is None else _mesh(tuple(mesh))
     return context_parallel(group, layout=layout, mode=mode, **lengths)
 
@@ -179,8 +154,7 @@ def attention(
     emulated: bool = True,
     **lengths: Any,
 ) -> dict[str, Tensor]:
-    """o, lse and gradients of the rank's tokens, as whole tensors. `lengths` are arguments of
-    `plan_of`."""
+    """o, lse and gradients of the rank's tokens, as whole tensors."""
     import cute_attn
 
     plan = plan_of(layout, mode, mesh, **lengths)

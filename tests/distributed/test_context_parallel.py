@@ -136,30 +136,6 @@ def seqused(queries: Any, keys: Any) -> dict[str, Any]:
     return {"seqused_q": used_q, "seqused_k": used_q if queries == keys else used_k}
 
 
-# More K/V heads, which travel in parts.
-COPIED = {name: {**case, "heads": 4, "heads_k": 4} for name, case in CASES.items()}
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=() if x in ("heads", "both-sides") else pytest.mark.slow)
-        for x in COPIED
-    ],
-)
-def test_copied_keys_give_the_bits_of_sent_keys(two: Ranks, name: str, layout: str) -> None:
-    options = {**COPIED[name], "dim": 256, "seed": 3}  # what stands in has no other
-    lengths = options.pop("lengths")
-    args, do, dlse = inputs(lengths, **options)
-    plan = {"layout": layout, "mode": "gather", "emulated": False}
-    sent, copied = (
-        check(two, args, do, dlse, lengths, **plan, copies=copies) for copies in (False, True)
-    )
-    for key, x in sent.items():
-        assert torch.equal(copied[key].nan_to_num(), x.nan_to_num()), key
-
-
 LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag", LISTED], ids=["c", "z", "l"])
 MODES = pytest.mark.parametrize("mode", ["gather", "ring", "heads", None])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,18 +65,10 @@ def without_messages(rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a group, in which no messages arrive."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from cute_attn.distributed import api, copies, exchange, gather, heads, plan, ring, spans
+    from cute_attn.distributed import api, exchange, gather, heads, plan, ring, spans
 
     def send(*_: Any) -> exchange.Messages:
         return exchange.Messages([], None)
-
-    def shared(size: int, device: torch.device, _: Any) -> tuple[torch.Tensor, Any]:
-        def get_buffer(_: int, shape: Any, dtype: torch.dtype, __: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        return torch.empty(size, dtype=torch.uint8, device=device), SimpleNamespace(
-            get_buffer=get_buffer
-        )
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -86,8 +77,6 @@ def without_messages(rank: int, world: int) -> Iterator[None]:
                 patches.enter_context(mock.patch.object(module, "send", send))
             for module in (api, plan):
                 patches.enter_context(mock.patch.object(module, "compare"))
-            patches.enter_context(mock.patch.object(copies, "shared", shared))
-            patches.enter_context(mock.patch.object(copies.SharedMemory, "barrier"))
             yield
     finally:
         dist.destroy_process_group()

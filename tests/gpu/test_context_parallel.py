@@ -37,8 +37,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "window": ("contiguous", (2000,), 1, 4, 4, 256, {"window_size": (255, 0)}),
     "both sides": ("zigzag", LENGTHS, None, 8, 4, 128, {"window_size": (130, 40)}),
 }
-# "copies" is mode "gather" with `copies=True`, and "mesh" has two dimensions.
-MODES = ("gather", "ring", "heads", "mesh", "copies")
+MODES = ("gather", "ring", "heads", "mesh")
 REPEATED = ("zigzag", "packed")  # the cases of deterministic calls
 
 
@@ -93,10 +92,8 @@ def plan_of(layout: str, lengths: tuple[int, ...], packed: bool, mode: str | Non
 
         sizes = (2, dist.get_world_size() // 2)
         group = init_device_mesh("cuda", sizes, mesh_dim_names=("tokens", "heads"))
-    of_plan = {"mesh": None, "copies": "gather"}.get(str(mode), mode)
-    return context_parallel(
-        group, layout=layout, mode=of_plan, copies=mode == "copies", **of_lengths
-    )
+    of_plan = None if mode == "mesh" else mode
+    return context_parallel(group, layout=layout, mode=of_plan, **of_lengths)
 
 
 def exact(
@@ -246,7 +243,7 @@ def replays(mode: str) -> None:
 
 
 def every_replay() -> None:
-    for mode in ("gather", "ring", "heads", "copies"):
+    for mode in ("gather", "ring", "heads"):
         replays(mode)
 
 
