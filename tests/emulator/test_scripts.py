@@ -396,7 +396,7 @@ def test_the_program_s_own_exit_status(tmp_path: Path, end: str, status: int) ->
         (["--schedules", "0", "x.py"], "--schedules: '0' is not a positive integer"),
         (["--resident", "many", "x.py"], "--resident: 'many' is not a positive integer"),
         (["--on-findings", "warn", "x.py"], "--on-findings: invalid choice: 'warn'"),
-        (["--arch", "sm_80", "--time", "x.py"], "--time is for --arch sm_90a"),
+        (["--arch", "sm_80", "--time", "x.py"], "--time is for --arch sm_90a and sm_100a"),
         (["--unknown", "x.py"], "unrecognized arguments: --unknown"),
         (["/nowhere/x.py"], "there is no file /nowhere/x.py"),
         ([], "required: SCRIPT"),

@@ -14,7 +14,7 @@ from . import hook
 from .device import DEVICES, Device
 
 DEFAULT_ARCH = "sm_90a"
-TIMED_ARCH = "sm_90a"  # of the GPUs whose rates have been measured
+TIMED = {"sm_90a": "h100", "sm_100a": "b200"}  # the GPU whose rates `--time` takes
 ON_FINDINGS = ("collect", "raise", "ignore")
 
 
@@ -152,7 +152,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
     parser.add_argument(
         "--time",
         action="store_true",
-        help="predict the time of each launch on an H100 (sm_90a, in a checkout)",
+        help="predict the time of each launch on an H100 (sm_90a) or B200 (sm_100a); in a checkout",
     )
     for what, text in (
         ("install", "let programs that start with CUTE_ATTN_EMULATE=all run in the emulator"),
@@ -163,8 +163,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
     parser.add_argument("program", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     given = parser.parse_args(arguments)
-    if given.time and given.arch != TIMED_ARCH:
-        parser.error(f"--time is for --arch {TIMED_ARCH}, and the architecture is {given.arch}")
+    if given.time and given.arch not in TIMED:
+        known = " and ".join(TIMED)
+        parser.error(f"--time is for --arch {known}, and the architecture is {given.arch}")
     if given.time and importlib.util.find_spec("cute_attn.timing") is None:
         parser.error("--time needs a checkout of cute_attn, which has the rates of GPUs")
     options = Options(
