@@ -26,12 +26,12 @@ KERNELS = "cute/blackwell/kernel"
 MIXED = f"{KERNELS}/attention/mixed_input_fmha"
 MQA = "attn_scores/kernels/fp8_paged_mqa_logits.py"
 GDN = "model_executor/layers/mamba/ops/gdn_chunk_cutedsl"
-# Of each package: the folder in what is given, the parts of the folder that a copy needs, and the
-# program that calls the kernel, where the file is no program itself.
-PACKAGES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "cutlass": (EXAMPLES, (".",), None),
-    "flashinfer": ("flashinfer", ("attn_scores",), "flashinfer_mqa.py"),
-    "vllm": ("vllm", ("cute_utils", GDN), "vllm_state.py"),
+FLASHINFER_GDN = "gdn_kernels/blackwell"
+# Of each package: the folder in what is given, and the parts of the folder that a copy needs.
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cutlass": (EXAMPLES, (".",)),
+    "flashinfer": ("flashinfer", ("attn_scores", FLASHINFER_GDN)),
+    "vllm": ("vllm", ("cute_utils", GDN)),
 }
 Edit = tuple[str, str]
 
@@ -47,6 +47,7 @@ class Program:
         checks: those that find the bug.
         edits: what mends it: texts that occur once, and what takes their places.
         schedules: the number of the emulator's schedules.
+        caller: the program that calls the kernel, where the file is no program itself.
     """
 
     package: str
@@ -55,6 +56,7 @@ class Program:
     checks: frozenset[str]
     edits: tuple[Edit, ...]
     schedules: int = 5
+    caller: str | None = None
 
     def folder(self, given: Path) -> Path:
         """The package's folder in a checkout, or in an unpacked wheel."""
@@ -62,11 +64,10 @@ class Program:
 
     def errors(self, folder: Path, scratch: Path) -> list[str]:
         """The errors of a run, in words."""
-        caller = PACKAGES[self.package][2]
-        if caller is None:
+        if self.caller is None:
             command = [str(folder / self.file), *self.arguments.split()]
         else:
-            command = [str(Path(__file__).with_name(caller)), str(folder)]
+            command = [str(Path(__file__).with_name(self.caller)), str(folder)]
         report = scratch / "report.json"
         report.unlink(missing_ok=True)
         options = "--arch", BLACKWELL, "--schedules", str(self.schedules), "--report", str(report)
@@ -176,6 +177,25 @@ PROGRAMS = {
                 _meets(" " * 12, 256),
             ),
         ),
+        caller="flashinfer_mqa.py",
+    ),
+    "delta-rule-chunks": Program(
+        "flashinfer",
+        f"{FLASHINFER_GDN}/gated_delta_net_chunked.py",
+        "",
+        RACES,
+        (
+            (
+                "            tmem.relinquish_alloc_permit()\n            tmem.free(tmem_ptr)\n\n"
+                "            o_store_producer.tail()\n",
+                _meets(" " * 12, 128)
+                + "            tmem.relinquish_alloc_permit()\n"
+                + "            tmem.free(tmem_ptr)\n\n"
+                + "            o_store_producer.tail()\n",
+            ),
+        ),
+        schedules=3,
+        caller="flashinfer_gdn.py",
     ),
     "delta-rule-state": Program(
         "vllm",
@@ -190,6 +210,7 @@ PROGRAMS = {
             ),
         ),
         schedules=1,
+        caller="vllm_state.py",
     ),
 }
 
