@@ -146,6 +146,12 @@ class Double(torch.autograd.Function):
 
 Double.apply(x).sum().backward()
 
+@torch.compile(fullgraph=True)
+def tripled(x):
+    return 3 * x
+
+assert tripled(x.detach()).is_cuda and torch.compile(tripled) is tripled
+
 @torch.library.custom_op("emulated_test::double", mutates_args=(), device_types="cuda")
 def double(x: torch.Tensor) -> torch.Tensor:
     assert x.is_cuda and torch.empty_like(x).is_cuda and torch.zeros(2, device=x.device).is_cuda
