@@ -197,6 +197,22 @@ PROGRAMS = {
         schedules=3,
         caller="flashinfer_gdn.py",
     ),
+    "grouped-mm-tail": Program(
+        "cutlass",
+        f"{KERNELS}/moe/torch_grouped_mm.py",
+        "--tokens 64 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256",
+        frozenset({"barrier"}),
+        (
+            (
+                "            sched_pipeline.producer_commit(sched_producer_state)\n\n"
+                "            sched_pipeline.producer_tail(sched_producer_state)\n",
+                "            sched_pipeline.producer_commit(sched_producer_state)\n"
+                "            sched_producer_state.advance()\n"
+                "            sched_pipeline.producer_acquire(sched_producer_state)\n",
+            ),
+        ),
+        schedules=3,
+    ),
     "delta-rule-state": Program(
         "vllm",
         f"{GDN}/kernel_h.py",
