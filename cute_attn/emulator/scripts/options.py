@@ -57,7 +57,8 @@ class Options:
 def arch(text: str) -> str:
     """An architecture, as an option's value."""
     if text not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}")
+        hint = f"; did you mean {text}a?" if f"{text}a" in DEVICES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}{hint}")
     return text
 
 
