@@ -226,7 +226,32 @@ PROGRAMS = {
             ),
         ),
         schedules=1,
-        caller="vllm_state.py",
+        caller="vllm_gdn.py",
+    ),
+    "delta-rule-inverse": Program(
+        "vllm",
+        f"{GDN}/kernel_kkt_inv_uw.py",
+        "",
+        RACES,
+        (
+            (
+                "            cute.arch.mbarrier_wait(epi_mbar + stage_id, parity ^ 1)\n"
+                "            _tcgen05.dealloc()\n",
+                "            last_id = (stage_id + num_stages - 1) % num_stages\n"
+                "            if stage_id == 0:\n"
+                "                parity ^= 1\n"
+                "            cute.arch.mbarrier_wait(epi_mbar + last_id, parity)\n"
+                + _meets(" " * 12, 160)
+                + "            _tcgen05.dealloc()\n",
+            ),
+            (
+                '"32x32b", BT // 2, zeros_)\n',
+                '"32x32b", BT // 2, zeros_)\n            _tcgen05.wait_st()\n'
+                + _meets(" " * 12, 160).replace("barrier(", "barrier_arrive("),
+            ),
+        ),
+        schedules=3,
+        caller="vllm_gdn.py",
     ),
 }
 
