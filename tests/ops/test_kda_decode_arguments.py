@@ -173,6 +173,7 @@ INT32 = torch.int32
         ({"heads": 8}, {}, ValueError, "head counts do not fit: 4 value heads .* 8 query and key"),
         # shapes
         ({}, {"q": torch.zeros(2, 64, dtype=BF16)}, ValueError, r"q has shape \[2, 64\]"),
+        ({}, {"q": torch.zeros(3, 2, 64, dtype=BF16)}, ValueError, r"q has shape \[3, 2, 64\]"),
         ({}, {"k": torch.zeros(2, 3, 64, dtype=BF16)}, ValueError, r"k has shape \[2, 3, 64\]"),
         ({}, {"v": torch.zeros(2, 1, 4, 128, dtype=BF16)}, ValueError, "v has shape"),
         ({}, {"v": torch.zeros(1, 4, 128, dtype=BF16)}, ValueError, r"v has shape \[1, 4, 128\]"),
@@ -227,6 +228,12 @@ INT32 = torch.int32
             {"has_initial_state": torch.ones(4, dtype=torch.bool)[::2]},
             ValueError,
             "has_initial_state has strides",
+        ),
+        (
+            {"slots": 4},
+            {"state": torch.zeros(0, 4, 128, 64)},
+            ValueError,
+            "state has 0 slots, must",
         ),
         ({"slots": 4}, {"pad_slot_id": 1}, ValueError, "pad_slot_id is 1, must be 0, or negative"),
         ({"slots": 4}, {"pad_slot_id": False}, TypeError, "pad_slot_id must be an int, got bool"),

@@ -32,6 +32,7 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_not_expanded,
     check_number,
@@ -487,6 +488,8 @@ def _check_shapes(a: Arguments, given: dict[str, Tensor], head_gate: bool) -> No
         sizes["N"] = sizes["B"]
     matrix = "V K" if a.state_v_first else "K V"
     sizes.take("state", a.state, f"N HV {matrix}")
+    if a.state_indices is not None:
+        check_has_slots("state", a.state)
     if exceeds(sizes["B"], MAX_GRID_YZ):
         raise ValueError(f"there are {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
     if a.use_gate_in_kernel:
@@ -528,6 +531,7 @@ def _check_drafts(given: dict[str, Tensor], sizes: Sizes, matrix: str) -> None:
             f"{given['state'].dtype}"
         )
     sizes.take("draft_states", given["draft_states"], f"M S HV {matrix}")
+    check_has_slots("draft_states", given["draft_states"])
     sizes.take("draft_indices", given["draft_indices"], "B")
     tokens = sizes.get("T", 1)
     if "packed" not in sizes and tokens > sizes["S"]:
@@ -551,6 +555,8 @@ def _check_convolution(a: Arguments, given: dict[str, Tensor], sizes: Sizes) -> 
     sizes["D"] = 2 * sizes["HQK"] * sizes["K"] + sizes["HV"] * sizes["V"]
     pool = given["conv_state"]
     sizes.take("conv_state", pool, "P D W" if a.state_indices is not None else "B D W")
+    if a.state_indices is not None:
+        check_has_slots("conv_state", pool)
     longest = CONV_TAPS - 1
     if _has_positions(a.state_indices):
         longest += a.state_indices.shape[1] - 1  # type: ignore[union-attr]
