@@ -269,6 +269,7 @@ def test_two_runs_through_the_state_are_one_bitwise(device: str, data: st.DataOb
     assert torch.equal(final_state, state)
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @settings(max_examples=10)
 @given(data=st.data())
@@ -279,6 +280,7 @@ def test_grouped_heads_equal_repeated_heads_bitwise(device: str, data: st.DataOb
     assert all(map(torch.equal, run(args), run(args | repeated)))
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @settings(max_examples=10)
 @given(data=st.data())
