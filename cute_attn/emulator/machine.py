@@ -35,7 +35,7 @@ from .report import Finding
 from .trace import TraceEvent
 from .variables import ModuleMemory
 
-MOST_BYTES, BYTES_PER_CLUSTER = 1 << 30, 4 << 20
+MOST_BYTES, BYTES_PER_CLUSTER = 1 << 30, 1 << 20
 """The most memory that is copied before a launch on several cores, in all and by cluster."""
 
 
