@@ -332,17 +332,21 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
 
 
 def check_step_shapes(
-    sizes: Sizes, given: dict[str, Tensor], step: str, head_gate: bool = False
+    sizes: Sizes,
+    given: dict[str, Tensor],
+    step: str,
+    head_gate: bool = False,
+    beta_columns: bool = False,
 ) -> None:
     """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
-    dimensions."""
+    dimensions. With beta_columns, beta has V numbers a head."""
     q, k, v, g = (given[name] for name in "qkvg")
     sizes.take_queries(q, k, v, g, f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
     sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
     sizes.take("g", given["g"], f"{step} HV" if head_gate else f"{step} HV K")
-    sizes.take("beta", given["beta"], f"{step} HV")
+    sizes.take("beta", given["beta"], f"{step} HV V" if beta_columns else f"{step} HV")
 
 
 # -- tensors as kernels read them ---------------------------------------------------------------
