@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.mla.spec import DTYPES
 from ..ops.attention.arguments import check_length
 from ..ops.checks import check_dtype, check_dtypes_are, check_has_slots
-from ..ops.mla import mla_decode
+from ..ops.mla import DTYPES, mla_decode
 from .arguments import given_tensors, refuse_given, with_contiguous_rows
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]

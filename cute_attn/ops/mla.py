@@ -62,7 +62,15 @@ from .operator import (
 )
 
 # The operator, and the kernel's limits for callers that choose kernels before a call.
-__all__ = ["MOST_HEADS", "MOST_QUERIES", "PAGE_STEP", "SHAPES", "mla_decode", "plan_mla_decode"]
+__all__ = [
+    "DTYPES",
+    "MOST_HEADS",
+    "MOST_QUERIES",
+    "PAGE_STEP",
+    "SHAPES",
+    "mla_decode",
+    "plan_mla_decode",
+]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
