@@ -439,6 +439,10 @@ struct Emu {
   Cluster **clusters; int nclusters;      // the resident clusters
   uint64_t next_cluster, total_clusters;  // for the work distributor; cluster_order has the order
   uint32_t *cluster_order;
+  // The machine runs clusters first_cluster, first_cluster + cluster_stride ..., while machines of
+  // other cores run the rest. With a stride above 1 the launch ends at the first finding, because
+  // the launch is then run again as a whole.
+  uint32_t first_cluster, cluster_stride;
   uint64_t pending_clusters;              // clusters that are neither launched nor cancelled
   Region *regions; int nregions;
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;

@@ -61,6 +61,7 @@ class Launches:
                 on_findings="raise" if options.on_findings == "raise" else "collect",
                 progress=self._progress,
                 record=int(options.time and schedule == "fair"),
+                cores=options.cores,
             )
             for schedule, seed in _schedules(options)
         ]

@@ -33,6 +33,7 @@ class Options:
         num_sms: the number of SMs that the program sees.
         resident: the number of CTAs that are resident at a time.
         time: whether the time of each launch on a GPU is predicted.
+        cores: the number of processor cores for a launch; None: as an `Emulator` chooses.
     """
 
     arch: str = DEFAULT_ARCH
@@ -44,6 +45,7 @@ class Options:
     num_sms: int | None = None
     resident: int = 4
     time: bool = False
+    cores: int | None = None
 
     @property
     def device(self) -> Device:
@@ -55,7 +57,8 @@ class Options:
 def arch(text: str) -> str:
     """An architecture, as an option's value."""
     if text not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}")
+        hint = f"; did you mean {text}a?" if f"{text}a" in DEVICES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}{hint}")
     return text
 
 
@@ -147,6 +150,13 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         help="number of CTAs that are resident at a time (default: 4)",
     )
     parser.add_argument(
+        "--cores",
+        type=positive,
+        metavar="N",
+        help="number of processor cores for a launch whose clusters share nothing (default: "
+        "CUTE_ATTN_EMULATOR_CORES, else all, at most 8)",
+    )
+    parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write launches and findings to FILE, as JSON"
     )
     parser.add_argument(
@@ -178,6 +188,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         given.num_sms,
         given.resident,
         given.time,
+        given.cores,
     )
     program = [given.program, *given.arguments]
     return options, given.program if given.module else None, program
