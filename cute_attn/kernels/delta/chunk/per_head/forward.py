@@ -40,13 +40,12 @@ from ....common.entry import entry, gathered, placeholders
 from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk_to_peer
 from ....common.ptx.cluster import cta_rank, remote_address
-from ....common.ptx.memory import shared_address, store_shared
+from ....common.ptx.memory import prefetch_line, shared_address, store_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, SMEM_BYTES, WARP_SIZE
 from ....common.tma import BOX, BoxedRows, boxes, load_boxes
 from ..chunk_pass import Place, Results
 from ..chunks import ChunkPlace, num_sequences, sequence_place, shared_head
-from ..inverse import Inverse
 from ..spec import (
     CHUNK,
     FACTORS,
@@ -58,11 +57,15 @@ from ..spec import (
 from ..state import TransposedState
 from ..sub_chunks import NUM_BLOCKS, NUM_WARPS, SUB_CHUNK, SUB_CHUNKS
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES
-from .head_scores import HeadScores, Places
+from .compact_inverse import CompactInverse
+from .compact_scores import CompactScores
+from .head_gates import TOKENS
+from .head_scores import Places
 from .state_pass import HeadStatePass
 
 TOKEN_STAGES = 2
 GATE_STAGES = 2
+PREFETCHED = 2  # chunks whose v comes to L2 before the chunk that is loaded
 EXCHANGES = 3  # blocks that warps exchange while they invert L
 
 STATE = Role("state", range(4))
@@ -134,6 +137,12 @@ class ForwardOperands(NamedTuple):
     result: cute.Tensor | None
     slots: Any
     cu_seqlens: cute.Tensor | None
+
+
+def chunk_of(place: Any, c: Any) -> ChunkPlace:
+    """A chunk of the sequence at `place`."""
+    length = cutlass.min(place.length - c * CHUNK, Int32(CHUNK))
+    return ChunkPlace(Boolean(True), place.batch, Int32(0), c, place.start + c * CHUNK, length)
 
 
 class Stage(NamedTuple):
@@ -232,13 +241,10 @@ class HeadForward(HeadStatePass):
         self.line = min(spec.tile_v * 2, 128)
         of_prepare = HeadPrepareSpec(**{x.name: getattr(spec, x.name) for x in fields(InputsSpec)})
         step = SUB_CHUNK * LINE_BYTES
-        self.head_scores = HeadScores(
-            of_prepare,
-            self.memory,
-            Places(2 * CHUNK * spec.head_dim_k, 0, (0, step)),
-            compact=True,
+        self.head_scores = CompactScores(
+            of_prepare, self.memory, Places(2 * CHUNK * spec.head_dim_k, 0, (0, step))
         )
-        self.inverse = Inverse(
+        self.inverse = CompactInverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),
             exchange=(self.memory["exchange"], 4 * SUB_CHUNK * SUB_CHUNK),
             diagonal_warps=2, meet=self.meet, end=self.meet_with_tiles,
@@ -378,6 +384,7 @@ class HeadForward(HeadStatePass):
         of_sequence = place.batch, place.start, place.length
         shared = self.cluster > 1
         for c in cutlass.range(chunks, unroll=1):
+            self.prefetch_v(x, place, head, tile_start, c + PREFETCHED)
             barriers.wait_previous("tokens_empty", c)
             with cute.arch.elect_one():
                 barriers.expect("tokens_full", c, self.tokens.nbytes)
@@ -388,6 +395,15 @@ class HeadForward(HeadStatePass):
             of_v = self.v_rows.box(x.v, c, head, *of_sequence)
             of_v = cute.local_tile(of_v, (CHUNK, spec.tile_v), (0, tile_start // spec.tile_v))
             load_boxes(x.v_tma, of_v, values, barriers, "tokens_full", c)
+
+    @cute.jit
+    def prefetch_v(self, x: Any, place: Any, head: Int32, tile_start: Int32, c: Int32) -> None:
+        """Bring v of chunk c to L2. Memory takes longer than two stages of v last."""
+        for i in cutlass.range_constexpr(CHUNK // WARP_SIZE):
+            token = c * CHUNK + i * WARP_SIZE + cute.arch.lane_idx()
+            if token < place.length:
+                row = x.rows[place.batch, place.start + token, head, None]
+                prefetch_line(row.iterator.toint() + Int64(2 * tile_start))
 
     def token_boxes(self, smem: Int32, name: str, across: int) -> cute.Tensor:
         """A buffer of all stages of "tokens", as boxes (rows, columns, boxes, stages)."""
@@ -435,16 +451,25 @@ class HeadForward(HeadStatePass):
     def gates_warp(
         self, x: Any, place: Any, head: Int32, smem: Int32, barriers: Barriers, chunks: Int32
     ) -> None:
+        values = cute.make_rmem_tensor((2 * TOKENS,), Float32)
+        if self.rank() < chunks:
+            self.read_gates(x, place, head, self.rank(), values)
         use = Int32(0)
         for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
+            # Reading takes longest, so the next values are on their way meanwhile.
+            following = cutlass.min(c + self.cluster, chunks - 1)
+            present = [values[i] for i in range(2 * TOKENS)]
+            self.read_gates(x, place, head, following, values)
             barriers.wait_previous("gates_empty", use)
-            length = cutlass.min(place.length - c * CHUNK, Int32(CHUNK))
-            start = place.start + c * CHUNK
-            chunk = ChunkPlace(Boolean(True), place.batch, Int32(0), c, start, length)
             stage = barriers.stage("gates_full", use)
-            self.head_scores.gates.store(smem, stage, x, chunk, head)
+            self.head_scores.gates.store_read(smem, stage, x, chunk_of(place, c), head, present)
             barriers.warp_arrives("gates_full", use)
             use += 1
+
+    def read_gates(self, x: Any, place: Any, head: Int32, c: Any, values: cute.Tensor) -> None:
+        """Read the gates of chunk c."""
+        for i, value in enumerate(self.head_scores.gates.read(x, chunk_of(place, c), head)):
+            values[i] = value
 
     # -- the warps that prepare chunks --------------------------------------------------------
 
@@ -465,14 +490,12 @@ class HeadForward(HeadStatePass):
             self.head_scores.multiply_by_wgmma(smem, rows, b, of_k, products)
             barriers.warp_arrives("scored_empty", use)
             self.meet()
-            self.head_scores.normalise(smem, b, of_k, x.scale, products)
             barriers.wait("gates_full", use)
             barriers.wait_previous("tiles_empty", c)
+            aqk = tiles + self.tiles["aqk"]
+            self.head_scores.store_rows(smem, aqk, n, b, of_k, x.scale, products)
             if of_k:
-                self.head_scores.store_lower(smem, n, b, products)
                 self.inverse.invert_diagonal(smem, b)
-            else:
-                self.head_scores.store_scores(smem, tiles + self.tiles["aqk"], n, b, products)
             factors = cute.make_tensor(
                 cute.make_ptr(
                     Float32, tiles + self.tiles["factors"], cute.AddressSpace.smem, assumed_align=16

@@ -68,14 +68,34 @@ class HeadGates:
     Attributes:
         memory: has the buffers "coarse", "fine" and "beta", float32, CHUNK elements a warp, and
             "earlier" with CHUNK elements for each sub-chunk but the first.
+        compact: whether a loop is in place of code for each sub-chunk.
     """
 
-    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory):
-        self.spec, self.memory = spec, memory
+    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory, compact: bool = False):
+        self.spec, self.memory, self.compact = spec, memory, compact
 
     @cute.jit
     def store(self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32) -> None:
         """Store the sums of gates, and beta, of the value head that this warp has."""
+        self.store_read(smem, warp, x, place, head, self.read(x, place, head))
+
+    def read(self, x: Any, place: Any, head: Int32) -> list[Any]:
+        """Read the gates of the lane's tokens, then beta, as given; of any token past the chunk's
+        end."""
+        lane = cute.arch.lane_idx()
+        values: list[Any] = []
+        for tensor in (x.g, x.beta):
+            for t in range(TOKENS):
+                token = TOKENS * lane + t
+                at = place.start + cutlass.select_(token < place.length, token, Int32(0))
+                values.append(Float32(tensor[place.batch, at, head]))
+        return values
+
+    @cute.jit
+    def store_read(
+        self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32, values: Any
+    ) -> None:
+        """`store` with the values that `read` has returned."""
         lane = cute.arch.lane_idx()
         spec = self.spec
         rate, bias = Float32(1.0), Float32(0.0)
@@ -85,11 +105,8 @@ class HeadGates:
             bias = x.dt_bias[head]
         coarse, fine, betas = [], [], []
         for t in cutlass.range_constexpr(TOKENS):
-            token = TOKENS * lane + t
-            present = token < place.length
-            at = place.start + cutlass.select_(present, token, Int32(0))
-            g = Float32(x.g[place.batch, at, head])
-            beta = Float32(x.beta[place.batch, at, head])
+            present = TOKENS * lane + t < place.length
+            g, beta = values[t], values[TOKENS + t]
             gate = log2_decay(spec.gate, g, rate, bias, Float32(0.0))
             gate = Float32(cutlass.select_(present, gate, Float32(0.0)))
             if cutlass.const_expr(spec.beta_sigmoid):
@@ -105,13 +122,22 @@ class HeadGates:
         store_shared(Float32, at + self.memory["coarse"], coarse)
         store_shared(Float32, at + self.memory["fine"], fine)
         store_shared(Float32, at + self.memory["beta"], betas)
-        for b in cutlass.range_constexpr(1, SUB_CHUNKS):
-            lane_before = b * SUB_CHUNK // TOKENS - 1
-            between = [cute.arch.shuffle_sync(x[-1], lane_before) for x in (coarse, fine)]
-            factors = [decay_between(between, x) for x in zip(coarse, fine, strict=True)]
-            row = warp * (SUB_CHUNKS - 1) + b - 1
-            at = smem + (row * CHUNK + TOKENS * lane) * 4
-            store_shared(Float32, at + self.memory["earlier"], factors)
+        if cutlass.const_expr(self.compact):
+            for b in cutlass.range(1, SUB_CHUNKS, unroll=1):
+                self.store_earlier(smem, warp, b, coarse, fine)
+        else:
+            for b in cutlass.range_constexpr(1, SUB_CHUNKS):
+                self.store_earlier(smem, warp, b, coarse, fine)
+
+    def store_earlier(self, smem: Int32, warp: Int32, b: Any, coarse: Any, fine: Any) -> None:
+        """Store the decays from the lane's tokens to the last token before sub-chunk b."""
+        lane = cute.arch.lane_idx()
+        lane_before = b * (SUB_CHUNK // TOKENS) - 1
+        between = [cute.arch.shuffle_sync(x[-1], lane_before) for x in (coarse, fine)]
+        factors = [decay_between(between, x) for x in zip(coarse, fine, strict=True)]
+        row = warp * (SUB_CHUNKS - 1) + b - 1
+        at = smem + (row * CHUNK + TOKENS * lane) * 4
+        store_shared(Float32, at + self.memory["earlier"], factors)
 
     def sums(self, smem: Int32, n: Any, token: Any, count: int = 1) -> list[Any]:
         """Load (coarse, fine) of `count` tokens of the CTA's n-th head."""

@@ -15,7 +15,6 @@ from cutlass import Float32, Int32
 
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
-from ....common.ptx import wgmma
 from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2, reciprocal_sqrt
@@ -58,18 +57,13 @@ class HeadScores:
     Attributes:
         memory: has the buffers of `HeadGates`, the "blocks" of L, "inverse_norm_q" and
             "inverse_norm_k".
-        compact: whether one piece of code has the blocks on the diagonal, rather than one for each
-            sub-chunk.
     """
 
-    def __init__(
-        self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places, compact: bool = False
-    ):
+    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.memory, self.places = memory, places
         self.scores_have_beta = spec.dtype == "bfloat16"
         self.gates = HeadGates(spec, memory)
-        self.compact = compact
 
     # -- products of q and k ------------------------------------------------------------------
 
@@ -127,28 +121,6 @@ class HeadScores:
                 store_shared(Float32, smem + name + row * 4, [inverse])
 
     @cute.jit
-    def multiply_by_wgmma(
-        self, smem: Int32, rows: Int32, b: Int32, of_k: Any, products: cute.Tensor
-    ) -> None:
-        """`multiply` for warps in two warpgroups, by all rows of k."""
-        keys = rows + self.places.k
-        left = cutlass.select_(of_k, keys, rows + self.places.q)
-        steps = range(self.spec.head_dim_k // SUB_CHUNK)
-        offsets = [step // 4 * SUB_TILE_BYTES + step % 4 * 2 * SUB_CHUNK for step in steps]
-        a, k = (
-            [wgmma.rows_descriptor(at) + (offset >> 4) for offset in offsets] for at in (left, keys)
-        )
-        c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
-        squares = cute.make_rmem_tensor((2,), Float32)
-        squares.fill(0.0)
-        for step in steps if self.spec.l2norm else ():
-            at = left + step // 4 * SUB_TILE_BYTES
-            self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
-        for i, x in enumerate(wgmma.wait(c)):
-            products[i] = x
-        self.store_norms(smem, b, of_k, squares)
-
-    @cute.jit
     def normalise(
         self, smem: Int32, b: Int32, of_k: Any, scale: Float32, products: cute.Tensor
     ) -> None:
@@ -190,24 +162,11 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         row = r + 8 * rows_half
                         store_shared(Float32, block + block_element(row, column), pair)
-            if cutlass.const_expr(not self.compact):
-                if j == b:
-                    keep_branch()
-                    own = [products[8 * j + i] for i in range(8)]
-                    self.store_lower_block(smem, n, b, j, rows, own)
-        if cutlass.const_expr(self.compact):
-            self.store_lower_block(smem, n, b, b, rows, self.own_block(products, b))
+            if j == b:
+                keep_branch()
+                own = [products[8 * j + i] for i in range(8)]
+                self.store_lower_block(smem, n, b, j, rows, own)
         cute.arch.sync_warp()
-
-    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
-        """The thread's products of sub-chunk b, which is known at run time."""
-        own = []
-        for i in range(8):
-            x = products[i]
-            for j in range(1, SUB_CHUNKS):
-                x = cutlass.select_(b == j, products[8 * j + i], x)
-            own.append(Float32(x))
-        return own
 
     @cute.jit
     def store_lower_block(
@@ -254,17 +213,14 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
                         store_shared(Int32, place, pack_all(self.dtype, pair))
-            if cutlass.const_expr(not self.compact):
-                if j == b:
-                    keep_branch()
-                    own = [products[8 * j + i] for i in range(8)]
-                    self.store_scores_block(smem, tile, n, j, rows, own)
+            if j == b:
+                keep_branch()
+                own = [products[8 * j + i] for i in range(8)]
+                self.store_scores_block(smem, tile, n, j, rows, own)
             if j > b:
                 lane = cute.arch.lane_idx()
                 place = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
                 store_shared(Int32, place, [Int32(0)] * 4)
-        if cutlass.const_expr(self.compact):
-            self.store_scores_block(smem, tile, n, b, rows, self.own_block(products, b))
         cute.arch.sync_warp()
 
     @cute.jit
