@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..inverse import Inverse
-from ..sub_chunks import SUB_CHUNKS, row_and_part
+from ....common.ptx.memory import load_shared
+from ..sub_chunks import SUB_CHUNKS, block_element, row_and_part
 
 # The turns of each warp, of which turns 0 to 4 have a product:
 #   0  N = L_ij X_jj
@@ -23,8 +24,8 @@ MEETINGS = (1, 4)  # turns after which warps meet
 
 
 class CompactInverse(Inverse):
-    """`Inverse` whose products of blocks are one piece of code, which warps run in turns. Results
-    have the same bits."""
+    """`Inverse` whose products of blocks are one piece of code, which warps run in turns. Blocks on
+    the diagonal have ones on their diagonal and zeros above. Results have the same bits."""
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32, tile: Int32) -> None:
@@ -65,11 +66,10 @@ class CompactInverse(Inverse):
         if turn == 5:
             self._set(x, [n[m] + x[m] for m in range(8)])
         else:
-            diagonal = (turn & 1) == 1
-            column = cutlass.select_(turn == 2, Int32(1), cutlass.select_(diagonal, i, j))
+            column = cutlass.select_(turn == 2, Int32(1), cutlass.select_((turn & 1) == 1, i, j))
             row = cutlass.select_(turn == 4, Int32(3), i)
             column = cutlass.select_(turn == 4, Int32(2), column)
-            rows = self._rows_or_diagonal(self._block(smem, row, column), diagonal)
+            rows = self._rows(self._block(smem, row, column))
             self._set(x, self._times(self._split([x[m] for m in range(8)]), rows))
         odd = (part & 1) == 1
         if turn == 1 or turn == 5 or (turn == 3 and not odd):
@@ -85,13 +85,13 @@ class CompactInverse(Inverse):
         elif turn == 2:
             self._set(n, [n[m] + x[m] for m in range(8)])
 
-    def _rows_or_diagonal(self, block: Any, diagonal: Any) -> list[Any]:
-        """`_rows` of a block; of a block on the diagonal, the unit lower triangular matrix."""
+    def _diagonal_transposed(self, smem: Int32, j: Any) -> list[Any]:
+        """Return X_jj^T as accumulators. Its block has zeros above the diagonal."""
         r, c = row_and_part()
-        rows = self._rows(block)
-        for e in range(2):
-            for m in (e, 6 + e):
-                lower = self._lower(rows[m], r, 2 * c + e)
-                rows[m] = cutlass.select_(diagonal, lower, rows[m])
-            rows[2 + e] = cutlass.select_(diagonal, Float32(0.0), rows[2 + e])
-        return rows
+        block = self._block(smem, j, j)
+        return [
+            load_shared(Float32, block + block_element(8 * s + 2 * c + e, r + 8 * half))[0]
+            for s in range(2)
+            for half in range(2)
+            for e in range(2)
+        ]

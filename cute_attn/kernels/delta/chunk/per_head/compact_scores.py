@@ -53,15 +53,31 @@ class CompactScores(HeadScores):
             [wgmma.rows_descriptor(at) + (offset >> 4) for offset in offsets] for at in (left, keys)
         )
         c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
-        squares = cute.make_rmem_tensor((2,), Float32)
-        squares.fill(0.0)
+        squares = self.no_squares()
         if cutlass.const_expr(self.spec.l2norm):
-            for step in cutlass.range(len(steps), unroll=1):
-                at = left + (step >> 2) * SUB_TILE_BYTES
-                self.add_squares(left_fragment(at, b * SUB_CHUNK, step & 3), squares)
+            if not of_k:
+                for step in cutlass.range_constexpr(len(steps)):
+                    at = left + step // 4 * SUB_TILE_BYTES
+                    self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
         for i, x in enumerate(wgmma.wait(c)):
             products[i] = x
-        self.store_norms(smem, b, of_k, squares)
+        if cutlass.const_expr(self.spec.l2norm):
+            if of_k:
+                # The squares of k are the diagonal of k k^T.
+                own = self.own_block(products, b)
+                for i in cutlass.range_constexpr(2):
+                    squares[i], squares[6 + i] = own[i], own[6 + i]
+        self.store_norms(smem, b, of_k, self.of_diagonals(squares))
+
+    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
+        """The thread's products with its own sub-chunk, which is known at run time."""
+        own = []
+        for i in range(BLOCK):
+            x = products[i]
+            for j in range(1, SUB_CHUNKS):
+                x = cutlass.select_(b == j, products[BLOCK * j + i], x)
+            own.append(Float32(x))
+        return own
 
     @cute.jit
     def store_rows(
@@ -101,11 +117,7 @@ class CompactScores(HeadScores):
                         x = x * norms[rows_half]
                         pair.append(x * factors[e] * later[rows_half])
                     row = r + 8 * rows_half
-                    if of_k:
-                        store_shared(Float32, block + block_element(row, column), pair)
-                    else:
-                        place = tile + tile_unit(row, 2 * j + half) + 4 * c
-                        store_shared(Int32, place, pack_all(self.dtype, pair))
+                    self.store_pair(block, tile, of_k, row, column, 2 * j + half, pair)
             for i in cutlass.range_constexpr((SUB_CHUNKS - 1) * BLOCK):
                 products[i] = products[i + BLOCK]
         self.store_own_rows(smem, tile, n, b, of_k, norms, rows, products)
@@ -121,7 +133,8 @@ class CompactScores(HeadScores):
         self, smem: Int32, tile: Int32, n: Int32, b: Int32, of_k: Any, norms: Any, rows: Any,
         products: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store the block (b, b) of L or Aqk, from the thread's first products."""
+        """Store the block (b, b) of I + L or Aqk, with zeros above the diagonal, from the thread's
+        first products."""
         r, c = row_and_part()
         block = smem + self.memory["blocks"] + block_offset(b, b)
         one = Float32(1.0)
@@ -144,15 +157,22 @@ class CompactScores(HeadScores):
                     if cutlass.const_expr(self.scores_have_beta):
                         x = x * second[e]
                     pair.append(x)
-                if of_k:
-                    for e in cutlass.range_constexpr(2):
-                        if column + e < row:
-                            place = block + block_element(row, column + e)
-                            store_shared(Float32, place, [pair[e]])
-                else:
-                    seen = [
-                        Float32(cutlass.select_(column + e <= row, pair[e], Float32(0.0)))
-                        for e in range(2)
-                    ]
-                    place = tile + tile_unit(row, 2 * b + half) + 4 * c
-                    store_shared(Int32, place, pack_all(self.dtype, seen))
+                seen = [
+                    Float32(cutlass.select_(column + e < row, pair[e], Float32(0.0)))
+                    for e in range(2)
+                ]
+                for e in cutlass.range_constexpr(2):
+                    on_diagonal = cutlass.select_(of_k, one, pair[e])
+                    seen[e] = Float32(cutlass.select_(column + e == row, on_diagonal, seen[e]))
+                self.store_pair(block, tile, of_k, row, column, 2 * b + half, seen)
+
+    @cute.jit
+    def store_pair(
+        self, block: Int32, tile: Int32, of_k: Any, row: Any, column: Any, unit: Any, pair: Any
+    ) -> None:
+        """Store two neighbours in a row of L's block, or in the tile of Aqk."""
+        if of_k:
+            store_shared(Float32, block + block_element(row, column), pair)
+        else:
+            place = tile + tile_unit(row, unit) + 4 * row_and_part()[1]
+            store_shared(Int32, place, pack_all(self.dtype, pair))

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack_all, unpack
+from ....common.ptx.convert import pack_all
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.ptx.mma import mma
@@ -74,8 +74,7 @@ class HeadScores:
         """Multiply the warp's 16 rows of q or k by all earlier rows of k, and store the inverse
         norms of the warp's rows. The products are accumulators of 8 columns in turn."""
         products.fill(0.0)
-        squares = cute.make_rmem_tensor((2,), Float32)
-        squares.fill(0.0)
+        squares = self.no_squares()
         keys = rows + self.places.k
         left = cutlass.select_(of_k, keys, rows + self.places.q)
         for step in cutlass.range_constexpr(self.spec.head_dim_k // SUB_CHUNK):
@@ -91,32 +90,42 @@ class HeadScores:
                         c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
                         for i in cutlass.range_constexpr(4):
                             products[n + i] = c[i]
-        self.store_norms(smem, b, of_k, squares)
+        self.store_norms(smem, b, of_k, self.of_diagonals(squares))
+
+    def no_squares(self) -> cute.Tensor:
+        squares = cute.make_rmem_tensor((8,), Float32)
+        squares.fill(0.0)
+        return squares
 
     def add_squares(self, a: list[Any], squares: cute.Tensor) -> None:
-        """Add the squares of a left operand's elements to the sums of the thread's two rows."""
+        """Multiply a left operand's rows 0 to 7, then rows 8 to 15, by all of its rows. The diagonals
+        of the two products are the rows' squares."""
         if self.spec.l2norm:
-            for i in range(4):
-                low, high = unpack(self.dtype, a[i])
-                squares[i % 2] = cute.math.fma(low, low, squares[i % 2])
-                squares[i % 2] = cute.math.fma(high, high, squares[i % 2])
+            for half in range(2):
+                c = [squares[4 * half + i] for i in range(4)]
+                for i, x in enumerate(mma(self.dtype, c, a, (a[half], a[half + 2]))):
+                    squares[4 * half + i] = x
+
+    def of_diagonals(self, squares: Any) -> list[Any]:
+        """The squares of the rows r and r + 8, in the lane that stores their norms."""
+        odd = (row_and_part()[0] & 1) == 1
+        return [
+            Float32(cutlass.select_(odd, squares[6 * half + 1], squares[6 * half]))
+            for half in range(2)
+        ]
 
     @cute.jit
-    def store_norms(self, smem: Int32, b: Int32, of_k: Any, squares: cute.Tensor) -> None:
-        """Store the inverse norms of the warp's rows, of which each thread has a part of the sum of
-        squares."""
+    def store_norms(self, smem: Int32, b: Int32, of_k: Any, squares: Any) -> None:
+        """Store the inverse norms of the warp's rows, from `of_diagonals`."""
         r, c = row_and_part()
         name = cutlass.select_(
             of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
         )
-        for half in cutlass.range_constexpr(2):
-            inverse = Float32(1.0)
-            if cutlass.const_expr(self.spec.l2norm):
-                square = squares[half]
-                for distance in (1, 2):
-                    square = square + cute.arch.shuffle_sync_bfly(square, distance)
-                inverse = reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
-            if c == 0:
+        if c == r >> 1:
+            for half in cutlass.range_constexpr(2):
+                inverse = Float32(1.0)
+                if cutlass.const_expr(self.spec.l2norm):
+                    inverse = reciprocal_sqrt(squares[half] + L2NORM_EPSILON)
                 row = b * SUB_CHUNK + r + 8 * half
                 store_shared(Float32, smem + name + row * 4, [inverse])
 
