@@ -37,7 +37,7 @@ from ....common.arguments import (
 )
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role
+from ....common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk_to_peer
 from ....common.ptx.cluster import cta_rank, remote_address
 from ....common.ptx.memory import prefetch_line, shared_address, store_shared
@@ -214,6 +214,7 @@ class HeadForward(HeadStatePass):
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         self.num_warps = len(STATE)
         self.cluster = spec.cluster
+        self.carriers = min(spec.cluster, CTAS)
         self.roles = (STATE, PREPARE, LOAD, FEED, GATES, EXPECT)
         reach = Reach.EACH if self.cluster > 1 else Reach.CTA
         token_stages, stages = self.token_stages, spec.num_stages
@@ -303,8 +304,9 @@ class HeadForward(HeadStatePass):
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
+        columns = self.spec.head_dim_v // self.spec.tile_v
         config = {
-            "grid": [self.spec.head_dim_v // self.spec.tile_v, a.rows.shape[2], sequences],
+            "grid": [columns * self.cluster // self.carriers, a.rows.shape[2], sequences],
             "block": [NUM_WARPS_OF_CTA * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
@@ -339,21 +341,24 @@ class HeadForward(HeadStatePass):
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                self.load_tokens(x, place, head, tile_start, smem, barriers, chunks)
+                if self.has_state():
+                    self.load_tokens(x, place, head, tile_start, smem, barriers, chunks)
             if warp == FEED.warps[0]:
                 self.feed_warp(x, place, head, smem, barriers, chunks)
             if warp == GATES.warps[0]:
                 self.gates_warp(x, place, head, smem, barriers, chunks)
             if cutlass.const_expr(self.cluster > 1):
                 if warp == EXPECT.warps[0]:
-                    self.expect_warp(barriers, chunks)
+                    if self.has_state():
+                        self.expect_warp(barriers, chunks)
         elif warp >= PREPARE.warps[0]:
             cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
             self.prepare_warps(x, smem, barriers, chunks)
         else:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            at = Place(place, head, tile_start + warp * 16)
-            self.carry(x, at, sequence, smem, barriers, chunks)
+            if self.has_state():
+                at = Place(place, head, tile_start + warp * 16)
+                self.carry(x, at, sequence, smem, barriers, chunks)
         if cutlass.const_expr(self.cluster > 1):
             # No CTA may end while the other CTA signals it or copies to it.
             self.meet_cluster()
@@ -368,6 +373,10 @@ class HeadForward(HeadStatePass):
     def rank(self) -> Any:
         """The CTA prepares the chunks of this rank, modulo the CTAs of a cluster."""
         return cta_rank() if self.cluster > 1 else Int32(0)
+
+    def has_state(self) -> Any:
+        """Whether the CTA carries the state."""
+        return self.rank() < self.carriers if self.cluster > self.carriers else True
 
     # -- the warps that copy ------------------------------------------------------------------
 
@@ -439,11 +448,19 @@ class HeadForward(HeadStatePass):
 
     @cute.jit
     def expect_warp(self, barriers: Barriers, chunks: Int32) -> None:
-        """Expect the bytes of T, Aqk and the factors of the chunks that the other CTA prepares."""
-        for c in cutlass.range(self.rank() ^ 1, chunks, self.cluster, unroll=1):
-            barriers.wait_previous("tiles_empty", c)
-            with cute.arch.elect_one():
-                barriers.expect("tiles_full", c, self.tiles.nbytes)
+        """Expect the bytes of T, Aqk and the factors of the chunks that other CTAs prepare."""
+        if cutlass.const_expr(self.cluster == CTAS):
+            for c in cutlass.range(self.rank() ^ 1, chunks, CTAS, unroll=1):
+                self.expect_tiles(barriers, c)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                if c % self.cluster != self.rank():
+                    self.expect_tiles(barriers, c)
+
+    def expect_tiles(self, barriers: Barriers, c: Int32) -> None:
+        barriers.wait_previous("tiles_empty", c)
+        with cute.arch.elect_one():
+            barriers.expect("tiles_full", c, self.tiles.nbytes)
 
     # -- the warp of gates --------------------------------------------------------------------
 
@@ -509,13 +526,22 @@ class HeadForward(HeadStatePass):
             self.inverse.invert(smem, warp, tiles + self.tiles["t"])
             if warp == 0:
                 barriers.warp_arrives("gates_empty", use)
-                if cutlass.const_expr(self.cluster > 1):
-                    full = shared_address(barriers.pointer("tiles_full", c))
-                    target, signal = (remote_address(y, cta_rank() ^ 1) for y in (tiles, full))
-                    with cute.arch.elect_one():
-                        copy_bulk_to_peer(target, tiles, self.tiles.nbytes, signal)
-                barriers.warp_arrives("tiles_full", c)
+                if cutlass.const_expr(self.cluster == CTAS):
+                    self.copy_tiles(barriers, tiles, c, cta_rank() ^ 1)
+                elif cutlass.const_expr(self.cluster > CTAS):
+                    for carrier in cutlass.range_constexpr(CTAS):
+                        if cta_rank() != carrier:
+                            self.copy_tiles(barriers, tiles, c, Int32(carrier))
+                if self.has_state():
+                    barriers.warp_arrives("tiles_full", c)
             use += 1
+
+    def copy_tiles(self, barriers: Barriers, tiles: Int32, c: Int32, carrier: Int32) -> None:
+        """Copy T, Aqk and the factors to the CTA of this rank."""
+        full = shared_address(barriers.pointer("tiles_full", c))
+        target, signal = (remote_address(x, carrier) for x in (tiles, full))
+        with cute.arch.elect_one():
+            copy_bulk_to_peer(target, tiles, self.tiles.nbytes, signal)
 
     def meet(self) -> None:
         """The barrier of the warps that prepare chunks."""
@@ -547,8 +573,9 @@ class HeadForward(HeadStatePass):
             self.chunk(state, held, at, x.results, place, c, c > 0)
             self.checkpoint(state, x, place, sequence, c + 1, True)
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() < self.cluster:
+            if cute.arch.lane_idx() < self.carriers:
                 self.release_to(barriers, tokens, "tokens_empty")
+            if cute.arch.lane_idx() < self.cluster:
                 self.release_to(barriers, stage, "tiles_empty")
             tokens = tokens + 1
             if tokens == self.token_stages:
