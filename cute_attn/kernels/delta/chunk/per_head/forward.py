@@ -215,6 +215,8 @@ class HeadForward(HeadStatePass):
         self.num_warps = len(STATE)
         self.cluster = spec.cluster
         self.carriers = min(spec.cluster, CTAS)
+        # CTAs that take turns at chunks: with a cluster of four, those without the state.
+        self.turns = spec.cluster - self.carriers or spec.cluster
         self.roles = (STATE, PREPARE, LOAD, FEED, GATES, EXPECT)
         reach = Reach.EACH if self.cluster > 1 else Reach.CTA
         token_stages, stages = self.token_stages, spec.num_stages
@@ -370,13 +372,18 @@ class HeadForward(HeadStatePass):
         else:
             cute.arch.sync_threads()
 
-    def rank(self) -> Any:
-        """The CTA prepares the chunks of this rank, modulo the CTAs of a cluster."""
-        return cta_rank() if self.cluster > 1 else Int32(0)
-
     def has_state(self) -> Any:
         """Whether the CTA carries the state."""
-        return self.rank() < self.carriers if self.cluster > self.carriers else True
+        return cta_rank() < self.carriers if self.cluster > self.carriers else True
+
+    def first_chunk(self, chunks: Int32) -> Any:
+        """The first chunk that the CTA prepares, of every `turns`-th; all for a CTA that prepares
+        none."""
+        if self.turns == 1:
+            return Int32(0)
+        if self.turns == self.cluster:
+            return cta_rank()
+        return cutlass.select_(self.has_state(), chunks, cta_rank() - self.carriers)
 
     # -- the warps that copy ------------------------------------------------------------------
 
@@ -436,7 +443,7 @@ class HeadForward(HeadStatePass):
         keys, queries = (self.boxes_at(at + y * nbytes, across, 1, nbytes) for y in range(2))
         of_sequence = place.batch, place.start, place.length
         use = Int32(0)
-        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
+        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
             barriers.wait_previous("scored_empty", use)
             with cute.arch.elect_one():
                 barriers.expect("scored_full", use, 2 * nbytes)
@@ -450,11 +457,11 @@ class HeadForward(HeadStatePass):
     def expect_warp(self, barriers: Barriers, chunks: Int32) -> None:
         """Expect the bytes of T, Aqk and the factors of the chunks that other CTAs prepare."""
         if cutlass.const_expr(self.cluster == CTAS):
-            for c in cutlass.range(self.rank() ^ 1, chunks, CTAS, unroll=1):
+            for c in cutlass.range(cta_rank() ^ 1, chunks, CTAS, unroll=1):
                 self.expect_tiles(barriers, c)
         else:
             for c in cutlass.range(chunks, unroll=1):
-                if c % self.cluster != self.rank():
+                if c % self.turns != self.first_chunk(chunks):
                     self.expect_tiles(barriers, c)
 
     def expect_tiles(self, barriers: Barriers, c: Int32) -> None:
@@ -469,12 +476,12 @@ class HeadForward(HeadStatePass):
         self, x: Any, place: Any, head: Int32, smem: Int32, barriers: Barriers, chunks: Int32
     ) -> None:
         values = cute.make_rmem_tensor((2 * TOKENS,), Float32)
-        if self.rank() < chunks:
-            self.read_gates(x, place, head, self.rank(), values)
+        if self.first_chunk(chunks) < chunks:
+            self.read_gates(x, place, head, self.first_chunk(chunks), values)
         use = Int32(0)
-        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
+        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
             # Reading takes longest, so the next values are on their way meanwhile.
-            following = cutlass.min(c + self.cluster, chunks - 1)
+            following = cutlass.min(c + self.turns, chunks - 1)
             present = [values[i] for i in range(2 * TOKENS)]
             self.read_gates(x, place, head, following, values)
             barriers.wait_previous("gates_empty", use)
@@ -498,7 +505,7 @@ class HeadForward(HeadStatePass):
         of_k = warp < SUB_CHUNKS
         rows = smem + self.memory["scored"]
         use = Int32(0)
-        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
+        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
             stage = barriers.stage("tiles_full", c)
             tiles = smem + self.memory["tiles"] + stage * self.tiles_bytes
             n = barriers.stage("gates_full", use)
