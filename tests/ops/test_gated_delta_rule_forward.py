@@ -231,9 +231,7 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
     keeps = v.dtype is torch.bfloat16
     found: list[Results] = []
     with emulated("sm_90a", Emulator(num_sms=132)):
-        requests = plan_chunk_gated_delta_rule(
-            "sm_90a", **options(x), gradient=keeps, split=False
-        )
+        requests = plan_chunk_gated_delta_rule("sm_90a", **options(x), gradient=keeps, split=False)
         forms = [spec for kernel, spec in requests if kernel is HEAD_FORWARD]
         assert [spec.cluster for spec in forms[1:]] == [4] * (case["dims"] == (128, 128))
         for spec in [*forms, None]:

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..inverse import Inverse
 from ....common.ptx.memory import load_shared
+from ..inverse import Inverse
 from ..sub_chunks import SUB_CHUNKS, block_element, row_and_part
 
 # The turns of each warp, of which turns 0 to 4 have a product:

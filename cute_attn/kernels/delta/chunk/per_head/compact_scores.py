@@ -84,8 +84,8 @@ class CompactScores(HeadScores):
         self, smem: Int32, tile: Int32, n: Int32, b: Int32, of_k: Any, scale: Float32,
         products: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store the rows of sub-chunk b: warp b of L, warp b + 4 of Aqk at `tile`. The warp may then
-        read these rows. The products move: the first are those of the sub-chunk that is stored."""
+        """Store the rows of sub-chunk b: warp b of L, warp b + 4 of Aqk at `tile`. The warp may
+        then read these rows. The products move: those of the block that is stored come first."""
         r, c = row_and_part()
         name = cutlass.select_(
             of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])

@@ -98,8 +98,8 @@ class HeadScores:
         return squares
 
     def add_squares(self, a: list[Any], squares: cute.Tensor) -> None:
-        """Multiply a left operand's rows 0 to 7, then rows 8 to 15, by all of its rows. The diagonals
-        of the two products are the rows' squares."""
+        """Multiply all rows of a left operand by its rows 0 to 7, then by its rows 8 to 15. The
+        diagonals of the two products are the rows' squares."""
         if self.spec.l2norm:
             for half in range(2):
                 c = [squares[4 * half + i] for i in range(4)]
