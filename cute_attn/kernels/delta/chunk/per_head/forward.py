@@ -46,6 +46,7 @@ from ....common.spec import MBARRIER_BYTES, SMEM_BYTES, WARP_SIZE
 from ....common.tma import BOX, BoxedRows, boxes, load_boxes
 from ..chunk_pass import Place, Results
 from ..chunks import ChunkPlace, num_sequences, sequence_place, shared_head
+from ..inverse import Inverse
 from ..spec import (
     CHUNK,
     FACTORS,
@@ -57,10 +58,8 @@ from ..spec import (
 from ..state import TransposedState
 from ..sub_chunks import NUM_BLOCKS, NUM_WARPS, SUB_CHUNK, SUB_CHUNKS
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES
-from .compact_inverse import CompactInverse
-from .compact_scores import CompactScores
 from .head_gates import TOKENS
-from .head_scores import Places
+from .head_scores import HeadScores, Places
 from .state_pass import HeadStatePass
 
 TOKEN_STAGES = 2
@@ -244,10 +243,10 @@ class HeadForward(HeadStatePass):
         self.line = min(spec.tile_v * 2, 128)
         of_prepare = HeadPrepareSpec(**{x.name: getattr(spec, x.name) for x in fields(InputsSpec)})
         step = SUB_CHUNK * LINE_BYTES
-        self.head_scores = CompactScores(
+        self.head_scores = HeadScores(
             of_prepare, self.memory, Places(2 * CHUNK * spec.head_dim_k, 0, (0, step))
         )
-        self.inverse = CompactInverse(
+        self.inverse = Inverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),
             exchange=(self.memory["exchange"], 4 * SUB_CHUNK * SUB_CHUNK),
             diagonal_warps=2, meet=self.meet, end=self.meet_with_tiles,
@@ -514,12 +513,14 @@ class HeadForward(HeadStatePass):
             self.head_scores.multiply_by_wgmma(smem, rows, b, of_k, products)
             barriers.warp_arrives("scored_empty", use)
             self.meet()
+            self.head_scores.normalise(smem, b, of_k, x.scale, products)
             barriers.wait("gates_full", use)
             barriers.wait_previous("tiles_empty", c)
-            aqk = tiles + self.tiles["aqk"]
-            self.head_scores.store_rows(smem, aqk, n, b, of_k, x.scale, products)
             if of_k:
+                self.head_scores.store_lower(smem, n, b, products)
                 self.inverse.invert_diagonal(smem, b)
+            else:
+                self.head_scores.store_scores(smem, tiles + self.tiles["aqk"], n, b, products)
             factors = cute.make_tensor(
                 cute.make_ptr(
                     Float32, tiles + self.tiles["factors"], cute.AddressSpace.smem, assumed_align=16

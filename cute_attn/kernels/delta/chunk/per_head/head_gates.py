@@ -68,11 +68,10 @@ class HeadGates:
     Attributes:
         memory: has the buffers "coarse", "fine" and "beta", float32, CHUNK elements a warp, and
             "earlier" with CHUNK elements for each sub-chunk but the first.
-        compact: whether a loop is in place of code for each sub-chunk.
     """
 
-    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory, compact: bool = False):
-        self.spec, self.memory, self.compact = spec, memory, compact
+    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory):
+        self.spec, self.memory = spec, memory
 
     @cute.jit
     def store(self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32) -> None:
@@ -122,22 +121,13 @@ class HeadGates:
         store_shared(Float32, at + self.memory["coarse"], coarse)
         store_shared(Float32, at + self.memory["fine"], fine)
         store_shared(Float32, at + self.memory["beta"], betas)
-        if cutlass.const_expr(self.compact):
-            for b in cutlass.range(1, SUB_CHUNKS, unroll=1):
-                self.store_earlier(smem, warp, b, coarse, fine)
-        else:
-            for b in cutlass.range_constexpr(1, SUB_CHUNKS):
-                self.store_earlier(smem, warp, b, coarse, fine)
-
-    def store_earlier(self, smem: Int32, warp: Int32, b: Any, coarse: Any, fine: Any) -> None:
-        """Store the decays from the lane's tokens to the last token before sub-chunk b."""
-        lane = cute.arch.lane_idx()
-        lane_before = b * (SUB_CHUNK // TOKENS) - 1
-        between = [cute.arch.shuffle_sync(x[-1], lane_before) for x in (coarse, fine)]
-        factors = [decay_between(between, x) for x in zip(coarse, fine, strict=True)]
-        row = warp * (SUB_CHUNKS - 1) + b - 1
-        at = smem + (row * CHUNK + TOKENS * lane) * 4
-        store_shared(Float32, at + self.memory["earlier"], factors)
+        for b in cutlass.range_constexpr(1, SUB_CHUNKS):
+            lane_before = b * SUB_CHUNK // TOKENS - 1
+            between = [cute.arch.shuffle_sync(x[-1], lane_before) for x in (coarse, fine)]
+            factors = [decay_between(between, x) for x in zip(coarse, fine, strict=True)]
+            row = warp * (SUB_CHUNKS - 1) + b - 1
+            at = smem + (row * CHUNK + TOKENS * lane) * 4
+            store_shared(Float32, at + self.memory["earlier"], factors)
 
     def sums(self, smem: Int32, n: Any, token: Any, count: int = 1) -> list[Any]:
         """Load (coarse, fine) of `count` tokens of the CTA's n-th head."""

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 
 from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
+from ....common.ptx import wgmma
 from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack_all
 from ....common.ptx.math import exp2, reciprocal_sqrt
@@ -128,6 +129,45 @@ class HeadScores:
                     inverse = reciprocal_sqrt(squares[half] + L2NORM_EPSILON)
                 row = b * SUB_CHUNK + r + 8 * half
                 store_shared(Float32, smem + name + row * 4, [inverse])
+
+    @cute.jit
+    def multiply_by_wgmma(
+        self, smem: Int32, rows: Int32, b: Int32, of_k: Any, products: cute.Tensor
+    ) -> None:
+        """`multiply` for warps in two warpgroups, by all rows of k."""
+        keys = rows + self.places.k
+        left = cutlass.select_(of_k, keys, rows + self.places.q)
+        steps = range(self.spec.head_dim_k // SUB_CHUNK)
+        offsets = [step // 4 * SUB_TILE_BYTES + step % 4 * 2 * SUB_CHUNK for step in steps]
+        a, k = (
+            [wgmma.rows_descriptor(at) + (offset >> 4) for offset in offsets] for at in (left, keys)
+        )
+        c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
+        squares = self.no_squares()
+        if cutlass.const_expr(self.spec.l2norm):
+            if not of_k:
+                for step in cutlass.range_constexpr(len(steps)):
+                    at = left + step // 4 * SUB_TILE_BYTES
+                    self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
+        for i, x in enumerate(wgmma.wait(c)):
+            products[i] = x
+        if cutlass.const_expr(self.spec.l2norm):
+            if of_k:
+                # The squares of k are the diagonal of k k^T.
+                own = self.own_block(products, b)
+                for i in cutlass.range_constexpr(2):
+                    squares[i], squares[6 + i] = own[i], own[6 + i]
+        self.store_norms(smem, b, of_k, self.of_diagonals(squares))
+
+    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
+        """The thread's products with its own sub-chunk, which is known at run time."""
+        own = []
+        for i in range(8):
+            x = products[i]
+            for j in range(1, SUB_CHUNKS):
+                x = cutlass.select_(b == j, products[8 * j + i], x)
+            own.append(Float32(x))
+        return own
 
     @cute.jit
     def normalise(
