@@ -289,7 +289,7 @@ def table(modes: tuple[str, ...], *, tiny: bool, short: bool, budget: float) -> 
         if late():
             return
         yield from measured(case, modes, device)
-    for delta_case in () if tiny else delta_rules_over_ranks.CASES[: 1 if short else None]:
+    for delta_case in () if tiny else delta_rules_over_ranks.cases(world)[: 1 if short else None]:
         if late():
             return
         yield delta_rules_over_ranks.measured(delta_case, Clock(device))
@@ -402,7 +402,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def _verdicts(rows: list[Row], world: int) -> list[Verdict]:
     found = []
-    of_deltas = {case.name: case for case in delta_rules_over_ranks.CASES}
+    of_deltas = {case.name: case for case in delta_rules_over_ranks.cases(world)}
     goals: dict[str, Any] = {case.name: case for case in cases(world)} | of_deltas
     for row in rows:
         case = goals.get(str(row["case"]))

@@ -27,7 +27,7 @@ class DeltaCase(NamedTuple):
 
     name: str
     function: str
-    tokens: int = 2**16
+    tokens: int
     heads: int = 32
     heads_v: int = 32
     gates: str = "usual"
@@ -36,11 +36,23 @@ class DeltaCase(NamedTuple):
     both: float = 0.88
 
 
-CASES = (
-    DeltaCase("chunk_kda 32/32, 64k", "chunk_kda"),
-    DeltaCase("chunk_kda 32/32, 64k, weak gates", "chunk_kda", gates="weak", forward=0, both=0),
-    DeltaCase("chunk_gated_delta_rule 16/32, 64k", "chunk_gated_delta_rule", heads=16),
-)
+TOKENS_OF_RANK = 2**15
+
+
+def cases(world: int) -> tuple[DeltaCase, ...]:
+    """The table for W ranks; the number of tokens grows with W."""
+    tokens = TOKENS_OF_RANK * world
+
+    def case(function: str, heads: int, gates: str = "usual") -> DeltaCase:
+        name = f"{function} {heads}/32, {tokens // 1024}k"
+        if gates == "usual":
+            return DeltaCase(name, function, tokens, heads)
+        return DeltaCase(
+            f"{name}, {gates} gates", function, tokens, heads, 32, gates, forward=0, both=0
+        )
+
+    kda, gdn = ("chunk_kda", 32), ("chunk_gated_delta_rule", 16)
+    return case(*kda), case(*kda, "weak"), case(*gdn), case(*gdn, "weak")
 
 
 def arguments(case: DeltaCase, tokens: int) -> dict[str, Any]:
