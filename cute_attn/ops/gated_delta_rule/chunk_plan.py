@@ -191,11 +191,10 @@ def _in_one_kernel(
     """The kernel that does all for whole sequences (`heuristics.in_one_kernel`), and its form in
     clusters of four (`heuristics.has_helpers`)."""
     fields = call.inputs | call.base | call.state_fields | head_forward_config(**call.dims)
+    kernel, spec = table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
     if pool is not None:
         kernel, spec = table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)
-    else:
-        kernel, spec = table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
-    found = [(kernel, spec)]
+    found: list[launch.Request] = [(kernel, spec)]
     if spec.cluster > 1 and spec.head_dim_v == spec.cluster * spec.tile_v:
         found.append((kernel, replace(spec, cluster=HELPED_CLUSTER)))
     return found
