@@ -54,7 +54,7 @@ CP_ASYNC = r"cp\.async\.cg"
 def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch of two CTAs."""
     case = CASES[name]
-    ((found, spec),) = plan_mla_decode(
+    (found, spec), *_ = plan_mla_decode(
         ARCH, queries=2, heads=case.heads, page_size=16, return_lse=True
     )  # fmt: skip
     entry = cache.compile(found, spec, arch=ARCH)

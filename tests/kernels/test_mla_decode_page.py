@@ -1,4 +1,4 @@
-"""The tables of docs/kernels/mla_decode.md are those of the kernel."""
+"""The tables of docs/kernels/mla_decode.md and mla_turns.md are those of the kernels."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ from docs.kernels.page_tables import filled
 
 
 def test_the_tables_are_current() -> None:
-    text = page.PAGE.read_text()
-    assert filled(text, page.tables()) == text, "python -m docs.kernels.mla_decode_page"
+    for path, tables in page.pages().items():
+        text = path.read_text()
+        assert filled(text, tables) == text, "python -m docs.kernels.mla_decode_page"
