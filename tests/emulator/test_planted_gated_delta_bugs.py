@@ -80,7 +80,7 @@ def play(
             call()
         except (AssertionError, FindingsError):
             agrees = False
-    assert (edits > 0) == (plant is not None)
+    assert edits == (plant is not None)
     return {found.check for found in emulator.report.findings}, agrees
 
 
@@ -158,7 +158,6 @@ def run_forward() -> None:
     kda_cases.assert_agrees(args, *kda_cases.run(args))
 
 
-# One sequence and head: all clusters of four run at once.
 IN_ONE_KERNEL = Case(replace(PLAIN, dim_k=128, dim_v=128), (450,), heads=1, group=1)
 
 
@@ -167,12 +166,11 @@ def of_one_kernel() -> dict[str, Any]:
     return IN_ONE_KERNEL.arguments("cpu")
 
 
-def run_in_one_kernel(*, helped: bool) -> None:
-    """The whole forward in one kernel, in clusters of two or four."""
+def run_in_one_kernel() -> None:
+    """The whole forward in one kernel."""
     args = of_one_kernel()
     with (
         mock.patch.object(chunk_forward, "segment_length", return_value=0),
-        mock.patch.object(chunk_forward, "has_helpers", return_value=helped),
         mock.patch.object(chunk_forward, "in_one_kernel", return_value=True),
     ):
         kda_cases.assert_agrees(args, *kda_cases.run(args))
@@ -185,8 +183,7 @@ def run_backward() -> None:
 
 CALLS = {
     "HeadPrepare": run_forward, "HeadStatePass": run_forward, "HeadAdjointPass": run_backward,
-    "HeadForward": functools.partial(run_in_one_kernel, helped=False),
-    "HeadForward in clusters of four": functools.partial(run_in_one_kernel, helped=True),
+    "HeadForward": run_in_one_kernel,
 }  # fmt: skip
 
 
@@ -207,8 +204,7 @@ def mbarriers_of(kernel: str) -> dict[str, tuple[int, int]]:
         cute_attn.emulated("sm_90a", Emulator(on_findings="collect")),
     ):
         CALLS[kernel]()
-    name = kernel.partition(" ")[0]
-    spec, target = [(s, d.target) for d, s in found if d.target.endswith(f":{name}")][-1]
+    spec, target = next((s, d.target) for d, s in found if d.target.endswith(f":{kernel}"))
     shared = pkgutil.resolve_name(target)(spec).names(0)["shared"]
     return {name: (at, size) for name, (at, size, *_) in shared.items()}
 
@@ -250,8 +246,7 @@ def _of_one_kernel() -> dict[tuple[str, str], tuple[Callable[[Edged], Edged], se
         )
         for n in range(-4, 0)
     }  # fmt: skip
-    kernels = "HeadForward", "HeadForward in clusters of four"
-    return {(kernel, name): bug for kernel in kernels for name, bug in bugs.items()}
+    return {("HeadForward", name): bug for name, bug in bugs.items()}
 
 
 HOPPER_BUGS = _of_passes() | _of_one_kernel() | {
@@ -268,9 +263,7 @@ HOPPER_BUGS = _of_passes() | _of_one_kernel() | {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call", ["HeadAdjointPass", "HeadForward", "HeadForward in clusters of four"]
-)
+@pytest.mark.parametrize("call", ["HeadAdjointPass", "HeadForward"])
 def test_the_kernels_for_hopper_are_right_and_have_no_finding(call: str) -> None:
     assert play(None, "", "sm_90a", CALLS[call], {}) == (set(), True)
 
@@ -279,8 +272,7 @@ def test_the_kernels_for_hopper_are_right_and_have_no_finding(call: str) -> None
 @pytest.mark.parametrize(("kernel", "bug"), HOPPER_BUGS)
 def test_a_bug_of_a_kernel_for_hopper_is_found(kernel: str, bug: str) -> None:
     plant, checks = HOPPER_BUGS[kernel, bug]
-    name = kernel.partition(" ")[0]
-    found, agrees = play(plant, name, "sm_90a", CALLS[kernel], mbarriers_of(kernel))
+    found, agrees = play(plant, kernel, "sm_90a", CALLS[kernel], mbarriers_of(kernel))
     if checks:
         assert found & checks, found
     else:

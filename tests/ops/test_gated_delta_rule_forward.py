@@ -13,7 +13,7 @@ import torch
 from cute_attn import launch
 from cute_attn.emulation import emulated
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES, has_helpers, in_one_kernel
+from cute_attn.kernels.delta.chunk.heuristics import MOST_STAGES, in_one_kernel
 from cute_attn.kernels.delta.chunk.spec import (
     HeadForwardSpec,
     HeadPassSpec,
@@ -231,10 +231,11 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
     keeps = v.dtype is torch.bfloat16
     found: list[Results] = []
     with emulated("sm_90a", Emulator(num_sms=132)):
-        requests = plan_chunk_gated_delta_rule("sm_90a", **options(x), gradient=keeps, split=False)
-        forms = [spec for kernel, spec in requests if kernel is HEAD_FORWARD]
-        assert [spec.cluster for spec in forms[1:]] == [4] * (case["dims"] == (128, 128))
-        for spec in [*forms, None]:
+        (kernel, spec), *_ = plan_chunk_gated_delta_rule(
+            "sm_90a", **options(x), gradient=keeps, split=False
+        )
+        assert kernel is HEAD_FORWARD
+        for one in (True, False):
             o, final_state = empty_results(x)
             kept = (
                 (empty_states(q, v, cu_seqlens).zero_(), empty_v_new(q, v, cu_seqlens).zero_())
@@ -242,52 +243,42 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
                 else (None, None)
             )
             results = o, *kept, final_state
-            if spec is not None:
-                forward = launch.get_for(q.device, HEAD_FORWARD, spec)
+            if one:
+                forward = launch.get_for(q.device, kernel, spec)
                 forward(
                     q, x["k"], v, x["g"], x["beta"], x["A_log"], x["dt_bias"], o, *kept,
                     x["initial_state"], final_state, cu_seqlens, q.shape[-1] ** -0.5, 1.0,
                 )  # fmt: skip
             else:
-                two_kernels(x, forms[0], results)
+                two_kernels(x, spec, results)
             found.append(results)
-    *of_one, of_two = found
-    for form in of_one:
-        for name, mine, theirs in zip(
-            ("o", "states", "v_new", "final_state"), form, of_two, strict=True
-        ):
-            if mine is not None and theirs is not None:
-                assert torch.equal(mine, theirs), name
-                assert mine.abs().sum() > 0
+    for name, mine, theirs in zip(("o", "states", "v_new", "final_state"), *found, strict=True):
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine, theirs), name
+            assert mine.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dims", "one", "helped"),
+    ("sizes", "dims", "one"),
     [
-        ((1, 8192, 64), (128, 128), True, False),  # 128 CTAs
-        ((1, 8192, 32), (128, 128), False, True),  # 64 CTAs, and as many that prepare
-        ((4, 8192, 32), (128, 128), True, False),
-        ((4, 8192, 32), (64, 64), True, False),
-        ((4, 8192, 32), (64, 128), False, False),  # each CTA would prepare all chunks
-        ((1, 8192, 32), (64, 64), False, False),
-        ((4, 8192, 32), (128, 256), False, False),
-        ((1, 8192, 8), (128, 256), False, False),
-        ((64, 8192, 32), (128, 128), False, False),  # two chunks a sequence
-        ((8, 1024, 2), (128, 128), False, False),
+        ((1, 8192, 64), (128, 128), True),  # 128 CTAs
+        ((1, 8192, 32), (128, 128), False),  # 64 CTAs
+        ((4, 8192, 32), (128, 128), True),
+        ((4, 8192, 32), (64, 64), True),
+        ((4, 8192, 32), (64, 128), False),  # each CTA would prepare all chunks
+        ((4, 8192, 32), (128, 256), False),
+        ((64, 8192, 32), (128, 128), False),  # two chunks a sequence
     ],
 )
 def test_which_calls_take_one_kernel(
-    sizes: tuple[int, int, int], dims: tuple[int, int], one: bool, helped: bool
+    sizes: tuple[int, int, int], dims: tuple[int, int], one: bool
 ) -> None:
     (_, spec), *_ = plan_chunk_gated_delta_rule(
         "sm_90a", head_dim_k=dims[0], head_dim_v=dims[1], split=False
     )
     sequences, tokens, heads = sizes
-    chosen = (
-        choose(spec, sequences=sequences, tokens=tokens, heads=heads, num_sms=132)
-        for choose in (in_one_kernel, has_helpers)
-    )
-    assert tuple(chosen) == (one, helped)
+    chosen = in_one_kernel(spec, sequences=sequences, tokens=tokens, heads=heads, num_sms=132)
+    assert chosen == one
 
 
 @pytest.mark.parametrize(
@@ -297,7 +288,6 @@ def test_which_calls_take_one_kernel(
         ({"segments": "outputs"}, "segments is outputs, dependent is False, must be none"),
         ({"dependent": True}, "segments is none, dependent is True, must be none"),
         ({"num_stages": 6}, "num_stages is 6, must be 2 to 5"),
-        ({"cluster": 3}, "cluster is 3, must be"),
     ],
 )
 def test_the_whole_forward_refuses(changes: dict[str, Any], message: str) -> None:
@@ -361,19 +351,17 @@ def test_rows_of_other_sequences_do_not_leak(one: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("dims", "split", "helped"),
+    ("dims", "split"),
     [
-        pytest.param((64, 64), False, False, marks=pytest.mark.slow),
-        pytest.param((128, 128), False, False, marks=pytest.mark.slow),
-        pytest.param((128, 128), False, True, marks=pytest.mark.slow),
-        pytest.param((128, 128), True, False, marks=pytest.mark.slow),
+        pytest.param((64, 64), False, marks=pytest.mark.slow),
+        pytest.param((128, 128), False, marks=pytest.mark.slow),
+        pytest.param((128, 128), True, marks=pytest.mark.slow),
     ],
 )
 def test_states_in_a_pool(
-    dims: tuple[int, int], split: bool, helped: bool, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(chunk_forward, "has_helpers", lambda *_, **__: helped)
     monkeypatch.setattr(chunk_passes, "chunks_per_segment", lambda *_, **__: 1)
     monkeypatch.setattr(chunk_passes, "chunks_per_start", lambda *_, **__: 1)
     x = inputs([130, 0, 70], packed=True, dims=dims)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.delta import table
-from ...kernels.delta.chunk.heuristics import has_helpers, heads_per_cta, in_one_kernel, pass_kind
+from ...kernels.delta.chunk.heuristics import heads_per_cta, in_one_kernel, pass_kind
 from ...kernels.delta.chunk.spec import (
     BOUNDS,
     FACTORS,
@@ -58,8 +58,6 @@ class ChunkForward(NamedTuple):
 
     Attributes:
         forward: the whole forward in one kernel, with its spec; None with KDA's kernels.
-        helped: the form of `forward` in clusters of four, if there is one; loaded when a call first
-            takes this form.
         prepare: the kernel that prepares all chunks.
         whole: the pass over whole sequences.
         split: `prepare` for split sequences, then the kernels of the pass; loaded when a call
@@ -68,7 +66,6 @@ class ChunkForward(NamedTuple):
     """
 
     forward: tuple[Callable[..., None], HeadForwardSpec] | None
-    helped: launch.Request | None
     prepare: Callable[..., None]
     whole: Callable[..., None]
     split: tuple[launch.Request, ...]
@@ -77,17 +74,13 @@ class ChunkForward(NamedTuple):
     @staticmethod
     def load(device: torch.device, requests: Sequence[launch.Request]) -> ChunkForward:
         first, *rest = requests
-        forward = helped = None
+        forward = None
         if first[0] in (table.HEAD_FORWARD, table.HEAD_POOL_FORWARD):
             forward = launch.get_for(device, *first), first[1]
-            kernel = first[0]
             first, *rest = rest
-            if first[0] is kernel:
-                helped = first
-                first, *rest = rest
         whole, *split = rest
         prepare, passes = (launch.get_for(device, *request) for request in (first, whole))
-        return ChunkForward(forward, helped, prepare, passes, tuple(split), launch.num_sms(device))
+        return ChunkForward(forward, prepare, passes, tuple(split), launch.num_sms(device))
 
     @property
     def per_head(self) -> bool:
@@ -134,20 +127,11 @@ class ChunkForward(NamedTuple):
         slots = num_slots(v, cu_seqlens)
         inputs = q, k, g, beta, A_log, dt_bias, cu_seqlens
         if self.forward is not None:
-            one, spec = self.forward
-            forward = None
-            if not length:
-                sizes = {
-                    "sequences": batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-                    "tokens": batch * tokens,
-                    "heads": heads,
-                    "num_sms": self.num_sms,
-                }
-                if self.helped and has_helpers(spec, **sizes):
-                    forward = launch.get_for(v.device, *self.helped)
-                elif in_one_kernel(spec, **sizes):
-                    forward = one
-            if forward is not None:
+            forward, spec = self.forward
+            sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            if not length and in_one_kernel(
+                spec, sequences=sequences, tokens=batch * tokens, heads=heads, num_sms=self.num_sms
+            ):
                 forward(
                     q, k, v, g, beta, A_log, dt_bias, *written, *carried, cu_seqlens, scale,
                     beta_scale,

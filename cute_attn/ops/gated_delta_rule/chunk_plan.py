@@ -8,7 +8,6 @@ from typing import Any
 from ... import launch
 from ...kernels.delta import table
 from ...kernels.delta.chunk.heuristics import (
-    HELPED_CLUSTER,
     has_head_path,
     head_forward_config,
     head_pass_config,
@@ -143,7 +142,7 @@ def plan_chunk_gated_delta_rule(
         found = _head_path(call, pool if state_indices else None, gradient)
         if over_ranks:
             return forward_over_ranks(found)
-        return [*_in_one_kernel(call, pool if state_indices else None, gradient), *found]
+        return [_in_one_kernel(call, pool if state_indices else None, gradient), *found]
     return plan_chunk_kda(
         arch,
         decays="head",
@@ -185,19 +184,12 @@ def _head_path(
     return [(table.HEAD_PREPARE, prepare), whole, *split]
 
 
-def _in_one_kernel(
-    call: ChunkCall, pool: dict[str, Any] | None, gradient: bool
-) -> list[launch.Request]:
-    """The kernel that does all for whole sequences (`heuristics.in_one_kernel`), and its form in
-    clusters of four (`heuristics.has_helpers`)."""
+def _in_one_kernel(call: ChunkCall, pool: dict[str, Any] | None, gradient: bool) -> launch.Request:
+    """The kernel that does all for whole sequences (`heuristics.in_one_kernel`)."""
     fields = call.inputs | call.base | call.state_fields | head_forward_config(**call.dims)
-    kernel, spec = table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
     if pool is not None:
-        kernel, spec = table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)
-    found: list[launch.Request] = [(kernel, spec)]
-    if spec.cluster > 1 and spec.head_dim_v == spec.cluster * spec.tile_v:
-        found.append((kernel, replace(spec, cluster=HELPED_CLUSTER)))
-    return found
+        return table.HEAD_POOL_FORWARD, HeadPoolForwardSpec(**fields, **pool)
+    return table.HEAD_FORWARD, HeadForwardSpec(**fields, store_states=bool(gradient))
 
 
 def gated_delta_backward_requests(arch: str, **options: Any) -> BackwardRequests:

@@ -100,22 +100,6 @@ def in_one_kernel(
     )
 
 
-HELPED_CLUSTER = 4  # CTAs of a value head, of which two only prepare
-
-
-def has_helpers(
-    spec: HeadForwardSpec, *, sequences: int, tokens: int, heads: int, num_sms: int
-) -> bool:
-    """Whether `per_head.forward` is fastest with clusters of four, of which two CTAs only prepare:
-    where all clusters run at once. Arguments are those of `in_one_kernel`."""
-    columns = spec.head_dim_v // spec.tile_v
-    return (
-        columns == spec.cluster == HELPED_CLUSTER // 2
-        and tokens >= FEWEST_CHUNKS_IN_ONE_KERNEL * CHUNK * sequences
-        and sequences * heads * HELPED_CLUSTER <= num_sms
-    )
-
-
 class SegmentTimes(NamedTuple):
     """Microseconds of passes over segments, from measurements on an H100.
 

@@ -292,13 +292,7 @@ class HeadPoolPassSpec(HeadPassSpec, PoolPassSpec):
 
 @dataclass(frozen=True)
 class HeadForwardSpec(HeadPassSpec, InputsSpec):
-    """The whole forward for one decay a head in one kernel (`per_head.forward`).
-
-    Attributes:
-        cluster: as in `PassSpec`, or 4 CTAs of a value head, of which two only prepare chunks.
-    """
-
-    ALLOWED = HeadPassSpec.ALLOWED | {"cluster": (1, 2, 4)}
+    """The whole forward for one decay a head in one kernel (`per_head.forward`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,10 +37,10 @@ from ....common.arguments import (
 )
 from ....common.dtypes import DTYPE
 from ....common.entry import entry, gathered, placeholders
-from ....common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
+from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Reach, Role
 from ....common.ptx.async_copy import copy_bulk_to_peer
 from ....common.ptx.cluster import cta_rank, remote_address
-from ....common.ptx.memory import prefetch_line, shared_address, store_shared
+from ....common.ptx.memory import shared_address, store_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, SMEM_BYTES, WARP_SIZE
 from ....common.tma import BOX, BoxedRows, boxes, load_boxes
@@ -58,13 +58,11 @@ from ..spec import (
 from ..state import TransposedState
 from ..sub_chunks import NUM_BLOCKS, NUM_WARPS, SUB_CHUNK, SUB_CHUNKS
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES
-from .head_gates import TOKENS
 from .head_scores import HeadScores, Places
 from .state_pass import HeadStatePass
 
 TOKEN_STAGES = 2
 GATE_STAGES = 2
-PREFETCHED = 2  # chunks whose v comes to L2 before the chunk that is loaded
 EXCHANGES = 3  # blocks that warps exchange while they invert L
 
 STATE = Role("state", range(4))
@@ -138,12 +136,6 @@ class ForwardOperands(NamedTuple):
     cu_seqlens: cute.Tensor | None
 
 
-def chunk_of(place: Any, c: Any) -> ChunkPlace:
-    """A chunk of the sequence at `place`."""
-    length = cutlass.min(place.length - c * CHUNK, Int32(CHUNK))
-    return ChunkPlace(Boolean(True), place.batch, Int32(0), c, place.start + c * CHUNK, length)
-
-
 class Stage(NamedTuple):
     """Addresses of a chunk's stages in the rings that the state reads."""
 
@@ -213,9 +205,6 @@ class HeadForward(HeadStatePass):
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         self.num_warps = len(STATE)
         self.cluster = spec.cluster
-        self.carriers = min(spec.cluster, CTAS)
-        # CTAs that take turns at chunks: with a cluster of four, those without the state.
-        self.turns = spec.cluster - self.carriers or spec.cluster
         self.roles = (STATE, PREPARE, LOAD, FEED, GATES, EXPECT)
         reach = Reach.EACH if self.cluster > 1 else Reach.CTA
         token_stages, stages = self.token_stages, spec.num_stages
@@ -244,7 +233,10 @@ class HeadForward(HeadStatePass):
         of_prepare = HeadPrepareSpec(**{x.name: getattr(spec, x.name) for x in fields(InputsSpec)})
         step = SUB_CHUNK * LINE_BYTES
         self.head_scores = HeadScores(
-            of_prepare, self.memory, Places(2 * CHUNK * spec.head_dim_k, 0, (0, step))
+            of_prepare,
+            self.memory,
+            Places(2 * CHUNK * spec.head_dim_k, 0, (0, step)),
+            compact=True,
         )
         self.inverse = Inverse(
             self.memory, exact=spec.dtype != "bfloat16", rows=(0, step),
@@ -305,9 +297,8 @@ class HeadForward(HeadStatePass):
 
     def launch_config(self, a: Any) -> dict[str, Any]:
         sequences = num_sequences(a.rows.shape[0], a.cu_seqlens)
-        columns = self.spec.head_dim_v // self.spec.tile_v
         config = {
-            "grid": [columns * self.cluster // self.carriers, a.rows.shape[2], sequences],
+            "grid": [self.spec.head_dim_v // self.spec.tile_v, a.rows.shape[2], sequences],
             "block": [NUM_WARPS_OF_CTA * WARP_SIZE, 1, 1],
             "smem": self.smem_bytes,
             "min_blocks_per_mp": 1,
@@ -342,24 +333,21 @@ class HeadForward(HeadStatePass):
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                if self.has_state():
-                    self.load_tokens(x, place, head, tile_start, smem, barriers, chunks)
+                self.load_tokens(x, place, head, tile_start, smem, barriers, chunks)
             if warp == FEED.warps[0]:
                 self.feed_warp(x, place, head, smem, barriers, chunks)
             if warp == GATES.warps[0]:
                 self.gates_warp(x, place, head, smem, barriers, chunks)
             if cutlass.const_expr(self.cluster > 1):
                 if warp == EXPECT.warps[0]:
-                    if self.has_state():
-                        self.expect_warp(barriers, chunks)
+                    self.expect_warp(barriers, chunks)
         elif warp >= PREPARE.warps[0]:
             cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
             self.prepare_warps(x, smem, barriers, chunks)
         else:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            if self.has_state():
-                at = Place(place, head, tile_start + warp * 16)
-                self.carry(x, at, sequence, smem, barriers, chunks)
+            at = Place(place, head, tile_start + warp * 16)
+            self.carry(x, at, sequence, smem, barriers, chunks)
         if cutlass.const_expr(self.cluster > 1):
             # No CTA may end while the other CTA signals it or copies to it.
             self.meet_cluster()
@@ -371,18 +359,9 @@ class HeadForward(HeadStatePass):
         else:
             cute.arch.sync_threads()
 
-    def has_state(self) -> Any:
-        """Whether the CTA carries the state."""
-        return cta_rank() < self.carriers if self.cluster > self.carriers else True
-
-    def first_chunk(self, chunks: Int32) -> Any:
-        """The first chunk that the CTA prepares, of every `turns`-th; all for a CTA that prepares
-        none."""
-        if self.turns == 1:
-            return Int32(0)
-        if self.turns == self.cluster:
-            return cta_rank()
-        return cutlass.select_(self.has_state(), chunks, cta_rank() - self.carriers)
+    def rank(self) -> Any:
+        """The CTA prepares the chunks of this rank, modulo the CTAs of a cluster."""
+        return cta_rank() if self.cluster > 1 else Int32(0)
 
     # -- the warps that copy ------------------------------------------------------------------
 
@@ -399,7 +378,6 @@ class HeadForward(HeadStatePass):
         of_sequence = place.batch, place.start, place.length
         shared = self.cluster > 1
         for c in cutlass.range(chunks, unroll=1):
-            self.prefetch_v(x, place, head, tile_start, c + PREFETCHED)
             barriers.wait_previous("tokens_empty", c)
             with cute.arch.elect_one():
                 barriers.expect("tokens_full", c, self.tokens.nbytes)
@@ -410,15 +388,6 @@ class HeadForward(HeadStatePass):
             of_v = self.v_rows.box(x.v, c, head, *of_sequence)
             of_v = cute.local_tile(of_v, (CHUNK, spec.tile_v), (0, tile_start // spec.tile_v))
             load_boxes(x.v_tma, of_v, values, barriers, "tokens_full", c)
-
-    @cute.jit
-    def prefetch_v(self, x: Any, place: Any, head: Int32, tile_start: Int32, c: Int32) -> None:
-        """Bring v of chunk c to L2. Memory takes longer than two stages of v last."""
-        for i in cutlass.range_constexpr(CHUNK // WARP_SIZE):
-            token = c * CHUNK + i * WARP_SIZE + cute.arch.lane_idx()
-            if token < place.length:
-                row = x.rows[place.batch, place.start + token, head, None]
-                prefetch_line(row.iterator.toint() + Int64(2 * tile_start))
 
     def token_boxes(self, smem: Int32, name: str, across: int) -> cute.Tensor:
         """A buffer of all stages of "tokens", as boxes (rows, columns, boxes, stages)."""
@@ -442,7 +411,7 @@ class HeadForward(HeadStatePass):
         keys, queries = (self.boxes_at(at + y * nbytes, across, 1, nbytes) for y in range(2))
         of_sequence = place.batch, place.start, place.length
         use = Int32(0)
-        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
+        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
             barriers.wait_previous("scored_empty", use)
             with cute.arch.elect_one():
                 barriers.expect("scored_full", use, 2 * nbytes)
@@ -454,19 +423,11 @@ class HeadForward(HeadStatePass):
 
     @cute.jit
     def expect_warp(self, barriers: Barriers, chunks: Int32) -> None:
-        """Expect the bytes of T, Aqk and the factors of the chunks that other CTAs prepare."""
-        if cutlass.const_expr(self.cluster == CTAS):
-            for c in cutlass.range(cta_rank() ^ 1, chunks, CTAS, unroll=1):
-                self.expect_tiles(barriers, c)
-        else:
-            for c in cutlass.range(chunks, unroll=1):
-                if c % self.turns != self.first_chunk(chunks):
-                    self.expect_tiles(barriers, c)
-
-    def expect_tiles(self, barriers: Barriers, c: Int32) -> None:
-        barriers.wait_previous("tiles_empty", c)
-        with cute.arch.elect_one():
-            barriers.expect("tiles_full", c, self.tiles.nbytes)
+        """Expect the bytes of T, Aqk and the factors of the chunks that the other CTA prepares."""
+        for c in cutlass.range(self.rank() ^ 1, chunks, self.cluster, unroll=1):
+            barriers.wait_previous("tiles_empty", c)
+            with cute.arch.elect_one():
+                barriers.expect("tiles_full", c, self.tiles.nbytes)
 
     # -- the warp of gates --------------------------------------------------------------------
 
@@ -474,25 +435,16 @@ class HeadForward(HeadStatePass):
     def gates_warp(
         self, x: Any, place: Any, head: Int32, smem: Int32, barriers: Barriers, chunks: Int32
     ) -> None:
-        values = cute.make_rmem_tensor((2 * TOKENS,), Float32)
-        if self.first_chunk(chunks) < chunks:
-            self.read_gates(x, place, head, self.first_chunk(chunks), values)
         use = Int32(0)
-        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
-            # Reading takes longest, so the next values are on their way meanwhile.
-            following = cutlass.min(c + self.turns, chunks - 1)
-            present = [values[i] for i in range(2 * TOKENS)]
-            self.read_gates(x, place, head, following, values)
+        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
             barriers.wait_previous("gates_empty", use)
+            length = cutlass.min(place.length - c * CHUNK, Int32(CHUNK))
+            start = place.start + c * CHUNK
+            chunk = ChunkPlace(Boolean(True), place.batch, Int32(0), c, start, length)
             stage = barriers.stage("gates_full", use)
-            self.head_scores.gates.store_read(smem, stage, x, chunk_of(place, c), head, present)
+            self.head_scores.gates.store(smem, stage, x, chunk, head)
             barriers.warp_arrives("gates_full", use)
             use += 1
-
-    def read_gates(self, x: Any, place: Any, head: Int32, c: Any, values: cute.Tensor) -> None:
-        """Read the gates of chunk c."""
-        for i, value in enumerate(self.head_scores.gates.read(x, chunk_of(place, c), head)):
-            values[i] = value
 
     # -- the warps that prepare chunks --------------------------------------------------------
 
@@ -504,7 +456,7 @@ class HeadForward(HeadStatePass):
         of_k = warp < SUB_CHUNKS
         rows = smem + self.memory["scored"]
         use = Int32(0)
-        for c in cutlass.range(self.first_chunk(chunks), chunks, self.turns, unroll=1):
+        for c in cutlass.range(self.rank(), chunks, self.cluster, unroll=1):
             stage = barriers.stage("tiles_full", c)
             tiles = smem + self.memory["tiles"] + stage * self.tiles_bytes
             n = barriers.stage("gates_full", use)
@@ -534,22 +486,13 @@ class HeadForward(HeadStatePass):
             self.inverse.invert(smem, warp, tiles + self.tiles["t"])
             if warp == 0:
                 barriers.warp_arrives("gates_empty", use)
-                if cutlass.const_expr(self.cluster == CTAS):
-                    self.copy_tiles(barriers, tiles, c, cta_rank() ^ 1)
-                elif cutlass.const_expr(self.cluster > CTAS):
-                    for carrier in cutlass.range_constexpr(CTAS):
-                        if cta_rank() != carrier:
-                            self.copy_tiles(barriers, tiles, c, Int32(carrier))
-                if self.has_state():
-                    barriers.warp_arrives("tiles_full", c)
+                if cutlass.const_expr(self.cluster > 1):
+                    full = shared_address(barriers.pointer("tiles_full", c))
+                    target, signal = (remote_address(y, cta_rank() ^ 1) for y in (tiles, full))
+                    with cute.arch.elect_one():
+                        copy_bulk_to_peer(target, tiles, self.tiles.nbytes, signal)
+                barriers.warp_arrives("tiles_full", c)
             use += 1
-
-    def copy_tiles(self, barriers: Barriers, tiles: Int32, c: Int32, carrier: Int32) -> None:
-        """Copy T, Aqk and the factors to the CTA of this rank."""
-        full = shared_address(barriers.pointer("tiles_full", c))
-        target, signal = (remote_address(x, carrier) for x in (tiles, full))
-        with cute.arch.elect_one():
-            copy_bulk_to_peer(target, tiles, self.tiles.nbytes, signal)
 
     def meet(self) -> None:
         """The barrier of the warps that prepare chunks."""
@@ -581,9 +524,8 @@ class HeadForward(HeadStatePass):
             self.chunk(state, held, at, x.results, place, c, c > 0)
             self.checkpoint(state, x, place, sequence, c + 1, True)
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() < self.carriers:
-                self.release_to(barriers, tokens, "tokens_empty")
             if cute.arch.lane_idx() < self.cluster:
+                self.release_to(barriers, tokens, "tokens_empty")
                 self.release_to(barriers, stage, "tiles_empty")
             tokens = tokens + 1
             if tokens == self.token_stages:

@@ -76,25 +76,6 @@ class HeadGates:
     @cute.jit
     def store(self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32) -> None:
         """Store the sums of gates, and beta, of the value head that this warp has."""
-        self.store_read(smem, warp, x, place, head, self.read(x, place, head))
-
-    def read(self, x: Any, place: Any, head: Int32) -> list[Any]:
-        """Read the gates of the lane's tokens, then beta, as given; of any token past the chunk's
-        end."""
-        lane = cute.arch.lane_idx()
-        values: list[Any] = []
-        for tensor in (x.g, x.beta):
-            for t in range(TOKENS):
-                token = TOKENS * lane + t
-                at = place.start + cutlass.select_(token < place.length, token, Int32(0))
-                values.append(Float32(tensor[place.batch, at, head]))
-        return values
-
-    @cute.jit
-    def store_read(
-        self, smem: Int32, warp: Int32, x: Any, place: Any, head: Int32, values: Any
-    ) -> None:
-        """`store` with the values that `read` has returned."""
         lane = cute.arch.lane_idx()
         spec = self.spec
         rate, bias = Float32(1.0), Float32(0.0)
@@ -104,8 +85,11 @@ class HeadGates:
             bias = x.dt_bias[head]
         coarse, fine, betas = [], [], []
         for t in cutlass.range_constexpr(TOKENS):
-            present = TOKENS * lane + t < place.length
-            g, beta = values[t], values[TOKENS + t]
+            token = TOKENS * lane + t
+            present = token < place.length
+            at = place.start + cutlass.select_(present, token, Int32(0))
+            g = Float32(x.g[place.batch, at, head])
+            beta = Float32(x.beta[place.batch, at, head])
             gate = log2_decay(spec.gate, g, rate, bias, Float32(0.0))
             gate = Float32(cutlass.select_(present, gate, Float32(0.0)))
             if cutlass.const_expr(spec.beta_sigmoid):

@@ -17,7 +17,7 @@ from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.ptx import wgmma
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack_all
+from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.ptx.mma import mma
@@ -58,13 +58,18 @@ class HeadScores:
     Attributes:
         memory: has the buffers of `HeadGates`, the "blocks" of L, "inverse_norm_q" and
             "inverse_norm_k".
+        compact: whether one piece of code has the blocks on the diagonal, rather than one for each
+            sub-chunk.
     """
 
-    def __init__(self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places):
+    def __init__(
+        self, spec: HeadPrepareSpec, memory: SharedMemory, places: Places, compact: bool = False
+    ):
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.memory, self.places = memory, places
         self.scores_have_beta = spec.dtype == "bfloat16"
         self.gates = HeadGates(spec, memory)
+        self.compact = compact
 
     # -- products of q and k ------------------------------------------------------------------
 
@@ -75,7 +80,8 @@ class HeadScores:
         """Multiply the warp's 16 rows of q or k by all earlier rows of k, and store the inverse
         norms of the warp's rows. The products are accumulators of 8 columns in turn."""
         products.fill(0.0)
-        squares = self.no_squares()
+        squares = cute.make_rmem_tensor((2,), Float32)
+        squares.fill(0.0)
         keys = rows + self.places.k
         left = cutlass.select_(of_k, keys, rows + self.places.q)
         for step in cutlass.range_constexpr(self.spec.head_dim_k // SUB_CHUNK):
@@ -91,42 +97,32 @@ class HeadScores:
                         c = list(mma(self.dtype, c, a, right[2 * half : 2 * half + 2]))
                         for i in cutlass.range_constexpr(4):
                             products[n + i] = c[i]
-        self.store_norms(smem, b, of_k, self.of_diagonals(squares))
-
-    def no_squares(self) -> cute.Tensor:
-        squares = cute.make_rmem_tensor((8,), Float32)
-        squares.fill(0.0)
-        return squares
+        self.store_norms(smem, b, of_k, squares)
 
     def add_squares(self, a: list[Any], squares: cute.Tensor) -> None:
-        """Multiply all rows of a left operand by its rows 0 to 7, then by its rows 8 to 15. The
-        diagonals of the two products are the rows' squares."""
+        """Add the squares of a left operand's elements to the sums of the thread's two rows."""
         if self.spec.l2norm:
-            for half in range(2):
-                c = [squares[4 * half + i] for i in range(4)]
-                for i, x in enumerate(mma(self.dtype, c, a, (a[half], a[half + 2]))):
-                    squares[4 * half + i] = x
-
-    def of_diagonals(self, squares: Any) -> list[Any]:
-        """The squares of the rows r and r + 8, in the lane that stores their norms."""
-        odd = (row_and_part()[0] & 1) == 1
-        return [
-            Float32(cutlass.select_(odd, squares[6 * half + 1], squares[6 * half]))
-            for half in range(2)
-        ]
+            for i in range(4):
+                low, high = unpack(self.dtype, a[i])
+                squares[i % 2] = cute.math.fma(low, low, squares[i % 2])
+                squares[i % 2] = cute.math.fma(high, high, squares[i % 2])
 
     @cute.jit
-    def store_norms(self, smem: Int32, b: Int32, of_k: Any, squares: Any) -> None:
-        """Store the inverse norms of the warp's rows, from `of_diagonals`."""
+    def store_norms(self, smem: Int32, b: Int32, of_k: Any, squares: cute.Tensor) -> None:
+        """Store the inverse norms of the warp's rows, of which each thread has a part of the sum of
+        squares."""
         r, c = row_and_part()
         name = cutlass.select_(
             of_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
         )
-        if c == r >> 1:
-            for half in cutlass.range_constexpr(2):
-                inverse = Float32(1.0)
-                if cutlass.const_expr(self.spec.l2norm):
-                    inverse = reciprocal_sqrt(squares[half] + L2NORM_EPSILON)
+        for half in cutlass.range_constexpr(2):
+            inverse = Float32(1.0)
+            if cutlass.const_expr(self.spec.l2norm):
+                square = squares[half]
+                for distance in (1, 2):
+                    square = square + cute.arch.shuffle_sync_bfly(square, distance)
+                inverse = reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
+            if c == 0:
                 row = b * SUB_CHUNK + r + 8 * half
                 store_shared(Float32, smem + name + row * 4, [inverse])
 
@@ -143,31 +139,14 @@ class HeadScores:
             [wgmma.rows_descriptor(at) + (offset >> 4) for offset in offsets] for at in (left, keys)
         )
         c = wgmma.shared_product(self.dtype, None, a, k, CHUNK, columns=False)
-        squares = self.no_squares()
-        if cutlass.const_expr(self.spec.l2norm):
-            if not of_k:
-                for step in cutlass.range_constexpr(len(steps)):
-                    at = left + step // 4 * SUB_TILE_BYTES
-                    self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
+        squares = cute.make_rmem_tensor((2,), Float32)
+        squares.fill(0.0)
+        for step in steps if self.spec.l2norm else ():
+            at = left + step // 4 * SUB_TILE_BYTES
+            self.add_squares(left_fragment(at, b * SUB_CHUNK, step % 4), squares)
         for i, x in enumerate(wgmma.wait(c)):
             products[i] = x
-        if cutlass.const_expr(self.spec.l2norm):
-            if of_k:
-                # The squares of k are the diagonal of k k^T.
-                own = self.own_block(products, b)
-                for i in cutlass.range_constexpr(2):
-                    squares[i], squares[6 + i] = own[i], own[6 + i]
-        self.store_norms(smem, b, of_k, self.of_diagonals(squares))
-
-    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
-        """The thread's products with its own sub-chunk, which is known at run time."""
-        own = []
-        for i in range(8):
-            x = products[i]
-            for j in range(1, SUB_CHUNKS):
-                x = cutlass.select_(b == j, products[8 * j + i], x)
-            own.append(Float32(x))
-        return own
+        self.store_norms(smem, b, of_k, squares)
 
     @cute.jit
     def normalise(
@@ -211,11 +190,24 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         row = r + 8 * rows_half
                         store_shared(Float32, block + block_element(row, column), pair)
-            if j == b:
-                keep_branch()
-                own = [products[8 * j + i] for i in range(8)]
-                self.store_lower_block(smem, n, b, j, rows, own)
+            if cutlass.const_expr(not self.compact):
+                if j == b:
+                    keep_branch()
+                    own = [products[8 * j + i] for i in range(8)]
+                    self.store_lower_block(smem, n, b, j, rows, own)
+        if cutlass.const_expr(self.compact):
+            self.store_lower_block(smem, n, b, b, rows, self.own_block(products, b))
         cute.arch.sync_warp()
+
+    def own_block(self, products: cute.Tensor, b: Int32) -> list[Any]:
+        """The thread's products of sub-chunk b, which is known at run time."""
+        own = []
+        for i in range(8):
+            x = products[i]
+            for j in range(1, SUB_CHUNKS):
+                x = cutlass.select_(b == j, products[8 * j + i], x)
+            own.append(Float32(x))
+        return own
 
     @cute.jit
     def store_lower_block(
@@ -262,14 +254,17 @@ class HeadScores:
                         pair = [products[at + e] * factors[e] * later[rows_half] for e in range(2)]
                         place = tile + tile_unit(r + 8 * rows_half, 2 * j + half) + 4 * c
                         store_shared(Int32, place, pack_all(self.dtype, pair))
-            if j == b:
-                keep_branch()
-                own = [products[8 * j + i] for i in range(8)]
-                self.store_scores_block(smem, tile, n, j, rows, own)
+            if cutlass.const_expr(not self.compact):
+                if j == b:
+                    keep_branch()
+                    own = [products[8 * j + i] for i in range(8)]
+                    self.store_scores_block(smem, tile, n, j, rows, own)
             if j > b:
                 lane = cute.arch.lane_idx()
                 place = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
                 store_shared(Int32, place, [Int32(0)] * 4)
+        if cutlass.const_expr(self.compact):
+            self.store_scores_block(smem, tile, n, b, rows, self.own_block(products, b))
         cute.arch.sync_warp()
 
     @cute.jit
