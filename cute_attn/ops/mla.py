@@ -43,6 +43,7 @@ from .checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_is_number,
     check_not_expanded,
@@ -61,7 +62,14 @@ from .operator import (
 )
 
 # The operator, and the kernel's limits for callers that choose kernels before a call.
-__all__ = ["MOST_HEADS", "MOST_QUERIES", "SHAPES", "mla_decode", "plan_mla_decode"]
+__all__ = [
+    "DTYPES",
+    "MOST_HEADS",
+    "MOST_QUERIES",
+    "SHAPES",
+    "mla_decode",
+    "plan_mla_decode",
+]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
@@ -173,14 +181,15 @@ def plan_mla_decode(
     head_dim_v: int | None = None,
     queries: int = 1,
     heads: int = 16,
+    sequences: int | None = None,
     causal: bool = True,
     page_size: int = 64,
     return_lse: bool = False,
     kv_dtype: str | None = None,
     kv_descale: bool = False,
 ) -> list[launch.Request]:
-    """The kernel that `mla_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
-    The kernel does not depend on the numbers of sequences and splits, nor on lengths.
+    """The kernels that `mla_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
+    Which kernels these are does not depend on lengths.
 
     Args:
         arch: such as "sm_90a".
@@ -190,6 +199,8 @@ def plan_mla_decode(
         queries: queries of a sequence.
         heads: query heads. With queries, they are rows of the kernels' tiles of 64: only whether
             queries is 1, and whether there is more than one tile, matters.
+        sequences: sequences of a call with num_splits of 0. None stands for all calls: first comes
+            the kernel of many sequences, which every other num_splits has too.
         causal: as the operator's.
         page_size: tokens of a page. All sizes that are no multiple of 16 have the same kernel.
         return_lse: as the operator's.
@@ -197,7 +208,7 @@ def plan_mla_decode(
         kv_descale: whether kv_descale is given.
 
     Returns:
-        A pair of the kernel and its specialisation.
+        Pairs of a kernel and its specialisation.
 
     Raises:
         TypeError: a parameter has a wrong type.
@@ -215,18 +226,22 @@ def plan_mla_decode(
         raise ValueError(f"kv_dtype is {kv_dtype!r}, must be dtype or one of {list(FP8_DTYPES)}")
     if kv_descale and fp8 == "none":
         raise ValueError(f"kv_descale is True, only a cache of {list(FP8_DTYPES)} has a factor")
-    spec = latent_decode_spec(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        rows=queries * heads,
-        causal=causal and queries > 1,
-        page_size=page_size,
-        lse=return_lse,
-        fp8=str(fp8),
-        descale=kv_descale,
-    )
-    return [(table.find(spec), spec)]
+    specs = [
+        latent_decode_spec(
+            dtype=dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            rows=queries * heads,
+            sequences=number,
+            causal=causal and queries > 1,
+            page_size=page_size,
+            lse=return_lse,
+            fp8=str(fp8),
+            descale=kv_descale,
+        )
+        for number in ((None, 1) if sequences is None else (sequences,))
+    ]
+    return [(table.find(spec), spec) for spec in dict.fromkeys(specs)]
 
 
 def check_arch(arch: str) -> None:
@@ -315,13 +330,15 @@ class LatentDecode(Operator[_Called]):
 
     def prepare(self, a: Any) -> Ready:
         device, shape = a.q_nope.device, a.q_nope.shape
-        ((kernel, spec),) = plan_mla_decode(
+        (kernel, spec), *_ = plan_mla_decode(
             launch.arch_for(device),
             dtype=DTYPE_NAMES[a.q_nope.dtype],
             head_dim=a.kv_cache.shape[-1],
             head_dim_v=a.head_dim_v,
             queries=shape[1],
             heads=shape[2],
+            # With a number of splits, a sequence's bits do not depend on the batch.
+            sequences=None if a.num_splits else shape[0],
             causal=bool(a.causal),
             page_size=a.kv_cache.shape[1],
             return_lse=bool(a.return_lse),
@@ -503,6 +520,7 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
             f"kv_cache has shape {list(cache.shape)}, must be [num_pages, page_size, head_dim] or "
             "[num_pages, page_size, 1, head_dim]"
         )
+    check_has_slots("kv_cache", cache, "pages")
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
     if isinstance(cache.shape[1], int) and cache.shape[1] < 1:
         raise ValueError(

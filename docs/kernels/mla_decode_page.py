@@ -1,4 +1,4 @@
-"""Writes what mla_decode.md and mla_rows.md show of the kernels' own declarations.
+"""Writes what mla_decode.md, mla_turns.md and mla_rows.md show of the kernels' own declarations.
 
 python -m docs.kernels.mla_decode_page
 """
@@ -16,6 +16,7 @@ from cute_attn.ops.mla import plan_mla_decode
 from .page_tables import budgets, filled
 
 PAGE = Path(__file__).with_name("mla_decode.md")
+TURNS_PAGE = Path(__file__).with_name("mla_turns.md")
 ROWS_PAGE = Path(__file__).with_name("mla_rows.md")
 CHANGED = ("q_full", "cache_full", "cache_empty")  # edges that gathered rows change
 
@@ -24,20 +25,24 @@ def kernels() -> tuple[few.Sm90LatentDecode, many.Sm90LatentDecodeTurns]:
     """The kernels of one query with 16 heads, and of two queries with 128 heads, over tokens of 576
     columns."""
     ((_, one),) = plan_mla_decode("sm_90a")
-    ((_, several),) = plan_mla_decode("sm_90a", queries=2, heads=128)
+    (_, several), _ = plan_mla_decode("sm_90a", queries=2, heads=128)
     assert isinstance(one, LatentDecodeSpec) and isinstance(several, LatentTurnsSpec)
     return few.Sm90LatentDecode(one), many.Sm90LatentDecodeTurns(several)
 
 
 def tables() -> dict[str, str]:
-    """Marker -> Markdown."""
-    one, several = kernels()
+    """Marker -> Markdown, of mla_decode.md."""
+    one, _ = kernels()
     softmax, outputs, loads = few.REGISTERS
     registers = {"softmax": softmax, "outputs": outputs, "queries and load": loads}
+    return {"edges": one.pipeline.table(), "budgets": budgets(one.smem, None, registers)}
+
+
+def turns_tables() -> dict[str, str]:
+    """Marker -> Markdown, of mla_turns.md."""
+    _, several = kernels()
     of_many = dict(zip(("even and odd", "queries and load"), many.REGISTERS, strict=True))
     return {
-        "edges": one.pipeline.table(),
-        "budgets": budgets(one.smem, None, registers),
         "edges of many rows": several.pipeline.table(),
         "budgets of many rows": budgets(several.smem, None, of_many),
     }
@@ -61,7 +66,7 @@ def rows_tables() -> dict[str, str]:
 
 def pages() -> dict[Path, dict[str, str]]:
     """The tables of each page."""
-    return {PAGE: tables(), ROWS_PAGE: rows_tables()}
+    return {PAGE: tables(), TURNS_PAGE: turns_tables(), ROWS_PAGE: rows_tables()}
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ CP_ASYNC = r"cp\.async\.cg"
 def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch of two CTAs."""
     case = CASES[name]
-    ((found, spec),) = plan_mla_decode(
+    (found, spec), *_ = plan_mla_decode(
         ARCH, queries=2, heads=case.heads, page_size=case.page_size, return_lse=True,
         kv_dtype="float8_e4m3fn" if case.fp8 else None,
     )  # fmt: skip

@@ -16,17 +16,28 @@ import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.mla import heuristics, table
 from cute_attn.kernels.mla.spec import GATHERED
+from cute_attn.ops import mla
 from cute_attn.ops.mla import plan_mla_decode
 
 from .attention_cases import FULL
 from .mla_cases import ARCH, Case, assert_agrees, run
 
 
+def forget() -> None:
+    """Forget the kernels that calls have chosen."""
+    for operator in (mla.DECODE, mla.INTO):
+        operator.ready.clear()
+
+
 @pytest.fixture
-def emulator() -> Iterator[Emulator]:
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """Several tiles of rows have the kernel in turns, although there are few sequences."""
+    monkeypatch.setattr(heuristics, "FEWEST_TILES", 2)
+    forget()
     machine = Emulator(num_sms=4, schedule="adversarial")
     with cute_attn.emulated(ARCH, machine):
         yield machine
+    forget()
     assert not machine.report.findings
 
 
@@ -77,6 +88,14 @@ CASES = {
 def test_agrees_with_the_reference(emulator: Emulator, case: Case):
     args = case.arguments()
     assert_agrees(args, *run(args))
+
+
+@pytest.mark.slow
+def test_few_sequences_with_several_tiles_of_rows():
+    """The kernel is that of a single tile of rows."""
+    args = Case((150, 0, 700), queries=2, heads=40, page_size=16).arguments()
+    for sms in (4, 16):
+        assert_agrees(args, *on({"num_sms": sms, "schedule": "random", "seed": 5}, args))
 
 
 def test_splits_and_groups_of_pieces(emulator: Emulator):
@@ -337,6 +356,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         changed(kv_cache=(4, 64, 448)), NotImplementedError,
         "kv_cache has 448 columns and head_dim_v is 512, there are kernels for: 576",
     ),
+    "no pages": (changed(kv_cache=(0, 64, 576)), ValueError, "kv_cache has 0 pages, must have at"),
     "page size": (
         changed(kv_cache=(4, 0, 576)), ValueError,
         "kv_cache has shape [4, 0, 576], must have pages of 1 token or more",
@@ -401,12 +421,12 @@ def test_other_architectures_are_refused():
 
 
 def test_plans_depend_on_tiles_of_rows():
-    """More than one tile of 64 rows has a kernel of its own."""
-    (one,), (several,) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4, heads=64)
+    """More than one tile of 64 rows has a kernel of its own, with many sequences."""
+    (one,), (several, few) = plan_mla_decode(ARCH), plan_mla_decode(ARCH, queries=4, heads=64)
     assert one[0] == table.SM90_LATENT_DECODE and several[0] == table.SM90_LATENT_DECODE_TURNS
     assert not one[1].causal and several[1].causal
     assert plan_mla_decode(ARCH, heads=1) == plan_mla_decode(ARCH, heads=64) == [one]
-    assert plan_mla_decode(ARCH, queries=3, heads=44) == [several]
+    assert plan_mla_decode(ARCH, queries=3, heads=44) == [several, few]
     assert plan_mla_decode(ARCH, page_size=128) == [one]
     (gathered,) = plan_mla_decode(ARCH, page_size=1)
     assert gathered[0] == one[0] and gathered[1].page_rows == GATHERED
@@ -416,10 +436,13 @@ def test_plans_depend_on_tiles_of_rows():
     assert plan_mla_decode(ARCH, page_size=64, **fp8) == [eight]
     (eight,) = plan_mla_decode(ARCH, heads=128, **fp8)
     assert eight[0] == table.SM90_LATENT_DECODE
-    assert plan_mla_decode(ARCH, queries=2, heads=128) == [several]
-    (many,) = plan_mla_decode(ARCH, heads=128)
-    assert many[0] == table.SM90_LATENT_DECODE_TURNS
-    assert plan_mla_decode(ARCH, heads=65) == [many]
+    assert plan_mla_decode(ARCH, queries=2, heads=128) == [several, few]
+    assert few == plan_mla_decode(ARCH, queries=4)[0]
+    many, same = plan_mla_decode(ARCH, heads=128)
+    assert many[0] == table.SM90_LATENT_DECODE_TURNS and same == one
+    assert plan_mla_decode(ARCH, heads=65) == [many, same]
+    assert plan_mla_decode(ARCH, heads=128, sequences=65) == [one]
+    assert plan_mla_decode(ARCH, heads=128, sequences=66) == [many]
     (narrow,) = plan_mla_decode(ARCH, heads=128, head_dim=320)
     assert narrow[0] == table.SM90_LATENT_DECODE
 

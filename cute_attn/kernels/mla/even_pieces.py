@@ -27,6 +27,10 @@ from ..common.spec import WARP_SIZE
 
 OVERHEAD = 2  # units of a segment beside its tiles of keys
 LONG = 16  # tiles of the longest piece, from which on a CTA may take several pieces of PieceMap
+# Tiles by which the longest CTA of the pieces may have more than an even share, with one tile of
+# rows, whose rows are few, and with several. A cut costs about so many tiles: a float32 result is
+# written and read again.
+SLACK, SLACK_OF_MANY = 3, 12
 APART = 2  # the difference between the slots of a segment's consecutive pieces
 
 
@@ -89,13 +93,13 @@ class EvenPieces(Carried):
     together: Boolean
 
     @staticmethod
-    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean, slack: int) -> EvenPieces:
-        """Equal shares for `ctas` CTAs; a whole warp calls this. The longest CTA of the pieces may
-        have `slack` tiles more than an even share."""
+    def of(pieces: PieceMap, ctas: Int32, allowed: Boolean) -> EvenPieces:
+        """Equal shares for `ctas` CTAs; a whole warp calls this."""
         blocks = pieces.tiles.blocks(pieces.tiles.queries.tokens)
         total, segments, count, longest = _sizes(pieces)
         even = (total - segments * OVERHEAD + (ctas - 1)) // ctas
         rounds = (count + (ctas - 1)) // ctas
+        slack = cutlass.select_(blocks > 1, Int32(SLACK_OF_MANY), Int32(SLACK))
         fits = rounds * longest <= even + slack
         fits = fits & ((rounds <= 1) | (longest >= LONG))
         groups = cutlass.max(ctas // blocks, 1)

@@ -36,8 +36,6 @@ class LatentSpec(Spec):
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
         least_key_tiles: tiles of the cache that a piece has at least, about.
-        slack: tiles by which a CTA may have more than an even share, before sequences are cut so
-            that all CTAs have equal shares.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -61,7 +59,6 @@ class LatentSpec(Spec):
     lse: bool
     chunks: int
     least_key_tiles: int
-    slack: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,20 +111,7 @@ class LatentDecodeSpec(LatentSpec):
 
 @dataclass(frozen=True)
 class LatentTurnsSpec(LatentSpec):
-    """The parameters of the decode kernel whose two warpgroups take turns at the scores.
-
-    Attributes:
-        ahead: chunks of the next scores that start before the previous outputs are done.
-        parts: parts of a warpgroup's columns of O that are multiplied, and whose columns of the
-            cache are released, one after the other.
-        prefetch: pairs of tiles of the cache that are brought to L2 ahead of their loads.
-        held: boxes of 64 columns of Q that stay in registers.
-    """
-
-    ahead: int
-    parts: int
-    prefetch: int
-    held: int
+    """The parameters of the decode kernel whose two warpgroups take turns at the scores."""
 
 
 def check_shape(head_dim: int, head_dim_v: int) -> None:

@@ -46,12 +46,14 @@ def test_bytes_and_operations() -> None:
 
 def report(monkeypatch: pytest.MonkeyPatch, time_us: float, **options: Any) -> Any:
     timing = Timing(time_us, time_us, time_us, time_us, 20)
-    monkeypatch.setattr(decode, "time_cuda", lambda *_, **__: timing)
+    monkeypatch.setattr(decode, "time_cudagraph", lambda *_, **__: timing)
+    monkeypatch.setattr(decode, "time_rested", lambda fns, **_: dict.fromkeys(fns, timing))
+    monkeypatch.setattr(decode, "compile_all", lambda cases: None)
     monkeypatch.setattr(decode, "measure_roofline", lambda **_: ROOFLINE)
     monkeypatch.setattr(decode, "inputs", lambda case: {})
     monkeypatch.setattr(decode, "checked", lambda case, arguments: 1.0)
     args = argparse.Namespace(
-        short=False, only=None, mode=["graph"], argv=["mla"], commit=None, **options
+        short=False, only=None, mode=["calls", "rested"], argv=["mla"], commit=None, **options
     )
     found = decode.run(args)
     found.validate()
@@ -60,7 +62,7 @@ def report(monkeypatch: pytest.MonkeyPatch, time_us: float, **options: Any) -> A
 
 def test_every_case_has_a_row_and_verdicts_follow_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = report(monkeypatch, time_us=1.0)
-    assert len(fast.rows) == len(CASES)
+    assert len(fast.rows) == 2 * len(CASES)
     assert {row["bound"] for row in fast.rows} == {"memory", "products"}
     assert fast.verdicts and all(verdict.passed for verdict in fast.verdicts)
     slow = report(monkeypatch, time_us=1e6)

@@ -54,13 +54,6 @@ def prefetch_line(address: Int64) -> None:
     asm("prefetch.global.L2 [$0];", [], [Int64(address)], volatile=True)
 
 
-def prefetch_bytes(address: Int64, nbytes: int) -> None:
-    """Bring bytes from a 64-bit address in global memory to L2; both are multiples of 16 (sm_90 and
-    newer)."""
-    text = f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};"
-    asm(text, [], [Int64(address)], memory=True)
-
-
 def add_global(address: Int64, values: Sequence[Float32]) -> None:
     """Add 4 Float32 to 4 Float32 at a 64-bit address in global memory, 16-byte aligned (sm_90 and
     newer). Each of the 4 additions is atomic at GPU scope.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -37,7 +37,7 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Kind, Pipeline, Role
+from ...common.pipeline import Barriers, Kind, Pipeline, Role, report_names
 from ...common.ptx.async_copy import copies_arrive, copy_async
 from ...common.ptx.memory import (
     LINE_WORDS,
@@ -186,6 +186,7 @@ class LatentKernel:
         descale: whether an argument has the factor of an fp8 cache.
         QUERIES, LOAD: roles of the warps that load Q, and of the warp that loads the cache.
         OUTPUTS: the role of the warps that hold O, in two warpgroups.
+        ROLES: roles of all warps, in order.
         WARPS: the warps of a CTA.
         stages: tiles of the cache in shared memory at once.
         gathers: the warps of QUERIES and LOAD gather the cache's rows, from pages of any size;
@@ -197,6 +198,7 @@ class LatentKernel:
     QUERIES: ClassVar[Role]
     LOAD: ClassVar[Role]
     OUTPUTS: ClassVar[Role]
+    ROLES: ClassVar[tuple[Role, ...]]
     WARPS: ClassVar[int]
     stages: int
     smem: SharedMemory
@@ -295,6 +297,9 @@ class LatentKernel:
             stream=stream,
         )
 
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, self.ROLES, shared_base)
+
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.jit
@@ -317,6 +322,19 @@ class LatentKernel:
     # -- device: loads ------------------------------------------------------------------------
 
     @cute.jit
+    def load_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, shared: Any, tiles: TileMap,
+        visible: HeadsVisibility, warp: Int32, registers: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
+        """Load the cache or Q, with so many registers of a thread."""
+        cute.arch.setmaxregister_decrease(registers)
+        if warp == self.LOAD.warps[0]:
+            self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            number = warp - self.QUERIES.warps[0]
+            self.query_warps(x, storage, barriers, shared, visible, number)
+
+    @cute.jit
     def load_warp(
         self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap,
         visible: HeadsVisibility,
@@ -327,7 +345,7 @@ class LatentKernel:
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
         )
-        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits == 0, self.spec.slack)
+        even = EvenPieces.of(pieces, x.num_ctas, x.num_splits == 0)
         taken = Int32(0)
         if even.used:
             taken = self.load_shares(x, smem, queue, visible, even)
@@ -506,17 +524,26 @@ class LatentKernel:
     ) -> None:  # fmt: skip
         """Start to copy some columns of the warp's rows of Q. A lane copies every 32nd unit of 16
         bytes of a row. Rows that do not exist become 0."""
-        spec, lane = self.spec, cute.arch.lane_idx()
+        spec, lane, warps = self.spec, cute.arch.lane_idx(), len(self.QUERIES)
         of_q = range(columns.start, min(columns.stop, spec.head_dim_v))
         first_unit, units = 2 * columns.start // VECTOR_BYTES, 2 * len(of_q) // VECTOR_BYTES
         of_rope = 2 * max(0, columns.stop - spec.head_dim_v) // VECTOR_BYTES
-        for row in cutlass.range(warp, TILE_M, len(self.QUERIES), unroll=2):
-            token, head = divmod(self.first_row(work) + row, visible.by_heads)
-            present = token < work.seqlen_q
-            token = cutlass.select_(present, token, 0)
+        # Each lane finds one row's addresses.
+        of_lane = warp + lane * warps
+        token, head = divmod(self.first_row(work) + of_lane, visible.by_heads)
+        exists = token < work.seqlen_q
+        token, head = (cutlass.select_(exists, place, 0) for place in (token, head))
+        presents = Int32(exists)
+        q = x.q[work.sequence, token, head, None].iterator.toint()
+        rope = q
+        if cutlass.const_expr(of_rope > 0):
+            rope = x.q_rope[work.sequence, token, head, None].iterator.toint()
+        for i in cutlass.range((TILE_M - warp + (warps - 1)) // warps, unroll=2):
+            row = warp + i * warps
+            present = cute.arch.shuffle_sync(presents, i) != 0
             to = shared.q + row * LINE_BYTES
             if cutlass.const_expr(units > 0):
-                source = x.q[work.sequence, token, head, None].iterator.toint()
+                source = of_other_lane(q, i)
                 for first in cutlass.range_constexpr(first_unit, first_unit + units, WARP_SIZE):
                     unit = first + lane
                     if cutlass.const_expr(first + WARP_SIZE <= first_unit + units):
@@ -524,7 +551,7 @@ class LatentKernel:
                     elif unit < first_unit + units:
                         copy_async(to + _place(unit, row), source + unit * VECTOR_BYTES, present)
             if cutlass.const_expr(of_rope > 0):
-                source = x.q_rope[work.sequence, token, head, None].iterator.toint()
+                source = of_other_lane(rope, i)
                 if lane < of_rope:
                     at = _place(2 * spec.head_dim_v // VECTOR_BYTES + lane, row)
                     copy_async(to + at, source + lane * VECTOR_BYTES, present)
@@ -570,26 +597,25 @@ class LatentKernel:
 
     @cute.jit
     def add_last(self, x: Operands, own: Outputs, work: LatentWork) -> None:
-        """Add up the pieces of a group, or of a segment, in the CTA that arrives last."""
+        """Add up the pieces of a group, and then of the segment, in the CTA that arrives last."""
         grouped = work.pieces > GROUP
         group = Int32(cutlass.select_(grouped, (work.slot - work.first_slot) // work.apart, 0))
         group = group // GROUP
         first = work.first_slot + group * (GROUP * work.apart)
         count = cutlass.min(work.pieces - group * GROUP, GROUP)
+        parts = Pieces(Int32(first), work.apart, Int32(count), Int32(self.spec.head_dim_v))
         items = self.rows_of(x, work) * self.across
-        if self.is_last(x, own, first, count):
+        adds = self.is_last(x, own, first, count)
+        # The code is long, so it is there once for groups and for segments.
+        while adds:
+            self.add_pieces(x, own, work, parts, grouped, Int32(0), items)
+            adds = Boolean(False)
             if grouped:
-                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                self.add_pieces(x, own, work, parts, True, Int32(0), items)
                 groups = (work.pieces + (GROUP - 1)) // GROUP
-                of_groups = x.parts.shape[0] + work.first_slot
-                if self.is_last(x, own, of_groups, groups):
-                    step = GROUP * work.apart
-                    parts = Pieces(work.first_slot, step, groups, self.spec.head_dim_v + 1)
-                    self.add_pieces(x, own, work, parts, False, Int32(0), items)
-            else:
-                parts = Pieces(first, work.apart, count, self.spec.head_dim_v)
-                self.add_pieces(x, own, work, parts, False, Int32(0), items)
+                adds = self.is_last(x, own, x.parts.shape[0] + work.first_slot, groups)
+                step, column = work.apart * GROUP, self.spec.head_dim_v + 1
+                parts = Pieces(work.first_slot, step, Int32(groups), Int32(column))
+                grouped = Boolean(False)
 
     @cute.jit
     def add_together(self, x: Operands, own: Outputs, work: LatentWork) -> None:
@@ -611,8 +637,14 @@ class LatentKernel:
         if work.pieces > GROUP:
             self.add_groups(x, own, work, begin, end)
         else:
-            parts = Pieces(work.first_slot, work.apart, work.pieces, self.spec.head_dim_v)
-            self.add_pieces(x, own, work, parts, False, begin, end, FEW_AT_ONCE)
+            column = Int32(self.spec.head_dim_v)
+            parts = Pieces(work.first_slot, work.apart, work.pieces, column)
+            group = Boolean(False)
+            # Less code is executed where each thread has one item at most.
+            if end - begin <= ADDERS:
+                self.add_pieces(x, own, work, parts, group, begin, end, 1)
+            else:
+                self.add_pieces(x, own, work, parts, group, begin, end, FEW_AT_ONCE)
 
     def thread(self) -> Any:
         """The thread's number among those that add up."""
@@ -663,9 +695,8 @@ class LatentKernel:
 
     @cute.jit
     def add_pieces(
-        self, x: Operands, own: Outputs, work: LatentWork, pieces: Pieces,
-        group: cutlass.Constexpr[bool], begin: Int32, end: Int32,
-        at_once: cutlass.Constexpr[int] = AT_ONCE,
+        self, x: Operands, own: Outputs, work: LatentWork, pieces: Pieces, group: Boolean,
+        begin: Int32, end: Int32, at_once: cutlass.Constexpr[int] = AT_ONCE,
     ) -> None:  # fmt: skip
         """Add up results of a segment, to o and lse, or of a `group` to the result of the group's
         first piece. Items `begin` to `end` - 1 are added up: four columns of a row each. The loads
@@ -690,7 +721,7 @@ class LatentKernel:
                 whole = cute.make_rmem_tensor((VECTOR,), Float32)
                 log_sum = finish([sums[None, i]], [maxima[i]], [totals[i]], None, whole)
                 if of_thread[i] < end:
-                    if cutlass.const_expr(group):
+                    if group:
                         store_global(Float32, parts[i].o, [whole[j] for j in range(VECTOR)])
                         if vector == 0:  # other threads may still read the lse of the first piece
                             at = starts[i] + (spec.head_dim_v + 1) * 4
@@ -751,6 +782,18 @@ class LatentKernel:
         store_rounded(x.o[work.sequence, token, head, None], vector, whole)
 
 
+_Addresses = TypeVar("_Addresses", bound="Carried")
+
+
+def addresses(kind: type[_Addresses], storage: Pointers) -> _Addresses:
+    """The shared addresses of the buffers that have the names of the fields of `kind`."""
+    found: Any = kind
+    of_kernel: _Addresses = found(
+        *(shared_address(getattr(storage, field.name)) for field in fields(found))
+    )
+    return of_kernel
+
+
 @cute.jit
 def store_rows(warp: Int32, at: Int32, values: list[Any]) -> None:
     """Store a number for each of the lane's rows, from shared address `at` on."""
@@ -781,3 +824,11 @@ def _place(unit: Any, row: Any) -> Any:
     """The place of a unit of 16 bytes of a row, relative to the row in the first box of 64 rows,
     with TMA's swizzle."""
     return unit // UNITS * BOX_BYTES + ((unit % UNITS) ^ (row % UNITS)) * VECTOR_BYTES
+
+
+def of_other_lane(value: Int64, lane: Any) -> Int64:
+    """The value of another lane."""
+    low, high = (
+        cute.arch.shuffle_sync(Int32(half), lane).to(Int64) for half in (value, value >> 32)
+    )
+    return (high << 32) | (low & 0xFFFFFFFF)

@@ -50,7 +50,7 @@ from ...attention.sm90.mma import (
     start_scores,
 )
 from ...common.carried import Carried
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address, store_shared
 from ...common.scheduler import TileQueue
@@ -68,6 +68,7 @@ from .latent import (
     LatentKernel,
     Operands,
     Outputs,
+    addresses,
     load_rows,
     store_rows,
 )
@@ -126,6 +127,7 @@ class Sm90LatentDecode(LatentKernel):
     """The kernel for one LatentDecodeSpec; see the module's docstring."""
 
     QUERIES, LOAD, OUTPUTS, WARPS = QUERIES, LOAD, OUTPUTS, 16
+    ROLES = (SOFTMAX, OUTPUTS, QUERIES, LOAD)
 
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
@@ -186,10 +188,6 @@ class Sm90LatentDecode(LatentKernel):
         elements, at = TILE_N * self.spec.head_dim, SWIZZLE_ALIGNMENT
         return (Buffer("fp8", self.fp8, elements, self.spec.loaded, at, "the cache in fp8"),)
 
-    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = (SOFTMAX, OUTPUTS, QUERIES, LOAD)
-        return report_names(self.smem, self.pipeline, roles, shared_base)
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
@@ -201,19 +199,10 @@ class Sm90LatentDecode(LatentKernel):
         barriers = self.pipeline.at(storage.barriers)
         self.start(x, tiles, barriers, warp)
 
-        shared = Shared(
-            *(
-                shared_address(getattr(storage, name))
-                for name in ("q", "cache", "p", "factors", "moved", "log_sums", "arrived")
-            )
-        )
+        shared = addresses(Shared, storage)
         softmax_registers, output_registers, load_registers = self.registers
         if warp >= QUERIES.warps[0]:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp == LOAD.warps[0]:
-                self.load_warp(x, storage, barriers, tiles, visible)
-            else:
-                self.query_warps(x, storage, barriers, shared, visible, warp - QUERIES.warps[0])
+            self.load_warps(x, storage, barriers, shared, tiles, visible, warp, load_registers)
         elif warp >= OUTPUTS.warps[0]:
             cute.arch.setmaxregister_increase(output_registers)
             number = warp - OUTPUTS.warps[0]

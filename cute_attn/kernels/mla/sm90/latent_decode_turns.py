@@ -46,12 +46,12 @@ from ...attention.sm90.mma import (
     start_scores,
 )
 from ...common.carried import Carried
-from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ...common.ptx import wgmma
-from ...common.ptx.memory import load_shared, prefetch_bytes, shared_address, store_shared
+from ...common.ptx.memory import load_shared, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ...common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ...common.spec import MAX_SMEM_BYTES
 from ...common.tma import BOX
 from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentTurnsSpec
@@ -62,6 +62,7 @@ from .latent import (
     WARP_ROWS,
     LatentKernel,
     Operands,
+    addresses,
     load_rows,
     store_rows,
 )
@@ -75,10 +76,11 @@ QUERIES = Role("queries", range(8, 11))
 LOAD = Role("load", range(11, 12))
 WORKERS = Role("even, odd and queries", range(0, 11))
 
+HELD = BOX  # columns of Q, the last ones, that stay in registers
 REGISTERS = (232, 40)  # of a thread in even and odd, and in queries and load
 
 MOVED, EXACT = 1, 2  # bits of a flag
-PART = "a part of its stage"  # what a warpgroup gives back
+PART = "its half of its stage"  # what a warpgroup gives back
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,12 @@ class Sm90LatentDecodeTurns(LatentKernel):
     """The kernel for one LatentTurnsSpec; see the module's docstring."""
 
     QUERIES, LOAD, OUTPUTS, WARPS, stages = QUERIES, LOAD, MATH, 12, 2
+    ROLES = (Role("even", range(0, 4)), Role("odd", range(4, 8)), QUERIES, LOAD)
 
     def __init__(self, spec: LatentTurnsSpec):
         super().__init__(spec)
-        self.held = spec.held * BOX  # columns of Q that stay in registers
-        last = spec.head_dim - BOX  # these columns' place holds P of odd tiles too
+        last = spec.head_dim - HELD  # these columns' place holds P of odd tiles too
         self.q_parts = {"q_empty": range(last), "last_empty": range(last, spec.head_dim)}
-        self.parts = range(spec.parts)  # of a warpgroup's columns, multiplied one after the other
         self.pipeline = Pipeline(*self.edges())
         self.smem = self.buffers()
         chunks = list(range(spec.chunks))
@@ -179,7 +180,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         self.order = chunks, chunks[middle:] + chunks[:middle]
 
     def edges(self) -> tuple[Edge, ...]:
-        full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS * len(self.parts)
+        full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS
         return (
             *TileQueue.edges(LOAD, WORKERS),
             Edge("q_full", QUERIES, MATH, 1, self.of_queries, payload="Q"),
@@ -207,10 +208,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
             limit=MAX_SMEM_BYTES,
         )
 
-    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        roles = Role("even", range(0, 4)), Role("odd", range(4, 8)), QUERIES, LOAD
-        return report_names(self.smem, self.pipeline, roles, shared_base)
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
@@ -222,45 +219,24 @@ class Sm90LatentDecodeTurns(LatentKernel):
         barriers = self.pipeline.at(storage.barriers)
         self.start(x, tiles, barriers, warp)
 
-        shared = Shared(
-            *(
-                shared_address(getattr(storage, name))
-                for name in ("q", "cache", "p", "factors", "maxima", "offsets", "flags", "arrived")
-            )
-        )
+        shared = addresses(Shared, storage)
         math_registers, load_registers = REGISTERS
         if warp >= QUERIES.warps[0]:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp == LOAD.warps[0]:
-                self.load_warp(x, storage, barriers, tiles, visible)
-            else:
-                self.query_warps(x, storage, barriers, shared, visible, warp - QUERIES.warps[0])
+            self.load_warps(x, storage, barriers, shared, tiles, visible, warp, load_registers)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            if warp < WARPGROUP_WARPS:
-                own = self.turns(EVEN, warp, barriers, shared, visible, scaling)
-                self.math_warps(x, storage, own, EVEN)
-            else:
-                number = warp - WARPGROUP_WARPS
-                own = self.turns(ODD, number, barriers, shared, visible, scaling)
-                self.math_warps(x, storage, own, ODD)
-
-    def turns(
-        self, group: int, warp: Int32, barriers: Barriers, shared: Shared,
-        visible: HeadsVisibility, scaling: Scaling,
-    ) -> Turns:  # fmt: skip
-        """What a warp keeps."""
-        return Turns(
-            warp=warp,
-            group=Int32(group),
-            barriers=barriers,
-            shared=shared,
-            s=fragments.accumulators(TILE_N),
-            held=cute.make_rmem_tensor((self.held // 4,), Int32),
-            acc=fragments.accumulators(self.columns),
-            softmax=FragmentSoftmax(scaling),
-            visible=visible,
-        )
+            own = Turns(
+                warp=warp % WARPGROUP_WARPS,
+                group=warp // WARPGROUP_WARPS,
+                barriers=barriers,
+                shared=shared,
+                s=fragments.accumulators(TILE_N),
+                held=cute.make_rmem_tensor((HELD // 4,), Int32),
+                acc=fragments.accumulators(self.columns),
+                softmax=FragmentSoftmax(scaling),
+                visible=visible,
+            )
+            self.math_warps(x, storage, own)
 
     # -- device: loads ------------------------------------------------------------------------
 
@@ -280,20 +256,8 @@ class Sm90LatentDecodeTurns(LatentKernel):
             self.load_tile(x, smem, barriers, work, key_tile, even + pair, EVEN)
             if key_tile > first:
                 self.load_tile(x, smem, barriers, work, key_tile - 1, odd + pair, ODD)
-            if cutlass.const_expr(self.spec.prefetch > 0):
-                for i in cutlass.range_constexpr(4):
-                    key = (key_tile - 2 * self.spec.prefetch) * TILE_N + (2 - i) * WARP_SIZE
-                    self.prefetch(x, work, key + cute.arch.lane_idx(), first * TILE_N)
         even, odd = (even + (count + 1) // 2) & 1, (odd + count // 2) & 1
         return even + 2 * odd
-
-    @cute.jit
-    def prefetch(self, x: Operands, work: LatentWork, key: Int32, first: Int32) -> None:
-        """Bring a token of the cache to L2, unless the token lies before `first`."""
-        if (key >= first) & (key < work.seqlen_k):
-            number, row = divmod(key, x.pages.by_size)
-            at = x.tokens[x.pages.table[work.sequence, number], row, None].iterator.toint()
-            prefetch_bytes(at, 2 * self.spec.head_dim)
 
     def load_tile(
         self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
@@ -328,9 +292,9 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> None:
         """Load a tile whose rows `found` tells, in the order in which its stage becomes free."""
         for chunk in self.order[parity]:
-            of_part = self.spec.chunks // (OUTPUT_GROUPS * len(self.parts))
-            if chunk % of_part == 0:
-                n = self.empty(use, parity, chunk // of_part)
+            of_half = self.spec.chunks // OUTPUT_GROUPS
+            if chunk % of_half == 0:
+                n = self.empty(use, parity, chunk // of_half)
                 barriers.wait_previous("cache_empty", n)
             n = self.full(use, parity, chunk)
             self.load_chunk(x, smem, barriers, found, chunk, n, Int32(parity))
@@ -339,16 +303,14 @@ class Sm90LatentDecodeTurns(LatentKernel):
         """The use of the edge `cache_full`."""
         return (2 * use + parity) * self.spec.chunks + chunk
 
-    def empty(self, use: Int32, parity: int, part: int) -> Any:
-        """The use of the edge `cache_empty`, for a part of the columns of both warpgroups."""
-        return (2 * use + parity) * (OUTPUT_GROUPS * len(self.parts)) + part
+    def empty(self, use: Int32, parity: int, group: int) -> Any:
+        """The use of the edge `cache_empty`, for the columns of a warpgroup."""
+        return (2 * use + parity) * OUTPUT_GROUPS + group
 
     # -- device: even and odd -----------------------------------------------------------------
 
     @cute.jit
-    def math_warps(
-        self, x: Operands, storage: Pointers, own: Turns, group: cutlass.Constexpr[int]
-    ) -> None:
+    def math_warps(self, x: Operands, storage: Pointers, own: Turns) -> None:
         queue = TileQueue(LatentWork, storage.work, own.barriers)
         taken, even, odd = Int32(0), Int32(0), Int32(0)
         work = queue.take(taken)
@@ -357,19 +319,19 @@ class Sm90LatentDecodeTurns(LatentKernel):
             own.softmax.exact[0] = Int32(1)  # no row has a reference
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
-            held = own.shared.q + (self.spec.head_dim - self.held) // BOX * BOX_BYTES
-            fragments.assign(own.held, held_rows(held, own.warp, ROWS, self.held))
+            held = own.shared.q + (self.spec.head_dim - HELD) // BOX * BOX_BYTES
+            fragments.assign(own.held, held_rows(held, own.warp, ROWS, HELD))
             first, end = self.key_tiles(own.visible, work)
             piece = Piece(work, end, end - first, even, odd, taken)
-            if cutlass.const_expr(group == EVEN):
+            # What comes after the loop over keys is long, so both warpgroups have the same code.
+            if own.group == EVEN:
                 self.even_turns(x, own, piece)
             else:
                 self.odd_turns(x, own, piece)
             own.barriers.warp_arrives("last_empty", taken)
             even += (piece.count + 1) // 2
             odd += piece.count // 2
-            ended = (2 * (even + taken), 2 * (odd + taken) + 1)
-            log_sums = self.finish_rows(own, ended[group], ended[1 - group], group)
+            log_sums = self.finish_rows(own, taken + even, taken + odd)
             self.finish_piece(x, own, work, log_sums)
             taken += 1
             work = queue.take(taken)
@@ -404,12 +366,11 @@ class Sm90LatentDecodeTurns(LatentKernel):
         """P V of an odd tile, and S of the next even tile, by the even warpgroup."""
         self.follow(own, piece, pair, ODD)
         sums = self.start_other(own, ODD)
-        order, ahead = self.order[EVEN], self.spec.ahead
-        scores = self.start_tile(own, piece, EVEN, pair + 1, order[:ahead], None)
-        groups = self.groups_of(order[:ahead])
-        self.finish(own, piece, pair, ODD, EVEN, sums, groups)
+        first, *others = self.order[EVEN]
+        scores = self.start_tile(own, piece, EVEN, pair + 1, [first], None)
+        self.finish(own, piece, pair, ODD, EVEN, sums, pending=1)
         own.barriers.warp_arrives("p_empty", piece.published(ODD, pair))
-        scores = self.start_tile(own, piece, EVEN, pair + 1, order[ahead:], scores)
+        scores = self.start_tile(own, piece, EVEN, pair + 1, others, scores)
         fragments.assign(own.s, wgmma.wait(scores))
 
     @cute.jit
@@ -429,7 +390,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         scores = self.start_tile(own, piece, ODD, pair, self.order[ODD], None)
         self.follow(own, piece, pair, EVEN)
         sums = self.start_other(own, EVEN)
-        fragments.assign(own.s, wgmma.wait(scores, pending=len(sums)))
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
         if pair == piece.count // 2 - 1:
             own.barriers.warp_arrives("q_empty", piece.taken)
         words, moved = self.probabilities(x, own, piece, pair, ODD)
@@ -454,7 +415,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
     ) -> Any:
         """Start S of a tile of keys, for some chunks of columns, each when it has arrived."""
         spec = self.spec
-        last = spec.head_dim - self.held
+        last = spec.head_dim - HELD
         cache = own.shared.cache + parity * self.tile_bytes
         for chunk in chunks:
             columns = spec.chunk_columns[chunk]
@@ -471,12 +432,6 @@ class Sm90LatentDecodeTurns(LatentKernel):
                         head_dim=spec.head_dim, columns=part, acc=scores, held=held,
                     )  # fmt: skip
         return scores
-
-    def groups_of(self, chunks: list[int]) -> int:
-        """The groups of products that `start_tile` starts."""
-        last = self.spec.head_dim - self.held
-        columns = [self.spec.chunk_columns[chunk] for chunk in chunks]
-        return sum((c.start < last) + (c.stop > last) for c in columns)
 
     @cute.jit
     def probabilities(
@@ -539,65 +494,50 @@ class Sm90LatentDecodeTurns(LatentKernel):
             softmax.exact[0] = flag // EXACT
             fragments.scale_rows(own.acc, factors)
 
-    def start_own(self, own: Turns, words: list[Any], parity: int) -> list[list[Any]]:
-        """Start P V of the warpgroup's own tile, with P in registers, part by part."""
-        return [
-            start_output(
-                self.dtype, sums, words, v, tile_n=TILE_N, head_dim=self.columns // len(self.parts)
-            )
-            for sums, v in self.parts_of(own, parity, parity)
-        ]
+    def start_own(self, own: Turns, words: list[Any], parity: int) -> list[Any]:
+        """Start P V of the warpgroup's own tile, with P in registers."""
+        return start_output(
+            self.dtype, fragments.values(own.acc), words, self.v(own, parity, parity),
+            tile_n=TILE_N, head_dim=self.columns,
+        )  # fmt: skip
 
-    def start_other(self, own: Turns, parity: int) -> list[list[Any]]:
-        """Start P V of a tile of the other warpgroup, with P in shared memory, part by part."""
-        columns = self.columns // len(self.parts)
-        return [
-            start_output_of_stored(
-                self.dtype, sums, self.p(own, parity), v, tile_n=TILE_N, columns=columns,
-                widest=columns,
-            )
-            for sums, v in self.parts_of(own, parity, 1 - parity)
-        ]  # fmt: skip
+    def start_other(self, own: Turns, parity: int) -> list[Any]:
+        """Start P V of a tile of the other warpgroup, with P in shared memory."""
+        return start_output_of_stored(
+            self.dtype, fragments.values(own.acc), self.p(own, parity),
+            self.v(own, parity, 1 - parity), tile_n=TILE_N, columns=self.columns,
+            widest=self.columns,
+        )  # fmt: skip
 
-    def parts_of(self, own: Turns, parity: int, group: int) -> list[tuple[list[Any], Any]]:
-        """The parts of a warpgroup's columns: the registers of O, and the shared address of the
-        columns of a tile."""
-        count = len(self.parts)
-        values, columns = fragments.values(own.acc), self.columns // count
-        size = len(values) // count
-        first = own.shared.cache + parity * self.tile_bytes
-        return [
-            (values[i * size : (i + 1) * size],
-             first + (group * count + i) * (columns // BOX * BOX_BYTES))
-            for i in range(count)
-        ]  # fmt: skip
+    def v(self, own: Turns, parity: int, group: int) -> Any:
+        """The shared address of a warpgroup's columns of a tile."""
+        at = parity * self.tile_bytes + group * (self.columns // BOX * BOX_BYTES)
+        return own.shared.cache + at
 
     def finish(
-        self, own: Turns, piece: Piece, pair: Int32, parity: int, group: int,
-        sums: list[list[Any]], pending: int = 0,
+        self, own: Turns, piece: Piece, pair: Int32, parity: int, group: int, sums: list[Any],
+        pending: int = 0,
     ) -> None:  # fmt: skip
-        """Wait for the parts of P V, and release each part's columns of the tile. `pending` groups
+        """Wait for P V of a tile, and release the warpgroup's columns of the tile. `pending` groups
         of products have been started since."""
-        found: list[Any] = []
-        for i, part in enumerate(sums):
-            found += wgmma.wait(part, pending=pending + len(sums) - 1 - i)
-            n = self.empty(piece.use(parity, pair), parity, group * len(sums) + i)
-            own.barriers.warp_arrives("cache_empty", n)
-        fragments.assign(own.acc, found)
+        fragments.assign(own.acc, wgmma.wait(sums, pending=pending))
+        n = self.empty(piece.use(parity, pair), parity, group)
+        own.barriers.warp_arrives("cache_empty", n)
 
     @cute.jit
-    def finish_rows(
-        self, own: Turns, use: Int32, other: Int32, group: cutlass.Constexpr[int]
-    ) -> list[Float32]:
-        """Exchange the rows' sums, as use `use` and `other` of P. Divide the rows of O by the sums,
-        and return the log-sum-exps."""
+    def finish_rows(self, own: Turns, even: Int32, odd: Int32) -> list[Float32]:
+        """Exchange the rows' sums, as uses `even` and `odd` of the stages of P. Divide the rows of
+        O by the sums, and return the log-sum-exps."""
         softmax, at = own.softmax, own.shared.factors
         totals = softmax.totals()
-        own.barriers.wait_previous("p_empty", use)
-        store_rows(own.warp, at + group * (TILE_M * 4), totals)
-        own.barriers.warp_arrives("p_full", use)
+        is_odd = own.group == ODD
+        mine = 2 * Int32(cutlass.select_(is_odd, odd, even)) + own.group
+        other = 2 * Int32(cutlass.select_(is_odd, even, odd)) + (1 - own.group)
+        own.barriers.wait_previous("p_empty", mine)
+        store_rows(own.warp, at + own.group * (TILE_M * 4), totals)
+        own.barriers.warp_arrives("p_full", mine)
         own.barriers.wait("p_full", other)
-        others = load_rows(own.warp, at + (1 - group) * (TILE_M * 4))
+        others = load_rows(own.warp, at + (1 - own.group) * (TILE_M * 4))
         own.barriers.warp_arrives("p_empty", other)
         found = [
             finish_row(totals[r] + others[r], softmax.maximum[r], softmax.scaling, None)
