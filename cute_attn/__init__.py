@@ -19,9 +19,11 @@ if TYPE_CHECKING:  # public names for type checkers and editors, compared by tes
     from .ops.attention import flash_attn_func as flash_attn_func
     from .ops.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from .ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
+    from .ops.gated_delta_rule import chunk_gdn as chunk_gdn
     from .ops.gated_delta_rule import (
         fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
     )
+    from .ops.gated_delta_rule import fused_recurrent_gdn as fused_recurrent_gdn
     from .ops.gated_delta_rule import gated_delta_rule_decode as gated_delta_rule_decode
     from .ops.kda import chunk_kda as chunk_kda
     from .ops.kda import fused_recurrent_kda as fused_recurrent_kda

@@ -369,6 +369,8 @@ FUNCTIONS = {
 
 EXPORTS = {
     **FUNCTIONS,
+    "chunk_gdn": f"{_HERE}.ops.gated_delta_rule",  # other names of functions
+    "fused_recurrent_gdn": f"{_HERE}.ops.gated_delta_rule",
     "emulated": f"{_HERE}.emulation",
     "register_operators": f"{_HERE}.ops",
     "reload_settings": f"{_HERE}.settings",

@@ -65,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--emulate-report", type=Path, help="file for launches and findings, as JSON")
     add("--emulate-num-sms", type=_positive, help="number of SMs that tests see")
     add("--emulate-resident", type=_positive, default=4, help="number of resident CTAs")
+    add("--emulate-cores", type=_positive, help="number of processor cores for a launch")
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -79,6 +80,7 @@ def _options(given: argparse.Namespace) -> Options:
         given.emulate_report and given.emulate_report.absolute(),
         given.emulate_num_sms,
         given.emulate_resident,
+        cores=given.emulate_cores,
     )
 
 

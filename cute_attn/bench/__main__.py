@@ -1,4 +1,4 @@
-"""Command line of the benchmarks; see `python -m cute_attn.bench --help`."""
+"""Run a benchmark, or write the pages of the reports kept."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.mla import mla_decode
+from ..ops.attention.arguments import check_length
+from ..ops.checks import check_dtype, check_dtypes_are, check_has_slots
+from ..ops.mla import DTYPES, mla_decode
 from .arguments import given_tensors, refuse_given, with_contiguous_rows
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
@@ -93,6 +95,18 @@ def flash_mla_with_kvcache(
     given_tensors({"q": q}, k_cache=k_cache)
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}, must be [batch, queries, heads, head_dim]")
+    check_length("head_dim_v", head_dim_v)
+    check_dtype("q", q, DTYPES)
+    check_dtypes_are({"k_cache": k_cache}, ("k_cache",), q.dtype)
+    if k_cache.dim() not in (3, 4) or (k_cache.dim() == 4 and k_cache.shape[2] != 1):
+        raise ValueError(
+            f"k_cache has shape {list(k_cache.shape)}, must be [num_pages, page_size, 1, head_dim]"
+        )
+    check_has_slots("k_cache", k_cache, "pages")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(
+            f"q has shape {list(q.shape)}, must have the columns of k_cache, {k_cache.shape[-1]}"
+        )
     q = with_contiguous_rows(q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     o, lse = mla_decode(

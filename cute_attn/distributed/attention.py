@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from .. import launch
 from ..kernels.attention.heuristics import has_fused_dq
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
+from ..ops.attention.arguments import Arguments, check_scalars, check_values
+from ..ops.checks import check_tensors, is_int
 from . import gather, ring
 from .calls import Options
 from .choose import Shape, choose
@@ -123,6 +125,7 @@ def attend(
             raise NotImplementedError(f"{name} is given with cp, which has no {name}")
     window = _window(causal, window_size)
     _check(plan, q, k, v, packed)
+    _check_values(plan, q, k, v, window, softmax_scale, learnable_sink, softcap, scheduler)
     used = _used(plan, q, seqused_q, seqused_k)
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
@@ -252,6 +255,10 @@ def _window(causal: bool, window_size: Any) -> Window:
         raise TypeError(f"window_size is {window_size!r}, must be a pair (left, right)")
     left, right = (None if x == -1 else x for x in window_size)
     for x in (left, right):
+        if x is not None and not is_int(x):
+            raise TypeError(
+                f"window_size holds a {type(x).__name__}, must be ints, or None for no bound"
+            )
         if x is not None and x < 0:
             raise NotImplementedError(
                 f"window_size is {tuple(window_size)} with cp, which takes no number below -1"
@@ -277,6 +284,25 @@ def _used(plan: Plan, q: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | N
                 "sequence of the plan"
             )
     return None if seqused_q is None and seqused_k is None else Used(seqused_q, seqused_k)
+
+
+def _check_values(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, window: Window, softmax_scale: float | None,
+    sink: Tensor | None, softcap: float, scheduler: str | None,
+) -> None:  # fmt: skip
+    """Raise what a call on one GPU raises, before the first message: other ranks would wait for a
+    rank that raises later."""
+    q, k, v = (x if x.dim() == 4 else x[None] for x in (q, k, v))
+    a = Arguments(
+        q, k, v, softmax_scale=softmax_scale, window_left=window.left, window_right=window.right,
+        learnable_sink=sink, softcap=softcap, scheduler=scheduler,
+    )  # fmt: skip
+    check_scalars(a)
+    given = check_tensors({"q": q, "k": k, "v": v}, {"learnable_sink": sink})
+    called = "values", *((x.shape, x.dtype) for x in given.values())
+    if called not in plan.agreed:
+        check_values(a, given)
+        plan.agreed.add(called)
 
 
 def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import library, machine, trace
+from .cores import default_cores
 from .host import HostFunction, Launch, aligned_copies, tensors_in
 from .program import Program
 from .recording import Recording
@@ -63,9 +64,12 @@ class Emulator:
             keeps none. Turns the check `counters` on.
         progress: function that is called from time to time with numbers of clusters, as
             progress(ended, total).
+        cores: number of processor cores for a launch whose clusters share nothing. None: the value
+            of `CUTE_ATTN_EMULATOR_CORES`, else 1 in a worker of pytest-xdist, else all cores of
+            the process, at most 8.
 
     Raises:
-        ValueError: an argument has none of the values above.
+        ValueError: an argument, or `CUTE_ATTN_EMULATOR_CORES`, has none of the values above.
         EmulatorUnavailable: there is no C compiler to build the engine with, or no pyelftools.
     """
 
@@ -84,6 +88,7 @@ class Emulator:
         traced: bool = False,
         record: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        cores: int | None = None,
     ) -> None:
         _one_of("schedule", schedule, SCHEDULES)
         _one_of("on_findings", on_findings, ("raise", "collect"))
@@ -92,6 +97,8 @@ class Emulator:
             raise ValueError(f"num_sms is {num_sms!r}, must be a positive integer")
         if type(record) is not int or record < 0:
             raise ValueError(f"record is {record!r}, must be an integer of at least 0")
+        if cores is not None and (type(cores) is not int or cores < 1):
+            raise ValueError(f"cores is {cores!r}, must be None or a positive integer")
         chosen = _checks(checks)
         if numerics is None:
             numerics = "exact" if chosen else "fast"
@@ -116,6 +123,7 @@ class Emulator:
             spurious_cancel=spurious_cancel,
             tracing=traced,
             record_every=record,
+            cores=default_cores() if cores is None else cores,
         )
 
     def load(self, compiled: Any, names: Names | None = None) -> EmulatedFunction:

@@ -100,6 +100,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _INT,
         (_POINTER, _POINTER, ctypes.POINTER(ctypes.c_uint32), STRING, _U64, PROGRESS),
     ),
+    "emu_met": (_INT, (_POINTER, _POINTER)),
     "emu_finding_count": (_INT, (_POINTER,)),
     "emu_finding": (None, (_POINTER, _INT, ctypes.POINTER(FindingRecord))),
     "emu_findings_clear": (None, (_POINTER,)),

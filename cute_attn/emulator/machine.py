@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import os
 import re
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .cores import reason_for_one_core
 from .cubin import register_uses
 from .library import (
     CHECKS,
@@ -31,6 +34,9 @@ from .ptx import parse
 from .report import Finding
 from .trace import TraceEvent
 from .variables import ModuleMemory
+
+MOST_BYTES, BYTES_PER_CLUSTER = 1 << 30, 1 << 20
+"""The most memory that is copied before a launch on several cores, in all and by cluster."""
 
 
 def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
@@ -125,6 +131,8 @@ class Machine:
         record_every: keep the stream of steps of every such cluster; 0 keeps none.
         max_findings: number of findings kept; further findings are only counted.
         slice: instructions that a warp runs before the next warp's turn.
+        cores: number of threads that share the clusters of a launch, where the results are those
+            of one thread (`_split`).
     """
 
     def __init__(
@@ -140,6 +148,7 @@ class Machine:
         record_every: int = 0,
         max_findings: int = 100,
         slice: int = 64,  # noqa: A002 - the engine's word
+        cores: int = 1,
     ) -> None:
         self._engine = engine()
         self._library = self._engine.library
@@ -159,15 +168,22 @@ class Machine:
             "max_findings": max_findings,
             "slice": slice,
         }
-        self._make()
+        self._cores = 1 if schedule or tracing or record_every else cores
+        self._parts: list[_Side] = []  # the machines of a launch on several cores
+        self._one_core: weakref.WeakSet[Program] = weakref.WeakSet()
+        self._side = self._make()
         _machines.add(self)
 
-    def _make(self) -> None:
-        """Make the engine's side of the machine."""
-        self._handle = self._library.emu_new()
-        self._finalizer = weakref.finalize(self, self._library.emu_free, self._handle)
-        for name, value in self._options.items():
-            self._library.emu_set(self._handle, name.encode(), value)
+    def _make(self, **options: int) -> _Side:
+        """Make an engine's side of the machine."""
+        side = _Side(self._library)
+        for name, value in (self._options | options).items():
+            self._library.emu_set(side.handle, name.encode(), value)
+        return side
+
+    @property
+    def _handle(self) -> Any:
+        return self._side.handle
 
     def _forked(self) -> None:
         """Reset the machine in a forked process, in which the other threads do not exist."""
@@ -175,8 +191,9 @@ class Machine:
             self.calls = Turn(self.calls.what)
         if self._launching.is_anothers:
             self._launching = Turn(self._launching.what)
-            self._finalizer.detach()  # its launch never ends in this process
-            self._make()
+            for side in (self._side, *self._parts):
+                side.detach()  # its launch never ends in this process
+            self._side, self._parts = self._make(), []
 
     def reseed(self, seed: int) -> None:
         """Set the seed of the next launch."""
@@ -247,62 +264,166 @@ class Machine:
             required = program.kernel.directive(directive)
             if required and _three(required) != _three(sizes):
                 raise ValueError(f"{program.name} has .{directive} {required}: {tuple(sizes)}")
-        library, handle = self._library, self._handle
+        dims = (ctypes.c_uint32 * 11)(*_three(grid), *_three(block), *_three(cluster))
+        dims[9], dims[10] = dynamic_shared, cooperative
+        clusters = math.prod(_three(grid)) // math.prod(_three(cluster))
+        if self._may_split(program, clusters, cooperative):
+            run = self._split(program, dims, params, progress, clusters)
+            if run is not None:
+                return run
+            self._one_core.add(program)
+        raised: list[BaseException] = []
+        code = self._start(self._handle, program, dims, params, _catching(progress, raised))
+        if raised:
+            raise raised[0]
+        run = self._read(program, code, [self._handle])
+        run.findings = self._findings(program)
+        run.output = (self._library.emu_output(self._handle) or b"").decode("utf-8", "replace")
+        run.events = self._events(program)
+        run.stream = self._stream()
+        return run
+
+    def _start(
+        self,
+        handle: Any,
+        program: Program,
+        dims: Any,
+        params: bytes,
+        report: Callable[[int, int], int],
+    ) -> int:
+        """Run a launch on an engine's side of the machine."""
+        library = self._library
         library.emu_findings_clear(handle)
         library.emu_counters_clear(handle)
         library.emu_events_clear(handle)
         library.emu_stream_clear(handle)
         library.emu_output_clear(handle)
         library.emu_regions_clear(handle)
-        variables = ((*region[:3], True, region[3]) for region in program.memory.regions())
-        for base, size, name, initialised, writable in (*self._regions, *variables):
+        for base, size, name, initialised, writable in self._memory(program):
             library.emu_region(handle, base, size, name.encode(), initialised, writable)
         names = (STRING * len(program.strings))(*(name.encode() for name in program.strings))
         library.emu_strings(handle, names, len(program.strings))
-        dims = (ctypes.c_uint32 * 11)(*_three(grid), *_three(block), *_three(cluster))
-        dims[9], dims[10] = dynamic_shared, cooperative
-        raised: list[BaseException] = []
-
-        def report(done: int, total: int) -> int:
-            try:
-                if progress is not None:
-                    progress(done, total)
-            except BaseException as error:  # exceptions cannot pass through C
-                raised.append(error)
-                return 1
-            return 0
-
-        code = library.emu_launch(
+        code: int = library.emu_launch(
             handle, self._engine.program(program), dims, params, len(params), PROGRESS(report)
         )
+        return code
+
+    def _memory(self, program: Program) -> list[tuple[int, int, str, bool, bool]]:
+        """The regions of a launch: all memory that the kernel may access."""
+        variables = ((*region[:3], True, region[3]) for region in program.memory.regions())
+        return [*self._regions, *variables]
+
+    # -- several cores
+
+    def _may_split(self, program: Program, clusters: int, cooperative: bool) -> bool:
+        if self._cores == 1 or cooperative or clusters < 2 or program in self._one_core:
+            return False
+        if reason_for_one_core(program):
+            self._one_core.add(program)
+            return False
+        size = sum(size for _, size, _, _, writable in self._memory(program) if writable)
+        return size <= min(MOST_BYTES, clusters * BYTES_PER_CLUSTER)
+
+    def _split(
+        self,
+        program: Program,
+        dims: Any,
+        params: bytes,
+        progress: Callable[[int, int], None] | None,
+        clusters: int,
+    ) -> Run | None:
+        """Run a launch on several cores. None: the launch must run on one core, and memory is as
+        before.
+
+        A core's machine stops at the first finding. So the findings that a caller gets, and their
+        order, are always those of one core. A machine that checks races also knows the words that
+        its clusters have accessed: no two machines may have accessed the same word, except to read.
+        """
+        cores = min(self._cores, clusters)
+        while len(self._parts) < cores:
+            self._parts.append(self._make())
+        parts = [side.handle for side in self._parts[:cores]]
+        before = [
+            (base, ctypes.string_at(base, size))
+            for base, size, _, _, writable in self._memory(program)
+            if writable
+        ]
+        self._engine.program(program)  # made by one thread
+        raised: list[BaseException] = []
+        ended, codes, stop = [0] * cores, [1] * cores, threading.Event()
+
+        def total(done: int, _: int) -> None:
+            ended[0] = done
+            if progress is not None:
+                progress(sum(ended), clusters)
+
+        def of_others(core: int) -> Callable[[int, int], int]:
+            def report(done: int, _: int) -> int:
+                ended[core] = done
+                return 0
+
+            return report
+
+        def run(core: int) -> None:
+            report = of_others(core) if core else _catching(total, raised)
+            for name, value in (("first_cluster", core), ("cluster_stride", cores)):
+                self._library.emu_set(parts[core], name.encode(), value)
+            codes[core] = self._start(
+                parts[core], program, dims, params, lambda *at: report(*at) or stop.is_set()
+            )
+            if codes[core]:
+                stop.set()
+
+        threads = [threading.Thread(target=run, args=(core,)) for core in range(1, cores)]
+        for thread in threads:
+            thread.start()
+        try:
+            run(0)  # in this thread, which `progress` expects
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
         if raised:
             raise raised[0]
-        return self._read(program, code)
+        met = any(self._library.emu_met(a, b) for a, b in itertools.combinations(parts, 2))
+        result = None if any(codes) or met else self._read(program, 0, parts)
+        for part in parts:
+            self._library.emu_regions_clear(part)  # with the record of accesses
+        if result is None:
+            for base, content in before:
+                ctypes.memmove(base, content, len(content))
+            self._parts.clear()  # a fatal finding changes the checks of its machine
+        return result
 
-    def _read(self, program: Program, code: int) -> Run:
-        library, handle = self._library, self._handle
-        run = Run(stopped=code != 0, findings=self._findings(program))
+    def _read(self, program: Program, code: int, handles: Sequence[Any]) -> Run:
+        """The counts of a launch on one machine or several."""
+        library = self._library
+        run = Run(stopped=code != 0)
         count = len(program.instructions)
-        if code >= 0:
-            executed = library.emu_executed(handle)[:count]
-            run.by_instruction = executed
-            for number, times in zip(program.opcode_numbers, executed, strict=True):
-                if times:
-                    run.by_opcode[program.opcodes[number]] += times
+        names = self._engine.counters
+        counters = [library.emu_counters(handle)[: len(names)] for handle in handles]
+        run.counters = dict(zip(names, map(sum, zip(*counters, strict=True)), strict=True))
+        matrices: Counter[tuple[str, tuple[int, int, int]]] = Counter()
+        for handle in handles:
+            kind, shape = STRING(), (ctypes.c_int32 * 3)()
+            at = 0
+            while times := library.emu_mma(handle, at, ctypes.byref(kind), shape):
+                matrices[(kind.value or b"").decode(), (shape[0], shape[1], shape[2])] += times
+                at += 1
+        run.mma = [(kind, shape, times) for (kind, shape), times in matrices.items()]
+        if code < 0:
+            return run
+        executed = [library.emu_executed(handle)[:count] for handle in handles]
+        run.by_instruction = [sum(times) for times in zip(*executed, strict=True)]
+        for number, times in zip(program.opcode_numbers, run.by_instruction, strict=True):
+            if times:
+                run.by_opcode[program.opcodes[number]] += times
+        for handle in handles:
             for warp, times in enumerate(library.emu_warp_executed(handle)[:MAX_WARPS]):
                 if times:
-                    run.by_warp[warp] = times
-        counters = self._engine.counters
-        run.counters = dict(
-            zip(counters, library.emu_counters(handle)[: len(counters)], strict=True)
-        )
-        kind, shape = STRING(), (ctypes.c_int32 * 3)()
-        while times := library.emu_mma(handle, len(run.mma), ctypes.byref(kind), shape):
-            sizes = (shape[0], shape[1], shape[2])
-            run.mma.append(((kind.value or b"").decode(), sizes, times))
-        run.output = (library.emu_output(handle) or b"").decode("utf-8", "replace")
-        run.events = self._events(program)
-        run.stream = self._stream()
+                    run.by_warp[warp] += times
         return run
 
     def _stream(self) -> bytes:
@@ -372,6 +493,31 @@ class Machine:
                 )
             )
         return found
+
+
+class _Side:
+    """An engine's side of a machine."""
+
+    def __init__(self, library: Any) -> None:
+        self.handle = library.emu_new()
+        self.detach = weakref.finalize(self, library.emu_free, self.handle).detach
+
+
+def _catching(
+    progress: Callable[[int, int], None] | None, raised: list[BaseException]
+) -> Callable[[int, int], int]:
+    """What the engine calls with numbers of clusters; 1 ends the launch."""
+
+    def report(done: int, total: int) -> int:
+        try:
+            if progress is not None:
+                progress(done, total)
+        except BaseException as error:  # exceptions cannot pass through C
+            raised.append(error)
+            return 1
+        return 0
+
+    return report
 
 
 _machines: weakref.WeakSet[Machine] = weakref.WeakSet()

@@ -9,7 +9,8 @@ from .program import Program
 # The kinds of steps, in the order of STEP_RUN and its likes in engine.h.
 KINDS = (
     "run", "arrive", "wait", "poll", "issue", "copy", "order", "await", "shared", "global",
-    "atomic", "signal",
+    "atomic", "signal", "tensor",
+    "deliver",
 )  # fmt: skip
 
 

@@ -60,12 +60,12 @@ def register() -> None:
 
     The backend declines calls, with a reason in the log of `fla.backends`, for: context parallelism
     (`cp_context`), head dimensions and dtypes without a kernel, gradients at a K without a kernel
-    on the GPU's architecture, chunks of 32, intermediate states of packed sequences without
-    `cu_seqlens_cpu`, a beta for each channel, a `scale` or `lower_bound` that is a tensor, a
-    `lower_bound` that is not negative, initial states of other dtypes than float32, bfloat16 and
-    float16 or of another number than the sequences, in-place states of packed sequences, or that
-    are not contiguous and aligned, and gradients of the recurrent functions. Keywords that the
-    library ignores are ignored.
+    on the GPU's architecture, intermediate states of chunks of 32 or of packed sequences without
+    `cu_seqlens_cpu`, a beta for each channel (`fused_recurrent_kda` with a state in place), a
+    `scale` or `lower_bound` that is a tensor, a `lower_bound` that is not negative, initial states
+    of other dtypes than float32, bfloat16 and float16 or of another number than the sequences,
+    in-place states of packed sequences, or that are not contiguous and aligned, and gradients of
+    the recurrent functions. Keywords that the library ignores are ignored.
 
     Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0; and the chunked functions convert an initial state in 16 bits, which the library's
@@ -198,6 +198,7 @@ def _declines_dtypes_and_sizes(
     given: Arguments,
     dtypes: tuple[str, ...] = DTYPES,
     head_dims: Mapping[str, tuple[int, ...]] = HEAD_DIMS,
+    beta_columns: bool = False,
 ) -> Reason:
     """Why no kernel has the dtypes or sizes of k, v, beta, g or gk, and of q and A if given."""
     first = given["k"]
@@ -216,7 +217,7 @@ def _declines_dtypes_and_sizes(
         dim = x.shape[-1]
         if dim not in head_dims[letter]:
             return f"{letter} is {dim}, and {NAME} has kernels for {head_dims[letter]}"
-    if beta.dim() != 3:
+    if beta.dim() != 3 and not beta_columns:
         return f"{NAME} has one beta a head, and this one has {beta.dim()} dimensions"
     return _declines_numbers(given)
 
@@ -269,11 +270,16 @@ def _declines_gradients_of_chunks(given: Arguments, *, decays: str) -> Reason:
     return reason and f"{NAME} has no gradients here: {reason}"
 
 
-def _declines_chunks_and_contexts(given: Arguments) -> Reason:
+def _declines_chunks_and_contexts(given: Arguments, sizes: tuple[int, ...]) -> Reason:
+    """Why a call is declined for its context, or for a chunk_size that is not one of `sizes`, which
+    the library takes too. Only intermediate states depend on the size."""
     if given.get("cp_context") is not None:
         return f"{NAME} has no context parallelism (cp_context)"
-    if given.get("chunk_size", CHUNK) != CHUNK:
-        return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
+    size = given.get("chunk_size", CHUNK)
+    if size not in sizes:
+        return f"chunk_size is {size}, and {NAME} takes {sizes}"
+    if size != CHUNK and given.get("return_intermediate_states"):
+        return f"chunk_size is {size}, and {NAME} has states of chunks of {CHUNK}"
     if "transpose_state_layout" in given:
         return f"{NAME} takes state_v_first, not its former name"
     return None
@@ -288,7 +294,7 @@ def _declines_chunk_gated_delta_rule(given: Arguments) -> Reason:
     if given.get("use_gate_in_kernel") and given.get("A_log") is None:
         return f"{NAME} needs A_log with use_gate_in_kernel"
     return (
-        _declines_chunks_and_contexts(given)
+        _declines_chunks_and_contexts(given, (16, 32, CHUNK))
         or _declines_dtypes_and_sizes(given)
         or _declines_state(given, INITIAL_STATE_DTYPES)
         or _declines_gradients_of_chunks(given, decays="head")
@@ -296,7 +302,7 @@ def _declines_chunk_gated_delta_rule(given: Arguments) -> Reason:
 
 
 def _declines_chunk_kda(given: Arguments) -> Reason:
-    reason = _declines_chunks_and_contexts(given)
+    reason = _declines_chunks_and_contexts(given, (32, CHUNK))
     if reason is not None:
         return reason
     if given.get("cu_seqlens") is not None and given.get("return_intermediate_states"):
@@ -312,7 +318,8 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
 
 
 def _declines_recurrent(given: Arguments) -> Reason:
-    if given.get("inplace_final_state", True):
+    in_place = given.get("inplace_final_state", True)
+    if in_place:
         reason = _declines_in_place(given)
     elif given.get("ssm_state_indices") is not None:
         reason = f"{NAME} has states in slots in place only"
@@ -323,7 +330,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
     return (
         reason
         or _declines_gradients(given)
-        or _declines_dtypes_and_sizes(given, STEP_DTYPES, STEP_HEAD_DIMS)
+        or _declines_dtypes_and_sizes(given, STEP_DTYPES, STEP_HEAD_DIMS, not in_place)
     )
 
 

@@ -36,10 +36,16 @@ from torch import Tensor
 
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from .autocast import in_autocast
+from .transformers_context_parallel import REGISTERED, use_context_parallel
 from .transformers_gated_delta_rule import use_gated_delta_rule
 from .transformers_kda import use_kimi_delta_attention
 
-__all__ = ["register", "use_gated_delta_rule", "use_kimi_delta_attention"]
+__all__ = [
+    "register",
+    "use_context_parallel",
+    "use_gated_delta_rule",
+    "use_kimi_delta_attention",
+]
 
 NAME = "cute_attn"
 # Without quotation marks, which torch does not escape in an assertion of a compiled CPU kernel.
@@ -77,9 +83,10 @@ def register(name: str = NAME) -> None:
     windows. Other steps gather keys and values from the pages first, as transformers does for each
     implementation.
 
-    A sequence may be split between ranks: `model(input_ids=plan.shard(ids),
-    position_ids=plan.position_ids(device)[None], cp=plan, use_cache=False)`, with a plan of
-    `cute_attn.distributed.context_parallel`. Each rank gets the outputs of its own tokens.
+    A sequence may be split between ranks. `use_context_parallel(model, mesh)` splits the inputs and
+    the loss of all calls. A call may also have a plan of `cute_attn.distributed.context_parallel`:
+    `model(input_ids=plan.shard(ids, 1), position_ids=plan.position_ids(device)[None], cp=plan,
+    use_cache=False)`. Each rank gets the outputs of its own tokens.
 
     Models compile as one graph (`torch.compile(fullgraph=True)`) and can be exported. A compiler
     cannot read `position_ids`, so packed sequences need the four arguments there. Without these
@@ -99,6 +106,7 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+    REGISTERED.add(name)
     _register_for_continuous_batching(name)
 
 

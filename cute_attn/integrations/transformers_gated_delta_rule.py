@@ -98,9 +98,15 @@ def run(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp: Any = None,
     **_: Any,  # what else the model's forward was given: transformers hands all of it on
 ) -> tuple[Tensor, Tensor | None]:
     """Call one of our delta rules with the arguments of transformers' layers."""
+    if cp is not None:
+        raise NotImplementedError(
+            "cp is given to a model with linear layers, whose convolutions in transformers see own "
+            "tokens only: call chunk_kda or chunk_gated_delta_rule with cp, and causal_halo"
+        )
     result: tuple[Tensor, Tensor | None] = function(
         *in_autocast(query, key, value),
         g,

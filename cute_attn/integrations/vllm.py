@@ -71,9 +71,10 @@ def register_attention() -> None:
     The backend serves decoder layers with head_dim 64, 128 or 256 on Hopper and 256 on Blackwell,
     in bfloat16 or float16, with a KV cache of the same dtype in blocks of any multiple of 16
     tokens: prefill, chunked prefill and decode in one call, sliding windows, softcap, sinks, GQA,
-    and CUDA graphs of any batch. vLLM refuses the backend, and names what is missing, for quantised
-    KV caches, ALiBi, MLA, encoders, cross-attention, decode context parallelism and bidirectional
-    parts of a prompt.
+    and CUDA graphs of any batch. With decode context parallelism (`-dcp`, vLLM 0.33), layers
+    without a window have a cache that is split between ranks. vLLM refuses the backend, and names
+    what is missing, for quantised KV caches, ALiBi, MLA, encoders, cross-attention and
+    bidirectional parts of a prompt.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -104,9 +105,9 @@ def register_latent_attention() -> None:
     same dtype. Blocks have any multiple of 16 tokens. A cached token has 576 columns with a latent
     vector of 512, 512 with 512, or 320 with 256. Prefill needs a kernel for the expanded heads,
     such as 192 with values of 128. The backend serves prefill, chunked prefill, prefix caching,
-    decode, up to 15 draft tokens of a request, and CUDA graphs of decode and verification. vLLM or
-    the backend refuses, and names what is missing, for quantised caches, sparse attention
-    (DeepSeek V3.2), sliding windows and decode context parallelism.
+    decode, up to 15 draft tokens of a request, decode context parallelism (`-dcp`), and CUDA graphs
+    of decode and verification. vLLM or the backend refuses, and names what is missing, for
+    quantised caches, sparse attention (DeepSeek V3.2) and sliding windows.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -32,6 +32,7 @@ from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import equal_head_dims
 from ..ops.checks import dtype_name
 from .vllm import NAME
+from .vllm_split_cache import EarlierTokens, Exchange, ranks_of_cache
 
 try:
     from vllm._custom_ops import reshape_and_cache_flash
@@ -187,6 +188,9 @@ class CuteAttnMetadata:
         slot_mapping: each token's slot in the cache for its key and value; a negative slot stores
             nothing.
         causal: whether keys after a query are masked.
+        earlier: `[requests]`: with decode context parallelism, how many of a request's keys before
+            this step's keys are in this rank's cache; otherwise None.
+        most_earlier: an upper bound of `earlier` on all ranks; 0 if no rank has such keys.
     """
 
     num_actual_tokens: int
@@ -197,6 +201,8 @@ class CuteAttnMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     causal: bool = True
+    earlier: Tensor | None = None
+    most_earlier: int = 0
 
 
 class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -208,6 +214,12 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
+        self.split: EarlierTokens | None = None
+        world, rank = ranks_of_cache(kv_cache_spec)
+        if world > 1:
+            self.split = EarlierTokens(world, rank, vllm_config, device)
+            # A draft's step has fewer earlier keys than `most_earlier` may say.
+            self.supports_draft_decode_metadata_update = False
 
     def build(
         self,
@@ -226,6 +238,7 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             raise NotImplementedError(
                 "cute_attn has no R-SWA, a window beside a prefix that every token sees"
             )
+        earlier, most_earlier = (None, 0) if self.split is None else self.split.of_step(given)
         return CuteAttnMetadata(
             num_actual_tokens=given.num_actual_tokens,
             max_query_len=int(given.max_query_len),  # a NumPy number in chunked local attention
@@ -235,6 +248,8 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             block_table=given.block_table_tensor,
             slot_mapping=given.slot_mapping,
             causal=given.causal,
+            earlier=earlier,
+            most_earlier=most_earlier,
         )
 
     def update_block_table(
@@ -252,7 +267,10 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of a layer."""
 
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    # A step's own keys are read from `key` and `value`, wherever the cache has them.
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -286,8 +304,20 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(
                 f"cute_attn has no attention of type {attn_type!r} in vLLM: decoders only"
             )
+        self.exchange: Exchange | None = None
         if getattr(self, "dcp_world_size", 1) > 1:
-            raise NotImplementedError("cute_attn has no decode context parallelism in vLLM")
+            missing = {
+                "sliding windows": sliding_window is not None,
+                f"a KV cache of dtype {kv_cache_dtype}": kv_cache_dtype in FP8,
+                "layers that share a KV cache": kv_sharing_target_layer_name is not None,
+                "VLLM_BATCH_INVARIANT": is_batch_invariant(),
+            }
+            for what, given in missing.items():
+                if given:
+                    raise NotImplementedError(
+                        f"cute_attn has no decode context parallelism with {what}"
+                    )
+            self.exchange = Exchange()
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"sinks has {sinks.shape[0]} heads, must have {num_heads}")
         self.num_heads = num_heads
@@ -328,6 +358,10 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         rows = attn_metadata.num_actual_tokens
         k, v = self.pages(kv_cache)
+        if self.exchange is not None:
+            step = query[:rows], key[:rows], value[:rows], k, v
+            self.over_ranks(self.exchange, *step, attn_metadata, output[:rows])
+            return output
         flash_attn_varlen_func(
             query[:rows],
             k,
@@ -348,6 +382,54 @@ class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
             **self.factors(layer),
         )
         return output
+
+    def over_ranks(
+        self,
+        exchange: Exchange,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        step: CuteAttnMetadata,
+        output: Tensor,
+    ) -> None:
+        """Write the attention over a cache that is split between ranks: each query's attention to
+        its step's own keys, merged with its attention to the earlier keys of all ranks."""
+        shared: dict[str, Any] = {
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_q": step.max_query_len,
+            "softmax_scale": self.scale,
+            "softcap": self.softcap,
+            "num_splits": self.num_splits,
+            "return_lse": True,
+        }
+        _, lse = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_k=step.query_start_loc,
+            max_seqlen_k=step.max_query_len,
+            causal=step.causal,
+            learnable_sink=self.sinks,  # once: earlier keys have no sink
+            out=output,
+            **shared,
+        )
+        if not step.most_earlier:
+            return
+        o_earlier, lse_earlier = flash_attn_varlen_func(
+            exchange.all_heads(query),
+            k_pages,
+            v_pages,
+            max_seqlen_k=step.most_earlier,
+            seqused_k=step.earlier,
+            page_table=step.block_table,
+            causal=False,
+            **shared,
+        )
+        assert lse_earlier is not None
+        o_earlier, lse_earlier = exchange.over_ranks(o_earlier, lse_earlier)
+        exchange.merge(output, o_earlier, lse_earlier, output, lse)
 
     def do_kv_cache_update(
         self,

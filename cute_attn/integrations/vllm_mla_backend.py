@@ -128,8 +128,8 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
 class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
     """The attention of a layer."""
 
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -163,17 +163,18 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         )
         config = get_current_vllm_config()
         shape = head_size, self.kv_lora_rank
+        # With decode context parallelism, decode has the heads of all ranks of the group.
+        all_heads = num_heads * self.dcp_world_size
         cases = {
             f"tokens of {head_size} columns with a latent vector of {self.kv_lora_rank}, only of "
             f"(columns, latent vector): {list(SHAPES)}": shape not in SHAPES,
-            f"{num_heads} heads, only up to {MOST_HEADS}": num_heads > MOST_HEADS,
+            f"{all_heads} heads, only up to {MOST_HEADS}": all_heads > MOST_HEADS,
             "ALiBi (alibi_slopes)": alibi_slopes is not None,
             "sliding windows of a latent cache": sliding_window is not None,
             "softcap (logits_soft_cap)": bool(logits_soft_cap),
             f"a latent cache of {kv_cache_dtype}": kv_cache_dtype not in KV_CACHE_DTYPES,
             f"attention of type {attn_type}, decoders only": attn_type != AttentionType.DECODER,
             "an indexer (sparse attention)": self.indexer is not None,
-            "decode context parallelism": self.dcp_world_size > 1,
         }
         missing = [f"{MLA_NAME} has no {what}" for what, given in cases.items() if given]
         if config.attention_config.mla_prefill_backend is None:
@@ -190,18 +191,20 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         kv_c_and_k_pe_cache: Tensor,
         attn_metadata: MLACommonMetadata,
         layer: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The attention of absorbed queries over the cache.
 
         `q` is `[tokens, heads, head_size]`, or a pair of the latent and the rotated columns. The
-        result is `[tokens, heads, kv_lora_rank]`, without lse.
+        result is `[tokens, heads, kv_lora_rank]`, with lse `[tokens, heads]` if vLLM combines the
+        results of several ranks. Each rank's cache then has a part of a request's tokens, and a
+        request has one query, so that no token is masked.
         """
         parts = (
             q if isinstance(q, tuple) else q.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         )
         requests, decode = attn_metadata.num_decodes, attn_metadata.decode
         q_nope, q_rope = (x.unflatten(0, (requests, -1)) for x in parts)
-        o, _ = mla_decode(
+        o, lse = mla_decode(
             q_nope,
             q_rope if self.qk_rope_head_dim else None,
             kv_c_and_k_pe_cache,
@@ -211,8 +214,11 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
             causal=True,
             head_dim_v=self.kv_lora_rank,
             kv_descale=layer._k_scale if self.kv_cache_dtype in FP8 else None,
+            return_lse=self.need_to_return_lse_for_decode,
         )
-        return o.flatten(0, 1), None
+        if lse is None:
+            return o.flatten(0, 1), None
+        return o.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def do_kv_cache_update(
         self,

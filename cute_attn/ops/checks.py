@@ -186,6 +186,13 @@ def exceeds(size: Any, most: int) -> bool:
     return isinstance(size, int) and size > most
 
 
+def check_has_slots(name: str, pool: Tensor, slots: str = "slots") -> None:
+    """Raise ValueError for a pool without a slot, in which no index can name one."""
+    count: Any = pool.shape[0]
+    if isinstance(count, int) and count == 0:
+        raise ValueError(f"{name} has 0 {slots}, must have at least 1")
+
+
 # -- flags and numbers --------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from .checks import (
     check_contiguous,
     check_dtype,
     check_dtypes_are,
+    check_has_slots,
     check_int32,
     check_not_expanded,
     check_number,
@@ -252,7 +253,10 @@ class _Decode(Operator[_Arguments]):
             raise ValueError(f"state has shape {_shape(state)}, must have 4 dimensions")
         slots = state.shape[0]
         matrix = (head_dim_v, head_dim_k) if a.state_layout == "vk" else (head_dim_k, head_dim_v)
+        # The message names q where k and v agree with each other and not with q.
+        rows = (a.k if a.k.shape[:-1] == v.shape[:-1] else q).shape[:-1]
         expected = {
+            "q": (*rows, head_dim_k),
             "k": tuple(q.shape),
             "v": (*q.shape[:-1], head_dim_v),
             "out": (*q.shape[:-1], head_dim_v),
@@ -267,6 +271,8 @@ class _Decode(Operator[_Arguments]):
                 raise ValueError(
                     f"{name} has shape {_shape(given[name])}, must be {list(shape)}{hint}"
                 )
+        if a.state_indices is not None:
+            check_has_slots("state", state)
         if q.dim() == 4 and q.shape[1] == 0:
             raise ValueError("q has no tokens: T is 0, must be at least 1")
         for what, size in (("sequences", batch), ("heads", heads)):

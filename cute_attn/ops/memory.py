@@ -46,22 +46,43 @@ def check_memory(
             )
 
 
-def _check_distinct(name: str, x: Tensor) -> None:
+def _check_distinct(name: str, x: Tensor, given: Tensor | None = None) -> None:
     """Raise ValueError unless all elements of x have distinct addresses.
 
     Each stride must exceed the span of all smaller strides. This rule refuses some layouts without
     overlap.
+
+    Args:
+        given: the argument as it was given, where x is a view of it.
     """
     if x.numel() == 0:
         return
     spanned = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < spanned:
+            shown = x if given is None else given
             raise ValueError(
-                f"{name} has shape {list(x.shape)} and strides {x.stride()}: elements overlap in "
-                "memory, and it is written, so they must be distinct"
+                f"{name} has shape {list(shown.shape)} and strides {shown.stride()}: elements "
+                "overlap in memory, and it is written, so they must be distinct"
             )
         spanned += (size - 1) * stride
+
+
+def check_windows(name: str, x: Tensor) -> Tensor:
+    """Refuse windows `[rows, steps, channels, taps]` whose elements overlap, except that the
+    windows of successive steps may share inputs: then a window begins an input after the window
+    before. Return the windows' memory as one row, for `check_memory`.
+
+    Raises:
+        ValueError: elements overlap.
+    """
+    rows, steps, channels, taps = x.shape
+    shared = x
+    if x.stride(1) == x.stride(3) and x.numel():
+        shared = x.as_strided((rows, steps + taps - 1, channels), x.stride()[:3])
+    _check_distinct(name, shared, x)
+    start, end = extent(x)
+    return x.as_strided(((end - start) // x.element_size(),), (1,))
 
 
 def _interleaved(x: Tensor, y: Tensor) -> bool:

@@ -43,6 +43,7 @@ from .checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_is_number,
     check_not_expanded,
@@ -61,7 +62,14 @@ from .operator import (
 )
 
 # The operator, and the kernel's limits for callers that choose kernels before a call.
-__all__ = ["MOST_HEADS", "MOST_QUERIES", "SHAPES", "mla_decode", "plan_mla_decode"]
+__all__ = [
+    "DTYPES",
+    "MOST_HEADS",
+    "MOST_QUERIES",
+    "SHAPES",
+    "mla_decode",
+    "plan_mla_decode",
+]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEWEST_COUNTERS = 64  # calls of nearly all sizes share counters
@@ -512,6 +520,7 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
             f"kv_cache has shape {list(cache.shape)}, must be [num_pages, page_size, head_dim] or "
             "[num_pages, page_size, 1, head_dim]"
         )
+    check_has_slots("kv_cache", cache, "pages")
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
     if isinstance(cache.shape[1], int) and cache.shape[1] < 1:
         raise ValueError(

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .convolution import causal_convolution_reference
 from .rounding import rounded
 
 CHUNK = 64
@@ -79,12 +80,14 @@ class KdaRecords(NamedTuple):
 
 
 class KdaDecodeResult(NamedTuple):
-    """Results of a decode step; `records` and `draft_states` are None for a call without them."""
+    """Results of a decode step; None for what a call does not have."""
 
     o: torch.Tensor
     state: torch.Tensor
     records: KdaRecords | None
     draft_states: torch.Tensor | None
+    conv_state: torch.Tensor | None = None
+    draft_windows: torch.Tensor | None = None
 
 
 class KdaIntra(NamedTuple):
@@ -211,11 +214,17 @@ def kda_reference(
     cu_seqlens: torch.Tensor | None = None,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaResult:
     """The reference for `chunk_kda` and `fused_recurrent_kda`.
 
     Args:
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` for a beta of each column of V.
+        gk: `[B, T, HV, K]`: logarithms of decays that multiply those of g, which are not the input
+            of a gate.
+        gv: `[B, T, HV, V]`, as gk: a decay for each column of V.
         scale: factor of q; 1 / sqrt(K) by default.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with state_v_first; zeros by default.
         use_gate_in_kernel: whether g is the input of `log_decay`, not the gate itself.
@@ -241,6 +250,7 @@ def kda_reference(
     )
     heads, v = v.shape[2], v.to(dtype)
     q, k = per_value_head(q, heads), per_value_head(k, heads)
+    g = g if gk is None else g + gk.to(dtype)
     scale = _scale(scale, q)
     o = torch.full_like(v, math.nan)
     h = _states_of_chunks(q, v, cu_seqlens)
@@ -250,7 +260,8 @@ def kda_reference(
         h[chunk.state] = state.detach()
         for t in range(chunk.rows.start, chunk.rows.stop):
             at = (chunk.batch, t)
-            state, _ = advance(state, k[at], v[at], g[at], beta[at])
+            of_columns = None if gv is None else gv[at].to(dtype)
+            state, _ = advance(state, k[at], v[at], g[at], beta[at], of_columns)
             rows.append(scale * torch.einsum("hkv,hk->hv", state, q[at]))
         o[chunk.batch, chunk.rows] = torch.stack(rows)
         states[chunk.sequence] = state
@@ -259,12 +270,20 @@ def kda_reference(
 
 
 def advance(
-    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    state: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance all value heads by a token: the state after the token, `[HV, K, V]`, and the
-    correction."""
+    correction. beta is `[HV]` or `[HV, V]`, gv `[HV, V]`."""
     state = torch.exp(g).unsqueeze(-1) * state
-    u = beta.unsqueeze(-1) * (v - torch.einsum("hkv,hk->hv", state, k))
+    if gv is not None:
+        state = torch.exp(gv).unsqueeze(-2) * state
+    beta = beta if beta.dim() == v.dim() else beta.unsqueeze(-1)
+    u = beta * (v - torch.einsum("hkv,hk->hv", state, k))
     return state + k.unsqueeze(-1) * u.unsqueeze(-2), u
 
 
@@ -298,6 +317,10 @@ def kda_decode_reference(
     pad_slot_id: int = -1,
     draft_states: torch.Tensor | None = None,
     draft_indices: torch.Tensor | None = None,
+    conv_state: torch.Tensor | None = None,
+    conv_weight: torch.Tensor | None = None,
+    conv_bias: torch.Tensor | None = None,
+    draft_windows: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaDecodeResult:
     """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
@@ -328,6 +351,8 @@ def kda_decode_reference(
     `[1, T, ...]` holds sequences of different lengths; the result is NaN for tokens of no sequence,
     and an empty sequence changes nothing.
 
+    With conv_state, q, k and v go through `causal_convolution_reference` first.
+
     Args:
         q, k, v, g, beta: `[B, T, ...]`, or without the dimension of tokens.
         state: the pool, `[slots, HV, V, K]`, or `[slots, HV, K, V]` without state_v_first.
@@ -342,6 +367,27 @@ def kda_decode_reference(
         q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
     batch, tokens, heads = v.shape[:3]
     raw_k, raw_g = k.to(dtype), g.to(dtype)
+    record_k = None if records is None else records.k.to(dtype)
+    windows = None
+    if conv_state is not None:
+        assert conv_weight is not None
+        q, k, v, conv_state, record_k, windows = causal_convolution_reference(
+            q,
+            k,
+            v,
+            conv_state,
+            conv_weight,
+            conv_bias,
+            state_indices=state_indices,
+            num_accepted_tokens=num_accepted_tokens,
+            record_k=record_k,
+            cu_seqlens=cu_seqlens,
+            has_initial_state=has_initial_state,
+            pad_slot_id=pad_slot_id,
+            draft_windows=draft_windows,
+            draft_indices=draft_indices,
+            dtype=dtype,
+        )
     q, k, g, beta = prepare(
         q,
         k,
@@ -394,7 +440,8 @@ def kda_decode_reference(
         if kept is not None:
             assert accepted is not None and tokens <= kept.u.shape[1]
             count = min(max(accepted, 0), kept.u.shape[1])
-            past_k, past_g, past_u = (x[slot, :count] for x in kept)
+            assert record_k is not None
+            past_k, past_g, past_u = (x[slot, :count] for x in (record_k, kept.g, kept.u))
             if use_qk_l2norm_in_kernel:
                 past_k = l2norm(past_k, dtype)
             if use_gate_in_kernel:
@@ -411,7 +458,7 @@ def kda_decode_reference(
                 kept.k[slot, t], kept.g[slot, t], kept.u[slot, t] = raw_k[at], raw_g[at], u
             elif drafts is not None:
                 draft = int(draft_indices[b])  # type: ignore[index]
-                if 0 <= draft < drafts.shape[0]:
+                if 0 <= draft < drafts.shape[0] and t < drafts.shape[1]:
                     drafts[draft, t] = s
             elif 1 < slots.shape[1] > t and in_pool(int(slots[b, t])):
                 pool[int(slots[b, t])] = s
@@ -430,6 +477,8 @@ def kda_decode_reference(
         _laid_out(pool, state_v_first),
         kept,
         None if drafts is None else _laid_out(drafts, state_v_first),
+        conv_state,
+        windows,
     )
 
 

@@ -10,7 +10,7 @@ Kernels must have been compiled with CUTE_DSL_LINEINFO=1, since the model counts
 each PTX instruction.
 """
 
-from .prediction import Prediction, predict
+from .prediction import Prediction, Whole, predict
 from .rates import Rates, RatesError, load_rates
 
-__all__ = ["Prediction", "Rates", "RatesError", "load_rates", "predict"]
+__all__ = ["Prediction", "Rates", "RatesError", "Whole", "load_rates", "predict"]

@@ -45,13 +45,20 @@ class CodeCache:
         self._first: OrderedDict[int, None] = OrderedDict()
         started = HELD_LINES if held else STARTED_LINES
         self._held: OrderedDict[int, None] = OrderedDict((n, None) for n in range(started))
-        self._executions: Counter[Runs] = Counter()
+        self._executions: Counter[tuple[int, Runs]] = Counter()
         self._lines: dict[tuple[Runs, int], tuple[int, ...]] = {}
+        self._fetched = 0  # lines so far
+        self._latest: dict[tuple[Runs, int], int] = {}  # `_fetched` after an execution's own lines
 
-    def clocks(self, runs: Runs) -> float:
-        """Clocks of fetching what an execution of these runs needs."""
-        turn = self._executions[runs]
-        self._executions[runs] += 1
+    def clocks(self, runs: Runs, warp: int = 0) -> tuple[float, tuple[Runs, int]]:
+        """Clocks of fetching what a warp's execution of these runs needs, and a key of the
+        execution. Warps that execute the same code go along with the first of them, which fetches,
+        unless the cache has been filled anew since."""
+        turn = self._executions[warp, runs]
+        self._executions[warp, runs] += 1
+        latest = self._latest.get((runs, turn))
+        if latest is not None and self._fetched - latest <= FIRST_LINES:
+            return 0.0, (runs, turn)
         total = 0.0
         last = None
         for line in self._lines_of(runs, turn):
@@ -63,6 +70,7 @@ class CodeCache:
                 if last is None or not 0 <= line - last <= 1:
                     total += self._fetch.jump[level]
                 self._first[line] = None
+                self._fetched += 1
                 if len(self._first) > FIRST_LINES:
                     self._first.popitem(last=False)
             self._held[line] = None
@@ -70,7 +78,8 @@ class CodeCache:
             if len(self._held) > HELD_LINES:
                 self._held.popitem(last=False)
             last = line
-        return total
+        self._latest[runs, turn] = self._fetched
+        return total, (runs, turn)
 
     def _lines_of(self, runs: Runs, turn: int) -> tuple[int, ...]:
         """The lines of an execution, in order. Copies of a loop take turns."""

@@ -27,17 +27,17 @@ _LINE = re.compile(r'^\s*//## File "\.nv_debug_ptx_txt", line (\d+)')
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
 
 # Machine instructions by unit. The simulator counts other units' instructions by their steps.
-_FMA = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2")
+_FMA = ("FFMA", "FADD", "FMUL", "FFMA2", "FADD2", "FMUL2", "HFMA2", "HADD2", "HMUL2")
 _IMAD = ("IMAD",)
 _ALU = (
     "IADD3", "VIADD", "VIADDMNMX", "VIMNMX", "LOP3", "SHF", "SEL", "FSEL", "FMNMX", "ISETP",
     "FSETP", "PRMT",
     "LEA", "F2FP", "PLOP3", "IABS", "IMNMX", "I2FP", "BMSK", "SGXT", "P2R", "R2P", "MOV",
-    "HMNMX2", "HSETP2", "VABSDIFF", "LOP", "POPC", "FCHK",
+    "FMNMX3", "VIMNMX3", "HMNMX2", "HSETP2", "VABSDIFF", "LOP", "POPC", "FCHK",
 )  # fmt: skip
 _XU = ("MUFU", "F2F", "F2I", "I2F", "FRND", "F2IP", "BREV", "FLO")
 _MMA = ("HMMA", "IMMA", "QMMA")
-_TENSOR = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")
+_TENSOR = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")  # their time is that of the steps
 _FREE = ("NOP",)
 
 # The machine instruction that a PTX instruction gives once, so that copies of a block can be
@@ -45,7 +45,7 @@ _FREE = ("NOP",)
 _ONCE = {
     "ex2.": "MUFU", "ld.shared": "LDS", "st.shared": "STS", "ldmatrix": "LDSM", "stmatrix": "STSM",
     "mma.sync": "HMMA", "shfl.": "SHFL", "ld.global": "LDG", "st.global": "STG",
-    "fma.rn.f32": "FFMA",
+    "fma.rn.f32": "FFMA", "tcgen05.ld": "LDTM", "tcgen05.st": "STTM",
     "max.f32": "FMNMX", "cvt.rn.bf16x2": "F2FP", "cvt.rn.f16x2": "F2FP", "mul.f32": "FMUL",
     "wgmma.wait_group": "WARPGROUP", "bar.sync": "BAR", "barrier.sync": "BAR",
     "mbarrier.": "SYNCS", "fence.proxy.async": "FENCE",
@@ -112,9 +112,9 @@ def costs(program: Program, image: bytes, clocks: dict[str, float]) -> list[Cost
             unit = unit_of(machine.base)
             if unit is not None:
                 units[UNITS.index(unit)] += clocks.get(machine.base, clocks[unit])
-                units[UNITS.index("dispatch")] += clocks[
-                    "dispatch xu" if unit == "xu" else "dispatch"
-                ]
+                # Matrix instructions of warps need the port for all of their clocks.
+                port = {"xu": "dispatch xu", "mma": "mma"}.get(unit, "dispatch")
+                units[UNITS.index("dispatch")] += clocks[port]
             if unit == "imad":
                 units[UNITS.index("fma")] += clocks["imad"] / 2
         share = sharing[ptx.line] * copies[index]

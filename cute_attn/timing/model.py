@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,7 @@ JUMP_BYTES = 256  # of code from jump to jump
 HELD_CODE = HELD_LINES * CODE_LINE
 OPERAND_ROW, WAVEFRONT = 32, 128  # bytes of 16 operands of a row, and of all banks
 ROWS = 64  # of A in a wgmma
+STORED = 1024, 8192  # bytes of bulk stores
 
 # Clocks that a micro-benchmark's own instructions take in this model, besides what it measures.
 OWN = {"hand-over": 32.0, "named barrier": 10.0, "product": 28.0}
@@ -42,15 +44,23 @@ class Model:
         most = self.rates.value("launch", "clock during products", "after a rest, short", "MHz")
         return light + (most - light) * min(1.0, multiplying)
 
-    @cached_property
-    def launch_us(self) -> float | None:
-        """Microseconds that the profiler gives an empty kernel; None if nobody has measured it."""
-        return min(self.rates.all_of("launch", "empty kernel, profiled").values(), default=None)
+    def launch_us(self, ctas: int) -> float | None:
+        """Microseconds that the profiler gives an empty kernel of so many CTAs, between one and as
+        many as SMs in proportion; None if nobody has measured it."""
+        found: dict[int, list[float]] = {}
+        for (how, _), us in self.rates.all_of("launch", "empty kernel, profiled").items():
+            if "after" not in how:
+                found.setdefault(int(how.split()[0]), []).append(us)
+        if not found:
+            return None
+        few, many = (statistics.median(found[n]) for n in (min(found), max(found)))
+        share = (min(ctas, max(found)) - 1) / max(1, max(found) - 1)
+        return few + share * (many - few)
 
     @cached_property
     def unmeasured(self) -> tuple[str, ...]:
         """What a prediction leaves out, because the GPU's report does not have it."""
-        return () if self.launch_us is not None else ("the launch",)
+        return () if self.launch_us(1) is not None else ("the launch",)
 
     @cached_property
     def unit_clocks(self) -> dict[str, float]:
@@ -163,6 +173,22 @@ class Model:
         )
         return with_fence - without
 
+    @cached_property
+    def cluster_fence(self) -> float:
+        """Clocks of the fence in a cluster's barrier."""
+        what = "barrier of all warps"
+        return self.rates.value("barriers", what, "4 warps of 2 CTAs") - self.meet(8)
+
+    @cached_property
+    def store_latency(self) -> float:
+        """Clocks until a bulk store has read, besides the time that its bytes take."""
+        small, large = (
+            self.rates.value("chain", f"bulk store of {n} bytes, until read", "4 warps")
+            for n in STORED
+        )
+        each = (large - small) / (STORED[1] - STORED[0])
+        return max(0.0, small - STORED[0] * each - OWN["product"])
+
     def shared_rate(self, what: str, sms: float) -> float:
         """Bytes a clock of an SM while so many SMs do the same: measured for a few numbers."""
         unit = "bytes a clock and SM"
@@ -218,10 +244,11 @@ class Model:
             memory_rate=shared["memory"],
             store_rate=self.shared_rate("bulk store to L2", storing),
             add_rate=self.shared_rate("bulk add to L2", storing),
-            store_latency=latency("L2"),
+            store_latency=self.store_latency,
             wavefront=rates.value("shared", "store 4 B", "16 warps"),
             operands=self.operands,
             fence=self.fence,
+            cluster_fence=self.cluster_fence,
             fetch=self.fetch(code_from or "L2"),
             holds_code=code_from is None,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..emulator import trace
 from ..emulator.recording import Recording
+from .blackwell import Blackwell
 from .costs import code_bytes, costs
 from .model import HELD_CODE, Model
 from .rates import Rates, load_rates
@@ -24,6 +25,19 @@ SHARED_BYTES = 233_472  # of an SM; each CTA takes 1 KiB more than it asks for
 REGISTERS = 65_536
 MOST_THREADS, MOST_CTAS = 2048, 32
 MOST_WAITS = 6  # shown
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A launch that a recorded launch is a part of: each recorded CTA stands for equally many.
+
+    Attributes:
+        ctas: CTAs of the whole grid.
+        readers: so many CTAs at a time read the bytes that one recorded CTA reads.
+    """
+
+    ctas: int
+    readers: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ def predict(
     gpu: str = "h100",
     rates: Rates | None = None,
     timeline: bool = False,
+    whole: Whole | None = None,
 ) -> list[Prediction]:
     """Predict each launch that an emulator has recorded, in order. The L2 is empty before the first
     launch, and keeps what later launches find. The SMs have run all of these launches before, so
@@ -102,6 +117,7 @@ def predict(
         gpu: the folder of the GPU's rates in docs/benchmarks.
         rates: rates to use instead of the GPU's.
         timeline: keep what `Prediction.trace` writes.
+        whole: the launch that each recorded launch is a part of.
 
     Raises:
         RatesError: there are no rates of this GPU.
@@ -110,7 +126,7 @@ def predict(
     """
     recordings = emulator if isinstance(emulator, list) else emulator.recordings
     found = rates or load_rates(gpu)
-    model = Model(found)
+    model = Blackwell(found) if found.otherwise else Model(found)
     memory = Memory()
     sizes = {r.program.name: code_bytes(r.program, r.image) for r in recordings}
     held = sum(sizes.values()) <= HELD_CODE
@@ -120,7 +136,7 @@ def predict(
         name = recording.program.name
         code_from = None if held else "L2" if name in seen else "memory"
         seen.add(name)
-        predictions.append(_predict(recording, model, memory, code_from, timeline))
+        predictions.append(_predict(recording, model, memory, code_from, timeline, whole))
     return predictions
 
 
@@ -141,7 +157,12 @@ def resident_ctas(recording: Recording) -> int:
 
 
 def _predict(
-    recording: Recording, model: Model, memory: Memory, code_from: str | None, timeline: bool
+    recording: Recording,
+    model: Model,
+    memory: Memory,
+    code_from: str | None,
+    timeline: bool,
+    whole: Whole | None,
 ) -> Prediction:
     launch = launch_items(
         recording,
@@ -150,12 +171,15 @@ def _predict(
         memory,
     )
     grid, cluster = (a * b * c for a, b, c in (recording.grid, recording.cluster))
+    memory_share = launch.memory_share
+    if whole:
+        grid, memory_share = whole.ctas, memory_share / whole.readers
     resident = resident_ctas(recording)
     sms = min(model.rates.sms, grid)
     together = min(resident, -(-grid // model.rates.sms)) if cluster == 1 else 1
     alike = launch.alike() if cluster == 1 and together == 1 else {}
     sharers = launch.sharers(sms, grid)
-    machine = model.machine(*sharers, launch.memory_share, code_from)
+    machine = model.machine(*sharers, memory_share, code_from)
     result = _simulate(launch, machine, together, alike, timeline)
     clocks = _whole_launch(result, alike, grid, sms * together)
     warps = sum(w.cta in result.ends for w in launch.warps)
@@ -167,7 +191,7 @@ def _predict(
     return Prediction(
         kernel=recording.kernel,
         gpu=model.rates.gpu,
-        us=clocks * to_us + (model.launch_us or 0.0),
+        us=clocks * to_us + (model.launch_us(grid) or 0.0),
         without=model.unmeasured,
         parts={unit: busy * share * to_us for unit, busy in sorted(result.busy.items())},
         waits={

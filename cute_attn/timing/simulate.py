@@ -15,14 +15,53 @@ from typing import Any
 
 from .code import CodeCache, Fetch
 from .costs import UNITS
-from .steps import Arrive, Await, Copy, LaunchItems, Multiply, Wait, WarpItems, Work
+from .steps import (
+    Arrive,
+    Await,
+    Commit,
+    Copy,
+    LaunchItems,
+    Multiply,
+    Product,
+    TensorCopy,
+    TensorMemory,
+    Wait,
+    WarpItems,
+    Work,
+)
 
 QUARTERS = 4
+WAVEFRONT_BYTES = 128
 WARPGROUP = 4
 
 
 class Stuck(RuntimeError):
     """The simulated warps wait for each other; the message says for what."""
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """Clocks of tcgen05.
+
+    Attributes:
+        multiply: of a product while others follow.
+        late: from the end of that time until a committed product is signalled.
+        operands: wavefronts of a CTA's shared memory for a product's operands.
+        load_rate, store_rate: bytes a clock of tensor memory and a quarter.
+        load_latency, store_latency: without the time that the bytes take.
+        copy: of a tcgen05.cp of so many bytes.
+        query: of a request for another cluster's work.
+    """
+
+    multiply: Callable[[Product], float]
+    late: Callable[[Product], float]
+    operands: Callable[[Product], float]
+    load_rate: float
+    load_latency: float
+    store_rate: float
+    store_latency: float
+    copy: Callable[[int], float]
+    query: float
 
 
 @dataclass(frozen=True)
@@ -38,12 +77,14 @@ class Machine:
         l2_latency, memory_latency: of a bulk copy, without the time that its bytes take.
         l2_rate, memory_rate: bytes a clock of this SM.
         store_rate, add_rate: bytes a clock of this SM's stores, and of its additions.
-        store_latency: until a bulk store has read its source.
+        store_latency: until a bulk store has read its source, or has written.
         wavefront: clocks of a wavefront of shared memory.
         operands: wavefronts for the operands of a wgmma of (n, A in registers).
         fence: clocks of a fence.proxy.async behind stores to shared memory.
+        cluster_fence: clocks of the fence in an arrival at a cluster's barrier.
         fetch: what fetching machine code takes.
         holds_code: whether the SM holds all of the kernel's code when it starts.
+        tensor: of a GPU with tcgen05.
     """
 
     multiply: Callable[[int, bool], float]
@@ -61,7 +102,9 @@ class Machine:
     operands: Callable[[int, bool], float]
     fence: float
     fetch: Fetch
+    cluster_fence: float = 0.0
     holds_code: bool = True
+    tensor: TensorCore | None = None
 
 
 @dataclass
@@ -142,11 +185,16 @@ class _Sm:
     def __init__(self, code: CodeCache | None) -> None:
         self.code = code
         self.fetching = 0.0
+        self.come: dict[Any, float] = {}  # when the code of an execution has come
         self.quarters = [_Quarter() for _ in range(QUARTERS)]
         self.queues: dict[Any, deque[tuple[int, int, bool]]] = {}
         self.turn: deque[Any] = deque()
         self.multiplying: _Product | None = None
         self.port = self.out = self.shared = 0.0
+        self.tensor: deque[Product | TensorCopy | Commit] = deque()
+        self.tensor_busy = False
+        self.tensor_late = 0.0  # of the latest product
+        self.tensor_memory = [0.0] * QUARTERS
 
 
 class Simulator:
@@ -171,6 +219,9 @@ class Simulator:
         self._waiting: dict[tuple[int, int], list[tuple[int, float, Wait]]] = defaultdict(list)
         self._warps: list[WarpItems] = [w for w in launch.warps if w.cta in places]
         self._sm_of = [places[w.cta] for w in self._warps]
+        self._places = places
+        self._fenced = [False] * len(self._warps)
+        self._tensor_memory_until: dict[tuple[int, str], float] = defaultdict(float)
         numbers = sorted(set(places.values()))
         self._sms = {
             number: _Sm(
@@ -235,6 +286,12 @@ class Simulator:
                 self._work(index, item, now)
                 return
             if isinstance(item, Arrive):
+                if item.fence and not self._fenced[index]:
+                    self._fenced[index] = True
+                    self._next[index] -= 1
+                    self._at(now + self._m.cluster_fence, lambda t: self._go(index, t))
+                    return
+                self._fenced[index] = False
                 self._contribute((item.object, item.phase), now)
             elif isinstance(item, Wait) and self._wait(index, item, now):
                 return
@@ -242,6 +299,12 @@ class Simulator:
                 self._multiply(index, item, now)
             elif isinstance(item, Copy):
                 self._copy(index, item, now)
+            elif isinstance(item, Product | TensorCopy | Commit):
+                sm = self._sms[self._sm_of[index]]
+                sm.tensor.append(item)
+                self._tensor(sm, now)
+            elif isinstance(item, TensorMemory):
+                self._access_tensor_memory(index, item, now)
             elif isinstance(item, Await) and self._await(index, item, now):
                 return
         cta = self._warps[index].cta
@@ -271,11 +334,11 @@ class Simulator:
             self._busy["stores"] += clocks
             self._written[index] = sm.out + self._m.l2_latency
         if sm.code:
-            clocks = sm.code.clocks(work.runs)
+            clocks, execution = sm.code.clocks(work.runs, index)
             if clocks:
-                sm.fetching = max(sm.fetching, now) + clocks
+                sm.fetching = sm.come[execution] = max(sm.fetching, now) + clocks
                 self._busy["instruction fetch"] += clocks
-                until = max(until, sm.fetching)
+            until = max(until, sm.come.get(execution, 0.0))
         self._floor[index] = until
         for unit, clocks in zip(UNITS, work.units, strict=True):
             self._busy[unit] += clocks / QUARTERS
@@ -409,6 +472,54 @@ class Simulator:
             self._at(end, lambda then, i=index: self._go(i, then))  # type: ignore[misc]
         self._start_multiply(sm, now)
 
+    # -- tcgen05
+
+    def _tensor(self, sm: _Sm, now: float) -> None:
+        """Start what comes next in the queue of a tensor core, or of a pair's."""
+        core = self._m.tensor
+        assert core, "a recording with tcgen05, and a GPU without"
+        while sm.tensor and not sm.tensor_busy:
+            item = sm.tensor.popleft()
+            if isinstance(item, Commit):
+                self._signal(item.number, now + max(0.0, sm.tensor_late - self._m.hand_over))
+                continue
+            sms = [sm]
+            if item.pair is not None and item.pair in self._places:
+                sms.append(self._sms[self._places[item.pair]])
+            if isinstance(item, Product):
+                clocks, reading = core.multiply(item), core.operands(item)
+                sm.tensor_late = core.late(item)
+            else:
+                clocks, reading = core.copy(item.nbytes), item.nbytes / WAVEFRONT_BYTES
+            end = now + clocks
+            for each in sms:
+                each.shared = max(each.shared, now) + reading * self._m.wavefront
+                end = max(end, each.shared)
+                self._busy["shared memory"] += reading * self._m.wavefront
+                self._busy["tensor cores"] += clocks
+            sm.tensor_busy = True
+            self._at(end, lambda then: self._tensor_done(sm, then))
+
+    def _tensor_done(self, sm: _Sm, now: float) -> None:
+        sm.tensor_busy = False
+        self._tensor(sm, now)
+
+    def _access_tensor_memory(self, index: int, item: TensorMemory, now: float) -> None:
+        core = self._m.tensor
+        assert core, "a recording with tcgen05, and a GPU without"
+        load = item.kind == "tcgen05.ld"
+        rate, latency = (
+            (core.load_rate, core.load_latency) if load else (core.store_rate, core.store_latency)
+        )
+        sm, quarter = self._sms[self._sm_of[index]], self._warps[index].warp % QUARTERS
+        sm.tensor_memory[quarter] = max(sm.tensor_memory[quarter], now) + item.nbytes / rate
+        self._busy["tensor memory"] += item.nbytes / rate / QUARTERS
+        self._tensor_memory_until[index, item.kind] = sm.tensor_memory[quarter] + latency
+
+    def _signal(self, number: int, when: float) -> None:
+        for key in self._launch.signals.get(number, ()):
+            self._at(when, lambda then, k=key: self._contribute(k, then))  # type: ignore[misc]
+
     # -- copies
 
     def _copy(self, index: int, item: Copy, now: float) -> None:
@@ -419,6 +530,9 @@ class Simulator:
             earlier = self._own.get((index, "cp.async"))
             if earlier:
                 end = max(now, *(e for _, e, _ in earlier))
+        elif item.kind == "query":
+            assert m.tensor, "a recording with cluster launch control, and a GPU without"
+            end = now + m.tensor.query
         elif item.kind in ("load", "cp.async"):
             rate, latency = (
                 (m.memory_rate, m.memory_latency) if item.missed else (m.l2_rate, m.l2_latency)
@@ -428,18 +542,23 @@ class Simulator:
             if item.missed:
                 self._busy["memory"] += item.nbytes / m.memory_rate
             end = sm.port + latency
+            for cta in item.also:
+                if cta in self._places:
+                    other = self._sms[self._places[cta]]
+                    other.port = max(other.port, now) + item.nbytes / rate
+                    self._busy["L2"] += item.nbytes / m.l2_rate
+                    end = max(end, other.port + latency)
             if item.kind == "cp.async":
                 self._own[index, "cp.async"].append((item.order, end, end))
         else:
             rate = m.store_rate if item.kind == "store" else m.add_rate
             sm.out = max(sm.out, now) + item.nbytes / rate
             self._busy["stores"] += item.nbytes / rate
-            self._written[index] = sm.out + m.l2_latency
-            read = sm.out + m.store_latency
-            self._own[index, "bulk"].append((item.order, sm.out + m.l2_latency, read))
+            until = sm.out + m.store_latency
+            self._written[index] = until
+            self._own[index, "bulk"].append((item.order, until, until))
             return
-        for key in self._launch.signals.get(item.number, ()):
-            self._at(end, lambda then, k=key: self._contribute(k, then))  # type: ignore[misc]
+        self._signal(item.number, end)
 
     def _await(self, index: int, item: Await, now: float) -> bool:
         if item.kind == "wgmma":
@@ -449,6 +568,8 @@ class Simulator:
             if end is None:
                 self._await_multiply[key].append((index, now, item.insn))
                 return True
+        elif item.kind.startswith("tcgen05"):
+            end = self._tensor_memory_until[index, item.kind]
         else:
             kind = "cp.async" if item.kind == "cp.async" else "bulk"
             which = 2 if item.kind == "bulk read" else 1

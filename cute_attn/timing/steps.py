@@ -13,8 +13,11 @@ from ..emulator.program import Program
 from ..emulator.recording import KINDS, Recording
 from .costs import UNITS, Cost
 
-(RUN, ARRIVE, WAIT, POLL, ISSUE, COPY, ORDER, AWAIT, SHARED, GLOBAL, ATOMIC, SIGNAL) = range(12)
-assert KINDS[SIGNAL] == "signal"
+(
+    RUN, ARRIVE, WAIT, POLL, ISSUE, COPY, ORDER, AWAIT, SHARED, GLOBAL, ATOMIC, SIGNAL, TENSOR,
+    DELIVER,
+) = range(14)  # fmt: skip
+assert KINDS[DELIVER] == "deliver"
 
 LINE, SECTOR = 128, 32  # bytes of the L2's lines, and of what an access moves
 
@@ -44,8 +47,11 @@ class Work(NamedTuple):
 
 
 class Arrive(NamedTuple):
+    """`fence`: at a cluster's barrier, after a fence."""
+
     object: int
     phase: int
+    fence: bool = False
 
 
 class Wait(NamedTuple):
@@ -56,13 +62,15 @@ class Wait(NamedTuple):
 
 class Copy(NamedTuple):
     """An asynchronous copy. `kind` is "load", "store", "add", "cp.async" or "signal"; `number` is
-    its own, `order` that of its bulk group, or among the warp's cp.async."""
+    its own, `order` that of its bulk group, or among the warp's cp.async. A multicast moves the
+    bytes to the CTAs `also` as well. A "query" asks for another cluster's work."""
 
     kind: str
     number: int
     nbytes: int
     missed: bool
     order: int
+    also: tuple[int, ...] = ()
 
 
 class Multiply(NamedTuple):
@@ -74,8 +82,44 @@ class Multiply(NamedTuple):
     insn: int
 
 
+class Product(NamedTuple):
+    """A tcgen05.mma of `m` x `n` x `k`, the `number`-th operation. `kind` counts as in
+    engine/tcgen05_mma.c from 1 on: f16, tf32, f8f6f4, i8, mxf8f6f4, mxf4, mxf4nvf4. `pair` is the
+    other CTA of a cta_group::2, else None."""
+
+    number: int
+    m: int
+    n: int
+    k: int
+    kind: int
+    from_tensor_memory: bool
+    pair: int | None
+
+
+class TensorCopy(NamedTuple):
+    """A tcgen05.cp of so many bytes to the tensor memory of a CTA, or of both of a pair."""
+
+    number: int
+    nbytes: int
+    pair: int | None
+
+
+class Commit(NamedTuple):
+    """A tcgen05.commit, which signals when the products and copies before it are done."""
+
+    number: int
+
+
+class TensorMemory(NamedTuple):
+    """A warp's "tcgen05.ld" or "tcgen05.st" of so many bytes."""
+
+    kind: str
+    nbytes: int
+
+
 class Await(NamedTuple):
-    """A wait for the warp's own operations: "wgmma", "bulk", "bulk read" or "cp.async"."""
+    """A wait for the warp's own operations: "wgmma", "bulk", "bulk read", "cp.async",
+    "tcgen05.ld" or "tcgen05.st"."""
 
     kind: str
     order: int
@@ -142,7 +186,7 @@ def _anonymous(item: Any) -> Any:
     """An item without the numbers of its CTA and its operations."""
     if isinstance(item, Arrive | Wait):
         return type(item).__name__, item.object & ~(0xFFFFFF << 32), item.phase
-    if isinstance(item, Copy):
+    if isinstance(item, Copy | Product | TensorCopy | Commit):
         return item._replace(number=0)
     return item
 
@@ -272,12 +316,24 @@ class _Stream:
             self._emit(Wait(a, b, insn))
         elif kind == ARRIVE:
             last = self.out.items[-1] if self.out.items and not self._runs else None
-            if last == Arrive(a, b):  # further lanes of one instruction
-                self.out.items.append(last)
+            opcode = self._readers.opcode(insn)
+            fence = opcode.startswith("barrier.cluster.arrive") and "relaxed" not in opcode
+            if last == Arrive(a, b, fence):  # further lanes of one instruction
+                self.out.items.append(Arrive(a, b))
             else:
-                self._emit(Arrive(a, b))
+                self._emit(Arrive(a, b, fence))
         elif kind == ISSUE:
-            self._emit(Copy("signal", a, 0, False, 0))
+            opcode = self._readers.opcode(insn)
+            if opcode.startswith("tcgen05.commit"):
+                self._emit(Commit(a))
+            else:
+                query = opcode.startswith("clusterlaunchcontrol")
+                self._emit(Copy("query" if query else "signal", a, 0, False, 0))
+        elif kind == TENSOR:
+            self.out.items[-1] = self._tensor(insn, a, b, c)
+        elif kind == DELIVER:
+            last = self.out.items[-1]
+            self.out.items[-1] = last._replace(also=(*last.also, b))
         elif kind == COPY:
             opcode = self._readers.opcode(insn)
             number = self.out.items[-1].number
@@ -298,11 +354,24 @@ class _Stream:
             opcode = self._readers.opcode(insn)
             if opcode.startswith("wgmma"):
                 what = "wgmma"
+            elif opcode.startswith("tcgen05.wait"):
+                what = "tcgen05.st" if "::st" in opcode else "tcgen05.ld"
             elif "bulk" in opcode:
                 what = "bulk read" if b else "bulk"
             else:
                 what = "cp.async"
             self._emit(Await(what, a, insn))
+
+    def _tensor(self, insn: int, a: int, b: int, c: int) -> Product | TensorCopy | TensorMemory:
+        """The item of a tcgen05 instruction, which has been issued as the latest operation."""
+        opcode, number = self._readers.opcode(insn), self.out.items[-1].number
+        pair = c - 1 if c else None
+        if opcode.startswith("tcgen05.mma"):
+            m, n, k = (a >> shift & 0xFFFF for shift in (0, 16, 32))
+            return Product(number, m, n, k, b & 0xFF, bool(b >> 8 & 1), pair)
+        if opcode.startswith("tcgen05.cp"):
+            return TensorCopy(number, a, pair)
+        return TensorMemory(opcode[: len("tcgen05.ld")], a)
 
     def _global(self, insn: int, nbytes: int, address: int) -> None:
         if self._readers.opcode(insn).startswith("st"):
@@ -364,7 +433,7 @@ class _Instructions:
             read = [n for group in names[results:] for n in group]
             if ptx.guard:
                 read.append(_named(ptx.guard, id(ptx.scope)))
-            if ptx.opcode.startswith(("wgmma.mma", "wgmma.wait")):
+            if ptx.opcode.startswith(("wgmma.mma", "wgmma.wait", "tcgen05.ld")):
                 written = read = []
             self._edges.append((written, read, self._latency(ptx.opcode)))
 

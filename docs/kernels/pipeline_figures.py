@@ -76,7 +76,7 @@ SHOWN: dict[str, Callable[[], Pipeline]] = {
     "sm90_backward_dkdv": lambda: backward(attention.SM90_BACKWARD_DKDV, "sm_90a", 128, dq=False),
     "sm90_backward_dq": lambda: backward(attention.SM90_BACKWARD_DQ, "sm_90a", 128, dkdv=False),
     "sm90_backward_256_dkdv": lambda: backward(
-        attention.SM90_HD256_BACKWARD_DKDV, "sm_90a", 256, keeps_ds=True
+        attention.SM90_WIDE_BACKWARD_DKDV, "sm_90a", 256, keeps_ds=True
     ),
     "sm90_backward_256_dq": lambda: backward(
         attention.SM90_BACKWARD_DS_DQ, "sm_90a", 256, keeps_ds=True

@@ -6,7 +6,6 @@ import torch
 from checks.common import HEAD_DIM, SLOTS, Check, Errors, relative_errors
 
 import cute_attn
-from cute_attn.reference.convolution import causal_convolution_reference
 from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_gradients,
     gated_delta_rule_chunk_reference,
@@ -60,19 +59,12 @@ def gdn_decode(device: str, heads: int) -> Errors:
     channels = 4 * heads * HEAD_DIM
     windows = torch.randn(SLOTS, channels, 3, device=device).to(torch.bfloat16)
     weight = torch.randn(channels, 4, device=device).to(torch.bfloat16)
+    call |= {"state_indices": slots, "conv_state": windows, "conv_weight": weight}
     results = {}
     for dtype in (torch.float64, torch.float32):
-        tokens = (call["q"], call["k"], call["v"])
-        q, k, v, _ = causal_convolution_reference(
-            *tokens, windows, weight, state_indices=slots, dtype=dtype
-        )
-        results[dtype] = gated_delta_rule_decode_reference(
-            **call | {"q": q, "k": k, "v": v}, state=state, state_indices=slots, dtype=dtype
-        )
+        results[dtype] = gated_delta_rule_decode_reference(**call, state=state, dtype=dtype)
     exact, plain = results[torch.float64], results[torch.float32]
-    o = cute_attn.gated_delta_rule_decode(
-        **call, state=state, state_indices=slots, conv_state=windows, conv_weight=weight
-    )
+    o = cute_attn.gated_delta_rule_decode(**call, state=state)
     return relative_errors(
         o=(o, plain.o.to(o.dtype), exact.o), state=(state, plain.state, exact.state)
     )

@@ -18,10 +18,10 @@ from toy_specs import SCALE, ScaleSpec
 from cute_attn import cache
 from cute_attn.cache import store as store_module
 from cute_attn.cache.store import Store
+from tests.sweeps import FULL
 
 Run = Callable[..., Process]
 
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 GET = "cache.get(SCALE, ScaleSpec(), 'sm_90a')\ntell(**cache.stats()._asdict())\n"
 
 

@@ -105,22 +105,22 @@ def _serve(pipe: Any, rank: int, world: int, store: str, timeout: float) -> None
 
 
 def plan_of(layout: Any, mode: str | None, mesh: Sequence[int] | None, **lengths: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     from cute_attn.distributed import context_parallel
 
-    group = None
-    if mesh is not None:
-        group = _meshes.get(tuple(mesh))
-        if group is None:
-            names = ("tokens", "heads")[: len(mesh)]
-            group = _meshes[tuple(mesh)] = init_device_mesh(
-                "cpu", tuple(mesh), mesh_dim_names=names
-            )
+    group = None if mesh is None else _mesh(tuple(mesh))
     return context_parallel(group, layout=layout, mode=mode, **lengths)
 
 
 _meshes: dict[tuple[int, ...], Any] = {}
+
+
+def _mesh(sizes: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if sizes not in _meshes:
+        names = ("tokens", "heads")[: len(sizes)]
+        _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return _meshes[sizes]
 
 
 @contextmanager
@@ -377,3 +377,46 @@ def trained(kind: str, tokens: Tensor, upstream: Tensor, layout: str) -> tuple[T
         )
     dist.all_reduce(gradients)
     return plan.unshard(logits), gradients
+
+
+def split(
+    kind: str, ids: Tensor, labels: Tensor, *, layout: str, way: str, **inputs: Any
+) -> tuple[Tensor, Tensor]:
+    """The loss of a model with `use_context_parallel`, and the ranks' gradients together.
+
+    Args:
+        way: "sum" or "mean" of gradients, or "checkpoint" for layers that are computed again.
+    """
+    import cute_attn
+    from cute_attn.integrations.transformers import register, use_context_parallel
+
+    register()
+    model = model_of(kind, "cute_attn", torch.bfloat16)
+    if way == "checkpoint":
+        model.gradient_checkpointing_enable()
+        model.train()
+    mesh = _mesh((dist.get_world_size(),))
+    use_context_parallel(
+        model, mesh["tokens"], layout=layout, gradients="mean" if way == "mean" else "sum"
+    )
+    with cute_attn.emulated("sm_90a"):
+        loss = model(input_ids=ids, labels=labels, **inputs).loss
+        loss.backward()
+    gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    dist.all_reduce(gradients)
+    return loss.detach(), gradients / (dist.get_world_size() if way == "mean" else 1)
+
+
+def refused_model(kind: str, implementation: str, **config: Any) -> str:
+    """What `use_context_parallel` raises for a model."""
+    from cute_attn.integrations.transformers import register, use_context_parallel
+
+    register()
+    model = model_of(kind, implementation, torch.bfloat16)
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    try:
+        use_context_parallel(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
@@ -237,6 +238,12 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         ({"out": args["q"]}, "NotImplementedError: out is given with cp"),
         ({"window_size": (-3, None)}, "NotImplementedError: window_size is (-3, None) with cp"),
         ({"causal": 2.0}, "TypeError: causal must be a bool"),
+        ({"window_size": ("3", 0)}, "TypeError: window_size holds a str, must be ints"),
+        ({"q": args["q"].float()}, "TypeError: q has dtype torch.float32, must be one of"),
+        ({"k": args["k"].half()}, "TypeError: k has dtype torch.float16, must be torch.bfloat16"),
+        ({"v": args["v"].expand(1, 4, 2, 64)}, "ValueError: v has shape [1, 4, 2, 64], must be"),
+        ({"learnable_sink": torch.zeros(3)}, "ValueError: learnable_sink has shape [3], must be"),
+        ({"softmax_scale": math.nan}, "ValueError: softmax_scale is nan, must be positive"),
     ):
         (said, _) = two.call("refused", args=args | changes, seqlen=8)
         assert message in said

@@ -1,10 +1,11 @@
 """Bugs in programs of other packages: docs/bugs_found.md tells of them.
 
-    python -m tests.emulator.bugs_in_scripts [--cutlass CHECKOUT] [--flashinfer WHEEL] [NAME ...]
+    python -m tests.emulator.bugs_in_scripts [--cutlass CHECKOUT] [--flashinfer WHEEL]
+        [--vllm WHEEL] [NAME ...]
 
 runs each program in the emulator, unmodified, and prints its errors; then the same for a copy of
-the sources with a small change. CHECKOUT is a checkout of NVIDIA/cutlass, WHEEL an unpacked wheel
-of FlashInfer. Both are read, never written.
+the sources with a small change. CHECKOUT is a checkout of NVIDIA/cutlass, WHEEL an unpacked wheel.
+All are read, never written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from .cutlass_examples import BLACKWELL, EXAMPLES
 KERNELS = "cute/blackwell/kernel"
 MIXED = f"{KERNELS}/attention/mixed_input_fmha"
 MQA = "attn_scores/kernels/fp8_paged_mqa_logits.py"
+GDN = "model_executor/layers/mamba/ops/gdn_chunk_cutedsl"
+FLASHINFER_GDN = "gdn_kernels/blackwell"
+# Of each package: the folder in what is given, and the parts of the folder that a copy needs.
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cutlass": (EXAMPLES, (".",)),
+    "flashinfer": ("flashinfer", ("attn_scores", FLASHINFER_GDN)),
+    "vllm": ("vllm", ("cute_utils", GDN)),
+}
 Edit = tuple[str, str]
 
 
@@ -32,12 +41,13 @@ class Program:
     """A program with a bug.
 
     Attributes:
-        package: "cutlass" or "flashinfer".
+        package: a key of PACKAGES.
         file: the file with the bug, in the package's folder.
-        arguments: of the script; a program of FlashInfer's is `flashinfer_mqa.py`.
+        arguments: of the script.
         checks: those that find the bug.
         edits: what mends it: texts that occur once, and what takes their places.
         schedules: the number of the emulator's schedules.
+        caller: the program that calls the kernel, where the file is no program itself.
     """
 
     package: str
@@ -46,17 +56,18 @@ class Program:
     checks: frozenset[str]
     edits: tuple[Edit, ...]
     schedules: int = 5
+    caller: str | None = None
 
     def folder(self, given: Path) -> Path:
-        """The part of a checkout, or of an unpacked wheel, that is copied to be changed."""
-        return given / (EXAMPLES if self.package == "cutlass" else "flashinfer")
+        """The package's folder in a checkout, or in an unpacked wheel."""
+        return given / PACKAGES[self.package][0]
 
     def errors(self, folder: Path, scratch: Path) -> list[str]:
         """The errors of a run, in words."""
-        if self.package == "cutlass":
+        if self.caller is None:
             command = [str(folder / self.file), *self.arguments.split()]
         else:
-            command = [str(Path(__file__).with_name("flashinfer_mqa.py")), str(folder)]
+            command = [str(Path(__file__).with_name(self.caller)), str(folder)]
         report = scratch / "report.json"
         report.unlink(missing_ok=True)
         options = "--arch", BLACKWELL, "--schedules", str(self.schedules), "--report", str(report)
@@ -70,11 +81,11 @@ class Program:
         return [f"{f['check']}: {f['message']}" for f in found if f["severity"] == "error"]
 
     def mended(self, folder: Path, scratch: Path) -> Path:
-        """A copy of the folder with the edits."""
+        """A copy of the folder's parts with the edits."""
         copy = scratch / "mended"
         shutil.rmtree(copy, ignore_errors=True)
-        part = "." if self.package == "cutlass" else "attn_scores"
-        shutil.copytree(folder / part, copy / part)
+        for part in PACKAGES[self.package][1]:
+            shutil.copytree(folder / part, copy / part)
         text = (copy / self.file).read_text()
         for old, new in self.edits:
             if text.count(old) != 1:
@@ -166,6 +177,81 @@ PROGRAMS = {
                 _meets(" " * 12, 256),
             ),
         ),
+        caller="flashinfer_mqa.py",
+    ),
+    "delta-rule-chunks": Program(
+        "flashinfer",
+        f"{FLASHINFER_GDN}/gated_delta_net_chunked.py",
+        "",
+        RACES,
+        (
+            (
+                "            tmem.relinquish_alloc_permit()\n            tmem.free(tmem_ptr)\n\n"
+                "            o_store_producer.tail()\n",
+                _meets(" " * 12, 128)
+                + "            tmem.relinquish_alloc_permit()\n"
+                + "            tmem.free(tmem_ptr)\n\n"
+                + "            o_store_producer.tail()\n",
+            ),
+        ),
+        schedules=3,
+        caller="flashinfer_gdn.py",
+    ),
+    "grouped-mm-tail": Program(
+        "cutlass",
+        f"{KERNELS}/moe/torch_grouped_mm.py",
+        "--tokens 64 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256",
+        frozenset({"barrier"}),
+        (
+            (
+                "            sched_pipeline.producer_commit(sched_producer_state)\n\n"
+                "            sched_pipeline.producer_tail(sched_producer_state)\n",
+                "            sched_pipeline.producer_commit(sched_producer_state)\n"
+                "            sched_producer_state.advance()\n"
+                "            sched_pipeline.producer_acquire(sched_producer_state)\n",
+            ),
+        ),
+        schedules=3,
+    ),
+    "delta-rule-state": Program(
+        "vllm",
+        f"{GDN}/kernel_h.py",
+        "",
+        frozenset({"proxy-fence"}),
+        (
+            (
+                "            if warp_id_ == 0:\n                ht_dst =",
+                "            fence_before_tma_store()\n"
+                "            if warp_id_ == 0:\n                ht_dst =",
+            ),
+        ),
+        schedules=1,
+        caller="vllm_gdn.py",
+    ),
+    "delta-rule-inverse": Program(
+        "vllm",
+        f"{GDN}/kernel_kkt_inv_uw.py",
+        "",
+        RACES,
+        (
+            (
+                "            cute.arch.mbarrier_wait(epi_mbar + stage_id, parity ^ 1)\n"
+                "            _tcgen05.dealloc()\n",
+                "            last_id = (stage_id + num_stages - 1) % num_stages\n"
+                "            if stage_id == 0:\n"
+                "                parity ^= 1\n"
+                "            cute.arch.mbarrier_wait(epi_mbar + last_id, parity)\n"
+                + _meets(" " * 12, 160)
+                + "            _tcgen05.dealloc()\n",
+            ),
+            (
+                '"32x32b", BT // 2, zeros_)\n',
+                '"32x32b", BT // 2, zeros_)\n            _tcgen05.wait_st()\n'
+                + _meets(" " * 12, 160).replace("barrier(", "barrier_arrive("),
+            ),
+        ),
+        schedules=3,
+        caller="vllm_gdn.py",
     ),
 }
 
@@ -174,13 +260,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cutlass", type=Path, help="a checkout of NVIDIA/cutlass")
     parser.add_argument("--flashinfer", type=Path, help="an unpacked wheel of FlashInfer")
+    parser.add_argument("--vllm", type=Path, help="an unpacked wheel of vLLM")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROGRAMS))
     given = parser.parse_args(arguments)
     for name in given.names or PROGRAMS:
         if name not in PROGRAMS:
             parser.error(f"{name} is none of {', '.join(PROGRAMS)}")
         program = PROGRAMS[name]
-        package = given.cutlass if program.package == "cutlass" else given.flashinfer
+        package = vars(given)[program.package]
         if package is None:
             print(f"{name}: needs --{program.package}")
             continue

@@ -22,6 +22,7 @@ from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
 
 from .mutations import (
+    ADVERSARIAL,
     ARRIVE,
     EXPECT,
     LOAD,
@@ -554,19 +555,19 @@ def _(p: Edged) -> Planted:
 
 # -- pieces: each CTA has one of the two pieces of a head
 
-PIECE_ARRIVAL = r"atom\.acq_rel\.gpu\.global\.inc\.u32"  # the last one; CTAs arrive by another
+PIECE_ARRIVAL = r"atom\.acq_rel\.gpu\.global\.inc\.u32"  # the last but one; the last leaves
 MEET = r"bar\.sync\s+%r"
 
 
 @pieces("an arrival orders no results", "race")
 def _(p: Edged) -> Planted:
-    line = p.one(PIECE_ARRIVAL, nth=-1)
+    line = p.all(PIECE_ARRIVAL)[-2]
     return p.swap(line, "acq_rel", "relaxed"), [line, *p.all(r"st\.global\.v2\.f32")]
 
 
 @pieces("a piece arrives before its last results", "race")
 def _(p: Edged) -> Planted:
-    line = p.before(MEET, p.one(PIECE_ARRIVAL, nth=-1))
+    line = p.before(MEET, p.all(PIECE_ARRIVAL)[-2])
     return p.drop(line), [line, *p.all(r"[sl][td]\.global\.v[24]\.f32")]
 
 
@@ -741,6 +742,15 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
     return [] if name_of(bug) in QUICK else [pytest.mark.slow]
 
 
+# Under "adversarial" a CTA looks for the other's rows of warp 1 only after the other has left, which
+# orders all that came before.
+HIDDEN = {("pieces: a piece arrives before its last results", ADVERSARIAL)}
+
+
+def seeds_of(bug: Bug, seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [pair for pair in seeds if (name_of(bug), pair[0]) not in HIDDEN]
+
+
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
                                              for n in ("pages", "hd256", "splits", "few", "fp8",
                                                        "gather", "pair"))])  # fmt: skip
@@ -757,10 +767,10 @@ def test_the_kernel_is_clean(name: str) -> None:
     [pytest.param(bug, id=name_of(bug), marks=marks_of(bug)) for bug in BUGS],
 )
 def test_the_bug_is_found(bug: Bug) -> None:
-    assert list(found_on(bug, kernel(bug.kernel), SEEDS)) == []
+    assert list(found_on(bug, kernel(bug.kernel), seeds_of(bug, SEEDS))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=name_of)
 def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
-    assert list(found_on(bug, kernel(bug.kernel), MORE_SEEDS[::6])) == []
+    assert list(found_on(bug, kernel(bug.kernel), seeds_of(bug, MORE_SEEDS[::6]))) == []

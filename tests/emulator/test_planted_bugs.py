@@ -537,15 +537,16 @@ def _(p: Ptx) -> Planted:
 
 @whole("forward sm_90", "wait for Q dropped", "race uninitialised")
 def _(p: Ptx) -> Planted:
-    first = p.one(WGMMA)
-    return p.drop(p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)), [first]
-
-
-@whole("forward sm_90", "parity of the wait for Q wrong", "deadlock race uninitialised")
-def _(p: Ptx) -> Planted:
-    first = p.one(WGMMA)
+    first, *others = p.all(WGMMA)[:4]  # the first scores, which are undefined from the last one on
     line = p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)
-    return p.changed_operand(line, operand(p, line), "xor.b32", 1), [line, first]
+    return p.drop(line), [first, *others]
+
+
+@whole("forward sm_90", "parity of the wait for Q wrong", "barrier deadlock race uninitialised")
+def _(p: Ptx) -> Planted:
+    first, *others = p.all(WGMMA)[:4]
+    line = p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)
+    return p.changed_operand(line, operand(p, line), "xor.b32", 1), [line, first, *others]
 
 
 @whole("forward sm_90", "wgmma.fence dropped", "wgmma", severity="note")

@@ -90,8 +90,10 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     counter = torch.zeros(1, dtype=torch.int32)
     last = {
         "dq": [1.0, 0, right, SMS, counter],
-        "dkdv": [1.0, 0, right, 1, 0, 1, 0, 1, SMS],  # of splits, K/V heads, blocks and clusters
-        "ds_dq": [left, right, 0, 1, 0, SMS],  # of K/V heads, tiles of keys and clusters
+        # Splits, K/V heads, blocks and clusters, and no counter.
+        "dkdv": [1.0, 0, right, 1, 0, 1, 0, 1, SMS, None],
+        # K/V heads, tiles of keys and clusters, and no counter.
+        "ds_dq": [left, right, 0, 1, 0, SMS, None],
     }[name]
     arguments = [*tensors.values(), *[None] * 4, 1 / 16, *last]
     if name == "ds_dq":

@@ -146,6 +146,12 @@ class Double(torch.autograd.Function):
 
 Double.apply(x).sum().backward()
 
+@torch.compile(fullgraph=True)
+def tripled(x):
+    return 3 * x
+
+assert tripled(x.detach()).is_cuda and torch.compile(tripled) is tripled
+
 @torch.library.custom_op("emulated_test::double", mutates_args=(), device_types="cuda")
 def double(x: torch.Tensor) -> torch.Tensor:
     assert x.is_cuda and torch.empty_like(x).is_cuda and torch.zeros(2, device=x.device).is_cuda
@@ -347,6 +353,14 @@ def test_tensors_know_their_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_program_for_another_device_is_told_of_the_option(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text('raise ValueError("CUTE_DSL_ARCH must be sm_100a")\n')
+    done = emulated("program.py", directory=tmp_path)
+    assert done.returncode == 1
+    assert "the GPU is sm_90a; --arch chooses another one" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [(["--on-findings", "raise"], 1), (["--on-findings", "ignore"], 0), (["--checks", "race"], 0)],
@@ -392,11 +406,12 @@ def test_the_program_s_own_exit_status(tmp_path: Path, end: str, status: int) ->
     ("arguments", "said"),
     [
         (["--arch", "sm_70", "x.py"], "'sm_70' is none of sm_80, sm_86"),
+        (["--arch", "sm_100", "x.py"], "did you mean sm_100a?"),
         (["--checks", "race,rase", "x.py"], "'rase' is neither all, none nor a check: deadlock"),
         (["--schedules", "0", "x.py"], "--schedules: '0' is not a positive integer"),
         (["--resident", "many", "x.py"], "--resident: 'many' is not a positive integer"),
         (["--on-findings", "warn", "x.py"], "--on-findings: invalid choice: 'warn'"),
-        (["--arch", "sm_80", "--time", "x.py"], "--time is for --arch sm_90a"),
+        (["--arch", "sm_80", "--time", "x.py"], "--time is for --arch sm_90a and sm_100a"),
         (["--unknown", "x.py"], "unrecognized arguments: --unknown"),
         (["/nowhere/x.py"], "there is no file /nowhere/x.py"),
         ([], "required: SCRIPT"),

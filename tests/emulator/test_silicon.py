@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import zlib
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from cute_attn.emulator import library
+from tests.sweeps import FULL
 
 from .silicon import copies
 from .silicon.cases import Case, load
@@ -29,7 +29,6 @@ from .silicon.tensormaps import (
 
 PARTS = 40
 ASYNCHRONOUS = ("barrier", "copy", "wgmma")
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 ILLEGAL = {"out-of-bounds", "misaligned", "descriptor", "assert"}
 """The checks one of which has to speak up where the GPU stops, and no other."""
 

@@ -15,6 +15,7 @@ from tests.gpu.named_calls import LENGTHS, Group, Named, differentiate, on_devic
 from tests.ops import gated_delta_rule_cases
 from tests.ops.gated_delta_rule_calls import OPERATORS
 from tests.ops.kda_decode_cases import GATED_DELTA_RULE, Case, function_of
+from tests.ops.test_gated_delta_rule_decode import with_columns
 from tests.ops.test_kda_gradients import INPUTS
 from tests.ops.test_kda_pool import SERVER, pool_call
 
@@ -29,6 +30,11 @@ def by_tokens(device: str) -> Iterator[Named]:
     yield (
         "fused_recurrent_gated_delta_rule",
         lambda: cute_attn.fused_recurrent_gated_delta_rule(**recurrent),
+    )
+    columns = with_columns(device, g=True, gk=True, gv=True, beta=True, gate=True)
+    yield (
+        "fused_recurrent_gated_delta_rule, columns",
+        lambda: cute_attn.fused_recurrent_gated_delta_rule(**columns),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor
 import cute_attn
 from cute_attn.distributed import context_parallel
 
+from . import processes
+from .kernels_ahead import compiled
 from .processes import exit_codes, on_ranks
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, only to find the kernels
 GPUS = torch.cuda.device_count()
 WORLDS = [
     pytest.param(world, marks=pytest.mark.skipif(world > GPUS, reason=f"needs {world} GPUs"))
@@ -35,6 +38,49 @@ CASES: dict[str, tuple[Any, ...]] = {
     "both sides": ("zigzag", LENGTHS, None, 8, 4, 128, {"window_size": (130, 40)}),
 }
 MODES = ("gather", "ring", "heads", "mesh")
+REPEATED = ("zigzag", "packed")  # the cases of deterministic calls
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    """All kernels of this module's calls are compiled before the first test."""
+    worlds = tuple(world for world in (2, 4) if world <= GPUS)
+    if worlds:
+        compiled(every_call, worlds)
+    yield
+    processes.close()
+
+
+def every_call() -> None:
+    """Each kind of call that a test of this module makes."""
+    for name in CASES:
+        for mode in MODES:
+            over_ranks(Inputs(name), mode, False)
+        Inputs(name).alone()
+    for name in REPEATED:
+        for mode in MODES:
+            over_ranks(Inputs(name), mode, True)
+    for heads, mode in ((8, "gather"), (8, "ring"), (8, "heads"), (8, None), (32, None)):
+        for deterministic in (False, True):
+            plan = plan_of("zigzag", (2048,), False, mode)
+            q, k, v = leaves_of(plan.tokens, heads, heads // (2 if heads == 8 else 4))
+            o, _ = cute_attn.flash_attn_func(
+                q, k, v, causal=True, cp=plan, deterministic=deterministic
+            )
+            o.sum().backward()
+            with torch.no_grad():
+                cute_attn.flash_attn_func(q, k, v, causal=True, cp=plan)
+    plan = plan_of("zigzag", (256,), False, "gather")
+    with torch.no_grad():
+        call_with(plan, plan.tokens)
+
+
+def leaves_of(tokens: int, heads: int, heads_k: int, dim: int = 128) -> list[Tensor]:
+    """q, k and v that need a gradient."""
+    return [
+        torch.randn(1, tokens, n, dim, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        for n in (heads, heads_k, heads_k)
+    ]
 
 
 def plan_of(layout: str, lengths: tuple[int, ...], packed: bool, mode: str | None) -> Any:
@@ -83,52 +129,70 @@ def exact(
     return [o.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def agrees(name: str, mode: str, deterministic: bool) -> None:
-    """o and gradients over ranks are about as near to float64 as one GPU's."""
-    if mode == "mesh" and dist.get_world_size() < 4:
-        return
-    layout, lengths, batch, heads, heads_k, dim, options = CASES[name]
-    options = dict(options)
-    torch.manual_seed(1)
-    packed = batch is None
-    rows = (sum(lengths),) if packed else (batch, *lengths)
-    q, k, v, do = (
-        torch.randn(*rows, n, dim, device="cuda", dtype=torch.bfloat16)
-        for n in (heads, heads_k, heads_k, heads)
-    )
-    inputs = [q, k, v]
-    if options.pop("sink", False):
-        inputs.append(torch.randn(heads, device="cuda"))
-    function = cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func
-    of_sequences = {}
-    if packed:
-        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-        of_sequences = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+class Inputs:
+    """The tensors of a case, equal on all ranks.
 
-    def run(tensors: list[Tensor], upstream: Tensor, **given: Any) -> list[Tensor]:
+    Attributes:
+        tensors: q, k and v, and the sink if the case has one.
+        of_sequences: the arguments for packed sequences on one GPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.layout, self.lengths, batch, heads, heads_k, dim, options = CASES[name]
+        self.options = dict(options)
+        torch.manual_seed(1)
+        self.packed = batch is None
+        rows = (sum(self.lengths),) if self.packed else (batch, *self.lengths)
+        q, k, v, self.do = (
+            torch.randn(*rows, n, dim, device=DEVICE, dtype=torch.bfloat16)
+            for n in (heads, heads_k, heads_k, heads)
+        )
+        self.tensors = [q, k, v]
+        if self.options.pop("sink", False):
+            self.tensors.append(torch.randn(heads, device=DEVICE))
+        self.of_sequences: dict[str, Any] = {}
+        if self.packed:
+            bounds = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+            offsets = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+            self.of_sequences = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+    def run(self, tensors: list[Tensor], upstream: Tensor, **given: Any) -> list[Tensor]:
+        """o and the gradients."""
+        name = "flash_attn_varlen_func" if self.packed else "flash_attn_func"
         leaves = [x.clone().requires_grad_() for x in tensors]
         sink = leaves[3] if len(leaves) > 3 else None
-        o, _ = function(*leaves[:3], learnable_sink=sink, **options, **given)
+        o, _ = getattr(cute_attn, name)(*leaves[:3], learnable_sink=sink, **self.options, **given)
         o.backward(upstream)
-        return [o.detach(), *(x.grad for x in leaves)]
+        return [o.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
-    true, alone = exact(inputs, do, lengths, options), run(inputs, do, **of_sequences)
-    plan = plan_of(layout, lengths, packed, mode)
+    def alone(self) -> list[Tensor]:
+        return self.run(self.tensors, self.do, **self.of_sequences)
 
-    def over_ranks() -> list[Tensor]:
-        own = [*map(plan.shard, inputs[:3]), *inputs[3:]]
-        found = run(own, plan.shard(do), cp=plan, deterministic=deterministic)
-        for x in found[4:]:
-            dist.all_reduce(x)
-        return [*map(plan.unshard, found[:4]), *found[4:]]
 
-    found = over_ranks()
-    for ours, one, right in zip(found, alone, true, strict=True):
-        errors = [float((x.double() - right).norm()) for x in (ours, one)]
+def over_ranks(x: Inputs, mode: str, deterministic: bool) -> list[Tensor]:
+    """o and gradients of all tokens. A mesh needs 4 ranks."""
+    if mode == "mesh" and dist.get_world_size() < 4:
+        return []
+    plan = plan_of(x.layout, x.lengths, x.packed, mode)
+    own = [*map(plan.shard, x.tensors[:3]), *x.tensors[3:]]
+    found = x.run(own, plan.shard(x.do), cp=plan, deterministic=deterministic)
+    for gradient in found[4:]:
+        dist.all_reduce(gradient)
+    return [*map(plan.unshard, found[:4]), *found[4:]]
+
+
+def agrees(name: str, mode: str, deterministic: bool) -> None:
+    """o and gradients over ranks are about as near to float64 as one GPU's."""
+    x = Inputs(name)
+    found = over_ranks(x, mode, deterministic)
+    if not found:
+        return
+    true = exact(x.tensors, x.do, x.lengths, x.options)
+    for ours, one, right in zip(found, x.alone(), true, strict=True):
+        errors = [float((got.double() - right).norm()) for got in (ours, one)]
         assert errors[0] <= 1.3 * errors[1] + 1e-12, (name, mode, errors)
     if deterministic:
-        again = over_ranks()
+        again = over_ranks(x, mode, deterministic)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), (name, mode)
 
 
@@ -146,7 +210,7 @@ def test_every_layout(world: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["zigzag", "packed"])
+@pytest.mark.parametrize("name", REPEATED)
 def test_deterministic_calls_repeat(world: int, name: str) -> None:
     on_ranks(world, every_case, [name], MODES, True)
 
@@ -154,10 +218,7 @@ def test_deterministic_calls_repeat(world: int, name: str) -> None:
 def replays(mode: str) -> None:
     """A graph of forward and backward gives what calls give, for other values too."""
     plan = plan_of("zigzag", (2048,), False, mode)
-    q, k, v = (
-        torch.randn(1, plan.tokens, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for n in (8, 4, 4)
-    )
+    q, k, v = leaves_of(plan.tokens, 8, 4)
     do = torch.randn_like(q)
 
     def call() -> tuple[Tensor, ...]:
@@ -192,12 +253,9 @@ def test_calls_in_a_graph(world: int) -> None:
 
 
 def does_not_grow(steps: int) -> None:
-    """Memory after many steps is memory after a few."""
+    """Memory after many steps is no more than memory after a few."""
     plan = plan_of("zigzag", (1024,), False, None)
-    inputs = [
-        torch.randn(1, plan.tokens, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for n in (8, 4, 4)
-    ]
+    inputs = leaves_of(plan.tokens, 8, 4)
     used = {}
     for step in range(steps):
         o, _ = cute_attn.flash_attn_func(*inputs, causal=True, cp=plan)
@@ -206,7 +264,8 @@ def does_not_grow(steps: int) -> None:
         if step in (20, steps - 1):
             torch.cuda.synchronize()
             used[step] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    assert used[20] == used[steps - 1], used
+    few, many = used[20], used[steps - 1]
+    assert all(a <= b for a, b in zip(many, few, strict=True)), (few, many)
 
 
 def test_memory_does_not_grow() -> None:
@@ -233,10 +292,7 @@ def peak(tokens: int, heads: int, heads_k: int, dim: int) -> None:
     }
     for mode, (most, most_backward) in expected.items():
         plan = plan_of("zigzag", (tokens,), False, mode)
-        inputs = [
-            torch.randn(1, n, x, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
-            for x in (heads, heads_k, heads_k)
-        ]
+        inputs = leaves_of(n, heads, heads_k, dim)
         do = torch.randn_like(inputs[0])
         attention = partial(cute_attn.flash_attn_func, *inputs, causal=True, cp=plan)
         for _ in range(2):
@@ -270,26 +326,35 @@ def leaves() -> None:
     plan = plan_of("zigzag", (256,), False, "gather")
     if dist.get_rank() == 1:
         os._exit(3)
-    call_with(plan, plan.tokens)
+    ends_after(plan, plan.tokens)
 
 
 def passes_a_wrong_shape() -> None:
     """Rank 1 has a token less than the plan says."""
     plan = plan_of("zigzag", (256,), False, "gather")
-    call_with(plan, plan.tokens - dist.get_rank())
+    ends_after(plan, plan.tokens - dist.get_rank())
+
+
+def ends_after(plan: Any, tokens: int) -> None:
+    """Call attention, and end this process: 0 without an error, 1 after a wrong shape."""
+    try:
+        call_with(plan, tokens)
+    except Exception as error:
+        os._exit(1 if isinstance(error, ValueError) and "has shape" in str(error) else 2)
+    os._exit(0)
 
 
 def call_with(plan: Any, tokens: int) -> None:
-    x = torch.randn(1, tokens, 4, 128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, tokens, 4, 128, device=DEVICE, dtype=torch.bfloat16)
     cute_attn.flash_attn_func(x, x, x, causal=True, cp=plan)
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(("function", "code"), [(leaves, 3), (passes_a_wrong_shape, 1)])
 def test_a_rank_that_fails_ends_the_others(function: Any, code: int) -> None:
-    """Rank 0 ends by itself, with an error, after the group's 10 seconds. NCCL's watchdog then
-    takes up to a minute to write its record."""
+    """Rank 0 ends by itself, with an error, after the group's 10 seconds."""
     if GPUS < 2:
         pytest.skip("needs 2 GPUs")
-    waits, fails = exit_codes(2, function, timeout=10.0, limit=120.0)
+    waits, fails = exit_codes(2, function, timeout=10.0, limit=60.0)
     assert fails == code and waits not in (0, None), (waits, fails)

@@ -62,10 +62,10 @@ def lines_of(file: str, *functions: str) -> Lines:
 RINGS = (
     "KdaStatePass", "KdaAdjointPass",  # operands
     "HeadStatePass", "HeadPoolPass", "HeadAdjointPass",  # operands
-    "Sm90DkDv", "Sm90Hd64Backward", "Sm90Hd128Backward", "Sm90Hd256DkDv",  # lse and delta
+    "Sm90DkDv", "Sm90Hd64Backward", "Sm90Hd128Backward", "Sm90WideDkDv",  # lse and delta
     "Sm90LatentDecode",  # q
 )  # fmt: skip
-STORES = ("Sm90Hd256DkDv",)
+STORES = ("Sm90WideDkDv",)
 ZEROS = ("HeadAdjointPass",)
 FIRST_ARRIVALS = ("KdaGradients", "GatedDeltaGradients")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,3 +49,27 @@ def test_what_has_no_kernel_is_refused() -> None:
                 flash_mla_with_kvcache(*shared, **{name: given["cache_seqlens"]})
         with pytest.raises(ValueError, match="q has shape"):
             flash_mla_with_kvcache(q[0], *shared[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(1, 1, 4, 512).bfloat16()}, ValueError, r"q has shape .* k_cache, 576"),
+        ({"q": torch.zeros(1, 1, 4, 576)}, TypeError, "q has dtype torch.float32"),
+        ({"k_cache": torch.zeros(2, 64, 1, 576)}, TypeError, "k_cache has dtype torch.float32"),
+        ({"k_cache": torch.zeros(2, 64, 2, 576).bfloat16()}, ValueError, "k_cache has shape"),
+        ({"k_cache": torch.zeros(0, 64, 1, 576).bfloat16()}, ValueError, "k_cache has 0 pages"),
+        ({"head_dim_v": None}, TypeError, "head_dim_v must be an int, got NoneType"),
+    ],
+)
+def test_messages_have_its_names(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = Case((70,), heads=4, head_axis=True).arguments()
+    call = {
+        "q": torch.cat([given["q_nope"], given["q_rope"]], -1), "k_cache": given["kv_cache"],
+        "block_table": given["block_table"], "cache_seqlens": given["cache_seqlens"],
+        "head_dim_v": 512,
+    }  # fmt: skip
+    with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**call | change)

@@ -80,8 +80,9 @@ class Case:
         return do, dfinal_state
 
     def assert_agrees(self, o: torch.Tensor, final_state: torch.Tensor) -> None:
-        exact = reference.kda_chunk_reference(**self.arguments)
-        plain = reference.kda_chunk_reference(**self.arguments, **PLAIN)
+        given = {name: x for name, x in self.arguments.items() if name != "chunk_size"}
+        exact = reference.kda_chunk_reference(**given)
+        plain = reference.kda_chunk_reference(**given, **PLAIN)
         assert o.dtype == DTYPE
         assert_no_worse(o, plain.o.to(DTYPE), exact.o)
         assert_no_worse(final_state, plain.states.final_state, exact.states.final_state)
@@ -90,7 +91,12 @@ class Case:
 CASES: dict[str, dict[str, Any]] = {
     "grouped value heads": {"safe_gate": True, "lower_bound": -5.0},
     "one head each, softplus": {"heads": 2},
-    "packed, states of V by K": {"packed": True, "state_v_first": True, "lower_bound": -5.0},
+    "packed, states of V by K": {
+        "packed": True,
+        "state_v_first": True,
+        "lower_bound": -5.0,
+        "chunk_size": 32,
+    },
 }
 
 
@@ -404,7 +410,11 @@ def emulated() -> Iterator[None]:
 
 CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "context parallel": ({"cp_context": object()}, "context parallelism"),
-    "chunks of 32": ({"chunk_size": 32}, "chunk_size is 32"),
+    "chunks of 16": ({"chunk_size": 16}, "chunk_size is 16"),
+    "states of chunks of 32": (
+        {"chunk_size": 32, "return_intermediate_states": True},
+        "states of chunks of 64",
+    ),
     "old name": ({"transpose_state_layout": True}, "state_v_first"),
     "float32": ({"k": torch.randn(2, 70, 1, 64)}, "k has dtype torch.float32"),
     "two dtypes": ({"v": torch.randn(2, 70, 2, 64).half()}, "v has dtype torch.float16 and k"),
@@ -504,6 +514,7 @@ IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "num_accepted_tokens as int32",
     ),
+    "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
 }
 
 
@@ -519,6 +530,13 @@ def test_the_recurrent_form_declined(emulated: None, what: str) -> None:
     else:
         change, reason = IN_PLACE_DECLINED[what]
     assert reason in str(integration._declines_recurrent(arguments | change))
+
+
+@torch.no_grad()
+def test_the_recurrent_form_takes_a_beta_for_each_column(emulated: None) -> None:
+    beta = torch.randn(2, 70, 2, 64)
+    given = Case("cpu").arguments | {"beta": beta, "inplace_final_state": False}
+    assert integration._declines_recurrent(given) is None
 
 
 class Recorded(Exception):

@@ -58,6 +58,19 @@ def test_a_training_step_is_ours(
     assert definition(args)["g"].shape[-1] == 1
 
 
+@pytest.mark.everywhere
+@pytest.mark.parametrize("size", [32, pytest.param(16, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_chunks_of_other_sizes_are_ours(
+    library: Any, reached: list[Any], device: str, size: int
+) -> None:
+    """By flash-linear-attention's short name of the function too."""
+    args = Case(SMALL, (70,), group=2).arguments(device)
+    o, state = library.chunk_gdn(**args, chunk_size=size)
+    assert len(reached) == 1
+    assert_agrees(args, o, state)
+
+
 def test_positional_arguments_keep_their_names(library: Any, reached: list[Any]) -> None:
     args = {name: torch.zeros(1, 5, 2, 64, device="meta") for name in ("q", "k", "v")}
     gates = [torch.zeros(1, 5, 2, device="meta")] * 2
@@ -72,7 +85,7 @@ def test_positional_arguments_keep_their_names(library: Any, reached: list[Any])
 
 DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "a context": ({"cp_context": object()}, "no context parallelism"),
-    "chunks of 32": ({"chunk_size": 32}, "chunk_size is 32"),
+    "chunks of 128": ({"chunk_size": 128}, "chunk_size is 128"),
     "the former name": ({"transpose_state_layout": True}, "not its former name"),
     "heads first": ({"head_first": True}, "head_first"),
     "no A_log": ({"A_log": None}, "needs A_log"),

@@ -154,3 +154,9 @@ def test_sizes_and_dtypes_without_a_kernel_are_refused() -> None:
             model_of("qwen3_next", linear_key_head_dim=16)(tokens_of(1, 3))
         with pytest.raises(TypeError, match="float32"):
             model_of("qwen3_next").float()(tokens_of(1, 3))
+
+
+def test_a_plan_of_context_parallelism_is_refused() -> None:
+    """transformers hands all arguments of a model's forward on, so the plan arrives too."""
+    with pytest.raises(NotImplementedError, match="cp is given to a model with linear layers"):
+        integration.run(cute_attn.chunk_kda, *[torch.empty(0)] * 5, cp=object())

@@ -115,6 +115,7 @@ def test_methods_take_what_vllm_gives(backend: Any):
         {"head_size": 256, "device_capability": BLACKWELL, "kv_cache_dtype": "bfloat16"},
         {"block_size": None, "kv_cache_dtype": None},
         {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16},
+        {"use_dcp": True},
     ],
     ids=str,
 )
@@ -141,7 +142,6 @@ def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
             "a KV cache of bfloat16 beside a model of torch.float16",
         ),
-        ({"use_dcp": True}, "DCP not supported"),
         ({"block_size": 8}, "block_size not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),

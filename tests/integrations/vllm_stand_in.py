@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,7 @@ class CommonAttentionMetadata:
     slot_mapping: Tensor
     causal: Any = True
     rswa_prefix_lens: Tensor | None = None
+    seq_lens_cpu_upper_bound: Tensor | None = None
 
 
 class AttentionMetadataBuilder(ABC):
@@ -225,8 +227,13 @@ class AttentionMetadataBuilder(ABC):
 
 class AttentionImpl(ABC):
     can_return_lse_for_decode = False
-    supports_dcp = True
-    dcp_world_size = 1
+    supports_dcp = False
+    dcp_world_size: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = super().__new__(cls)
+        self.dcp_world_size, _ = get_dcp_world_size_and_rank()
+        return self
 
     @abstractmethod
     def __init__(
@@ -262,6 +269,109 @@ class AttentionImpl(ABC):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         raise NotImplementedError
+
+
+# -- decode context parallelism: vllm.distributed.parallel_state and vllm.v1.attention.ops
+
+
+class ThreadGroup:
+    """A group whose ranks are threads of this process."""
+
+    def __init__(self, world: int) -> None:
+        self.world_size = world
+        self.barrier = threading.Barrier(world, timeout=60)
+        self.given: list[Any] = [None] * world
+
+    @property
+    def rank_in_group(self) -> int:
+        rank: int = _of_thread.rank
+        return rank
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self.given[self.rank_in_group] = x
+        self.barrier.wait()
+        found = [x.clone() for x in self.given]
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        assert x.is_contiguous()
+        return torch.cat(self._all(x), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
+        total = torch.stack(self._all(x)).sum(0)
+        return total.chunk(self.world_size, dim)[self.rank_in_group].contiguous()
+
+    def run(self, work: Any) -> list[Any]:
+        """What a function of the rank returns, of all ranks at once."""
+        found: list[Any] = [None] * self.world_size
+
+        def of_rank(rank: int) -> None:
+            _of_thread.group, _of_thread.rank = self, rank
+            try:
+                found[rank] = work(rank)
+            except BaseException as error:
+                found[rank] = error
+                self.barrier.abort()
+
+        threads = [
+            threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [x for x in found if isinstance(x, BaseException)]
+        for error in sorted(errors, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
+            raise error
+        return found
+
+
+_of_thread = threading.local()
+
+
+def get_dcp_group() -> ThreadGroup:
+    group: ThreadGroup = _of_thread.group
+    return group
+
+
+def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
+    group = getattr(_of_thread, "group", None)
+    return (1, 0) if group is None or not enabled else (group.world_size, group.rank_in_group)
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: Tensor, dcp_size: int = 1, dcp_rank: int = 0, cp_kv_cache_interleave_size: int = 1
+) -> Tensor:
+    """How many of a sequence's tokens a rank has, counted one by one."""
+    step = cp_kv_cache_interleave_size
+    counts = [
+        sum(i // step % dcp_size == dcp_rank for i in range(int(length))) for length in seq_lens
+    ]
+    return torch.tensor(counts, dtype=torch.int32, device=seq_lens.device)
+
+
+def cp_lse_ag_out_rs(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: ThreadGroup, return_lse: bool = False
+) -> Any:
+    """Tensors `[tokens, heads, head_size]` and `[tokens, heads]` of all heads; own heads back."""
+    lses = torch.stack(cp_group.all_gather(cp_attn_lse[None].contiguous(), 0).unbind(0))
+    total = lses.logsumexp(0)
+    weight = (cp_attn_lse - total).exp().nan_to_num(0.0)
+    scaled = (cp_attn_out.float() * weight[..., None]).to(cp_attn_out.dtype)
+    out = cp_group.reduce_scatter(scaled.contiguous(), dim=1)
+    own = total.chunk(cp_group.world_size, 1)[cp_group.rank_in_group]
+    return (out, own) if return_lse else out
+
+
+def merge_attn_states(
+    output: Tensor, prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor,
+    suffix_lse: Tensor,
+) -> None:  # fmt: skip
+    """Outputs are `[tokens, heads, head_size]`, and lse is `[heads, tokens]`."""
+    assert prefix_output.shape == output.shape and prefix_lse.shape == suffix_lse.shape
+    weights = torch.stack([prefix_lse, suffix_lse]).softmax(0).nan_to_num(0.0).mT[..., None]
+    output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
 
 
 def declared(bases: Mapping[str, type]) -> list[tuple[str, str, list[inspect.Parameter]]]:
@@ -356,12 +466,25 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, takes_names: bool = True) -> A
     backend = ModuleType("vllm.v1.attention.backend")
     vars(backend).update({x: value for x, value in globals().items() if x[0].isupper()})
     utils = ModuleType("vllm.v1.attention.backends.utils")
-    vars(utils).update(get_kv_cache_layout=lambda: "NHD")
+    vars(utils).update(
+        get_kv_cache_layout=lambda: "NHD", get_dcp_local_seq_lens=get_dcp_local_seq_lens
+    )
+    state = ModuleType("vllm.distributed.parallel_state")
+    vars(state).update(
+        get_dcp_group=get_dcp_group, get_dcp_world_size_and_rank=get_dcp_world_size_and_rank
+    )
+    config = ModuleType("vllm.config")
+    vars(config).update(get_current_vllm_config_or_none=lambda: None)
+    dcp = ModuleType("vllm.v1.attention.ops.dcp")
+    vars(dcp).update(cp_lse_ag_out_rs=cp_lse_ag_out_rs, dcp_a2a_lse_reduce=None)
+    merge = ModuleType("vllm.v1.attention.ops.merge_attn_states")
+    vars(merge).update(merge_attn_states=merge_attn_states)
     envs = ModuleType("vllm.envs")
     vars(envs).update(VLLM_BATCH_INVARIANT=False)
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+    packages = ("", ".v1", ".v1.attention", ".v1.attention.backends", ".v1.attention.ops")
+    for name in (*(f"vllm{x}" for x in packages), "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (registry, backend, utils, envs):
+    for module in (registry, backend, utils, envs, state, config, dcp, merge):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     vars(sys.modules["vllm"]).update(envs=envs)
     monkeypatch.delitem(sys.modules, "cute_attn.integrations.vllm_backend", raising=False)
@@ -396,6 +519,7 @@ class Runner:
         seed: int = 0,
         memory: tuple[int, ...] | None = None,
         kv_cache_dtype: str = "auto",
+        interleave: int = 1,
         **layer: Any,
     ):
         self.heads, self.heads_k, self.head_size = heads, heads_k, head_size
@@ -415,9 +539,15 @@ class Runner:
             kv_cache_dtype, layer.get("logits_soft_cap"), AttentionType.DECODER, None,
             **{name: x for name, x in layer.items() if name == "sinks"},
         )  # fmt: skip
+        self.ranks, self.rank = get_dcp_world_size_and_rank()
+        self.interleave = interleave
+        of_vllm = SimpleNamespace(
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=interleave),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+        )
         self.builder = backend.get_builder_cls()(
             SimpleNamespace(block_size=block_size, num_kv_heads=heads_k, head_size=head_size),
-            ["layer.0"], SimpleNamespace(), self.device,
+            ["layer.0"], of_vllm, self.device,
         )  # fmt: skip
         # As bytes, of which the backend's shape and order make a view.
         of_layer = backend.get_kv_cache_shape(num_blocks, block_size, heads_k, head_size, "auto")
@@ -465,6 +595,15 @@ class Runner:
             found = self.impl.forward(self.layer, q, k, v, self.kv_cache, metadata, output=output)
         assert found is output
 
+    def slot(self, blocks: list[int], token: int) -> int:
+        """A token's slot; -1 if another rank has it. A block has `ranks` times its tokens."""
+        block, at = divmod(token, self.block_size * self.ranks)
+        turn, at = divmod(at, self.interleave * self.ranks)
+        owner, at = divmod(at, self.interleave)
+        if owner != self.rank:
+            return -1
+        return blocks[block] * self.block_size + turn * self.interleave + at
+
     def metadata(
         self, queries: dict[int, int], k: Tensor, v: Tensor, pad_rows: int, pad_requests: int
     ) -> CommonAttentionMetadata:
@@ -479,12 +618,9 @@ class Runner:
             rows = slice(first, first + count)
             self.keys[request] = torch.cat([self.keys[request], k[rows]])
             self.values[request] = torch.cat([self.values[request], v[rows]])
-            while len(self.blocks[request]) * self.block_size < done + count:
+            while len(self.blocks[request]) * self.block_size * self.ranks < done + count:
                 self.blocks[request].append(self.free.pop())
-            slots += [
-                self.blocks[request][i // self.block_size] * self.block_size + i % self.block_size
-                for i in range(done, done + count)
-            ]
+            slots += [self.slot(self.blocks[request], i) for i in range(done, done + count)]
             first += count
             starts.append(first)
         lengths = [len(self.keys[request]) for request in queries]
@@ -502,6 +638,7 @@ class Runner:
             num_actual_tokens=first + pad_rows,
             max_query_len=max(queries.values()),
             max_seq_len=max(lengths),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths + [0] * pad_requests),
             block_table_tensor=table.to(self.device),
             slot_mapping=torch.tensor(slots + [-1] * pad_rows, device=self.device),
         )

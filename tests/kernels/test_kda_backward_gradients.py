@@ -21,6 +21,7 @@ from cute_attn.kernels.delta.chunk.spec import GradientsSpec
 from cute_attn.kernels.delta.table import GRADIENTS
 from cute_attn.reference import kda
 from tests.kernels.machine_code import assert_sound
+from tests.sweeps import slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_gradients import (
@@ -42,11 +43,6 @@ IN_KERNEL = {
     "use_beta_sigmoid_in_kernel": True,
 }
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "allow_neg_eigval": True}
-
-
-def slow(*values: Any) -> Any:
-    """A case that compiles a kernel of its own."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache

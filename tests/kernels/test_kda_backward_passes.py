@@ -29,16 +29,13 @@ from cute_attn.kernels.delta.table import ADJOINT_PASS, SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
 from tests.conftest import assert_no_race
 from tests.kernels.machine_code import assert_sound
+from tests.sweeps import slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_tiles import matrix_of, prepared, slot_of, slots, split_beta, unpack
 from test_kda_state_pass import NAMES, SHARED_BASE, inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Case(NamedTuple):

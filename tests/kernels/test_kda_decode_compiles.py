@@ -14,6 +14,7 @@ from cute_attn import cache
 from cute_attn.kernels.delta import table
 from cute_attn.kernels.delta.step import heuristics
 from cute_attn.kernels.delta.step.spec import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
+from cute_attn.ops.gated_delta_rule import plan_fused_recurrent_gated_delta_rule
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from tests.kernels.machine_code import assert_sound
@@ -52,12 +53,20 @@ USUAL.append(
 USUAL += [
     Kernel(
         decays="head",
-        multi_token=slots == "positions",
+        multi_token=slots != "indexed",
         slots=slots,
         conv_dtype=torch.bfloat16,
         conv_bias=True,
+        **of_state,
     )
-    for slots in ("indexed", "positions")
+    for of_state, slots in (
+        ({}, "indexed"),
+        ({}, "positions"),
+        ({}, "drafts"),
+        ({}, "records"),
+        ({"state_v_first": False}, "drafts"),
+        ({"state_v_first": False, "head_dim_k": 256, "state_dtype": torch.bfloat16}, "records"),
+    )
 ]
 # Everything, a kernel for one architecture each.
 SAMPLE = list(zip(sample(12, seed=2), itertools.cycle(ARCHS), strict=False))
@@ -137,6 +146,15 @@ def test_the_recurrent_form_compiles_without_spills(request_: dict[str, Any], ar
     assert_compiles(*plan_fused_recurrent_kda(arch, **request_)[0], arch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("request_", RECURRENT, ids=lambda r: "-".join(map(str, r.values())))
+def test_gates_and_betas_of_columns_compile_without_spills(request_: dict[str, Any], arch: str):
+    columns = {"gk_dtype": "float16", "gv_dtype": "float32", "beta_columns": True}
+    ((kernel, spec),) = plan_fused_recurrent_gated_delta_rule(arch, **request_, **columns)
+    assert_compiles(kernel, spec, arch)
+
+
 def test_several_ctas_per_sm_compile_without_a_driver():
     ((kernel, spec),) = plan_fused_recurrent_kda("sm_90a", head_dim_k=64, head_dim_v=64)
     assert_compiles(kernel, replace(spec, blocks_per_sm=2), "sm_90a")
@@ -187,9 +205,9 @@ def decode_fields(**changes: Any) -> dict[str, Any]:
         ({"conv_dtype": "int8"}, ValueError, "conv_dtype is 'int8'"),
         ({"conv_bias": True}, ValueError, "conv_bias is True, must be False where conv_dtype"),
         (
-            {"conv_dtype": "float16", "slots": "drafts", "multi_token": True, "hints": "none"},
+            {"gv_dtype": "float16"},
             ValueError,
-            "conv_dtype is 'float16', must be 'none' with slots='drafts'",
+            "gk_dtype, gv_dtype and beta_columns are for RecurrentSpec only",
         ),
         ({"tile_v": 48}, ValueError, "tile_v is 48, must divide head_dim_v=128"),
         ({"lanes_per_row": 12}, ValueError, "lanes_per_row is 12, must be a power of two"),

@@ -18,6 +18,7 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta.chunk.spec import CHUNK, IntraSpec, PrepareSpec
 from cute_attn.kernels.delta.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
+from tests.sweeps import slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_tiles import slot_of, slots, split_beta, unpack
@@ -25,11 +26,6 @@ from kda_tiles import slot_of, slots, split_beta, unpack
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 BF16, FP16, FP32 = NAMES
 MATRICES = ("kd", "qg", "kg", "Akk", "Aqk")
-
-
-def slow(*values: Any) -> Any:
-    """A case that compiles a kernel of its own; those of the operators' tests are much like it."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.delta import table
 from cute_attn.kernels.delta.chunk.spec import DeltaHSpec, GateSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
+from tests.sweeps import slow
 
 ARCHS = ("sm_90a", "sm_100a")
 MAX_ERROR = 2.0  # times that of plain PyTorch
@@ -27,11 +28,6 @@ REAL = (torch.float64, torch.float32)  # the reference's arithmetic, and plain P
 
 # Empty sequences, one token, a chunk less one, a chunk, a chunk and one, and two and a half.
 PACKED = (0, 0, 1, 64, 128, 193, 193, 353)
-
-
-def slow(spec: Any) -> Any:
-    """A kernel of its own; those of the operators' tests are much like it."""
-    return pytest.param(spec, marks=pytest.mark.slow)
 
 
 @functools.cache

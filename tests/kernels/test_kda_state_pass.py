@@ -19,17 +19,13 @@ from cute_attn.kernels.delta.chunk.fused.state_pass import KdaStatePass
 from cute_attn.kernels.delta.chunk.spec import CHUNK, SegmentsSpec, StatePassSpec
 from cute_attn.kernels.delta.table import SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
+from tests.sweeps import slow
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_tiles import prepared
 
 SHARED_BASE = 1024  # where a CTA's shared memory starts: the first KiB is the system's
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def slow(*values: Any) -> Any:
-    """A case that compiles a kernel of its own; those of the operators' tests are much like it."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def inputs(

@@ -13,6 +13,7 @@ from torch import Tensor
 import cute_attn
 from cute_attn.ops.kda import decode_operator
 from cute_attn.ops.memory import check_memory
+from tests.ops import kda_decode_cases
 from tests.ops.operators import OPERATORS, values
 
 CHECKED = [name for name, operator in OPERATORS.items() if operator.pools]
@@ -121,3 +122,59 @@ def test_host_code_refuses_what_the_operator_does(name: str, monkeypatch: pytest
             if not launched:
                 assert all(same(x, args[key]) for key, x in before.items()), label
     assert refused > 15 and taken >= 5
+
+
+def windows(shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    return torch.zeros(8192, dtype=torch.float16).as_strided(shape, strides)
+
+
+# Strides of [3, 2, 256, 3]: rows, steps, channels, taps.
+WINDOWS = {
+    "dense": (1536, 768, 3, 1),
+    "dense, channels side by side": (1536, 768, 1, 256),
+    "shared inputs": (1024, 1, 4, 1),
+    "shared inputs, channels side by side": (1024, 256, 1, 256),
+    "steps between taps": (1536, 1, 6, 2),
+    "shared inputs of two channels": (1024, 1, 3, 1),
+    "shared inputs of two rows": (1000, 1, 4, 1),
+    "a step of two taps": (1536, 2, 6, 1),
+}
+REFUSED = {*list(WINDOWS)[5:]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*WINDOWS, "out", "conv_state", "q"])
+def test_windows_of_drafts_may_share_inputs_only(name: str, monkeypatch: pytest.MonkeyPatch):
+    """By the same rules in host code and operator."""
+    kernel = kda_decode_cases.GATED_DELTA_RULE[-1]
+    args = kda_decode_cases.Case(kernel, batch=2, tokens=2, speculated=2).inputs("cpu")
+    shape = args["draft_windows"].shape
+    assert shape == (3, 2, 256, 3)
+    if name in WINDOWS:
+        args["draft_windows"] = windows(shape, WINDOWS[name])
+    else:
+        one_after_another(args, name, "draft_windows", 16)
+    refusals: list[str] = []
+
+    def note(check: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            try:
+                return check(*arguments, **named)
+            except ValueError as error:
+                refusals.append(str(error))
+                return None
+
+        return noted
+
+    for check in ("check_memory", "check_windows"):
+        monkeypatch.setattr(decode_operator, check, note(getattr(decode_operator, check)))
+    failure = ""
+    with cute_attn.emulated("sm_90a"), torch.no_grad():
+        try:
+            cute_attn.kda_decode(**args)
+        except Exception as error:
+            failure = type(error).__name__
+    assert failure in ("", "CUDADialectError")
+    refused = name in REFUSED or name not in WINDOWS
+    assert bool(failure) == bool(refusals) == refused, refusals
+    assert all("draft_windows" in refusal for refusal in refusals)

@@ -70,6 +70,22 @@ def test_every_tile_has_one_number(
     assert sorted(places) == sorted(itertools.product(range(blocks), range(heads), range(BATCH)))
 
 
+@pytest.mark.usefixtures("integers")
+@pytest.mark.parametrize("packed_heads", [1, 2, 4])
+def test_tiles_without_a_used_row_do_not_exist(
+    packed_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of packed heads has fewer tokens than rows."""
+    monkeypatch.setattr(cutlass, "max", max)
+    monkeypatch.setattr(cutlass, "min", min)
+    used = [20, 5, -3]
+    tiles = replace(tile_map(False, packed_heads, False, 1), queries=Sequences(20, None, used))
+    places = [tiles.locate(tile) for tile in range(tiles.count())]
+    for sequence, count in enumerate(used):
+        found = {block for exists, block, _, of in places if exists and of == sequence}
+        assert found == set(range(-(-max(count, 0) * packed_heads // TILE)))
+
+
 @pytest.mark.parametrize("of_keys", [False, True])
 def test_the_longest_tiles_come_first(of_keys: bool) -> None:
     """The longest tiles of the heads that share the L2 cache come first."""

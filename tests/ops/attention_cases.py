@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +28,11 @@ from cute_attn.reference.attention import (
     attention_reference,
     sequences,
 )
+from tests.sweeps import FULL
 
 ARCH = "sm_100a"
 SM90_HEAD_DIMS = configs.head_dims("forward", configs.SM90)
 SHORT = 128  # dense calls with so many queries pack heads; packed sequences follow max_seqlen_q
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -42,8 +41,8 @@ from cute_attn.reference.kda import (
     kda_reference,
     log_decay,
 )
+from tests.sweeps import FULL
 
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 SMALLEST_GATE = -128.0  # kernels may take a gate below for this
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.ops.gated_delta_rule import plan_gated_delta_rule_decode
 from cute_attn.ops.kda.decode import plan_kda_decode
-from cute_attn.reference.convolution import causal_convolution_reference
 from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 from cute_attn.reference.kda import KdaRecords, kda_decode_reference
 
@@ -26,7 +25,7 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 RECORDS = ("record_k", "record_g", "record_u")
-POOLS = (*RECORDS, "conv_state")  # besides the states'
+POOLS = (*RECORDS, "conv_state", "draft_states", "draft_windows")  # besides the states'
 TAPS = 4
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 
@@ -49,7 +48,8 @@ class Kernel:
     l2norm: bool = True
     beta_sigmoid: bool = True
     multi_token: bool = False
-    slots: str = "indexed"  # "batch", "indexed", "positions", "records" and "own records"
+    # "batch", "indexed", "positions", "records", "own records" and "drafts"
+    slots: str = "indexed"
     accepted: bool = True  # of "positions"
     decays: str = "channel"  # "head" is the Gated Delta Net
     conv_dtype: torch.dtype | None = None  # of the convolution's weights
@@ -67,8 +67,12 @@ class Kernel:
             and (self.accepted or self.slots == "positions")
             and (self.decays == "channel" or self.dt_bias_dims < 2)
             and (self.conv_dtype is not None or not self.conv_bias)
-            and (self.conv_dtype is None or "records" not in self.slots)
         )
+
+    @property
+    def named_slots(self) -> bool:
+        """Whether calls have state_indices."""
+        return self.slots in ("indexed", "positions", "records", "drafts")
 
     def plan(self, arch: str) -> list[Any]:
         name = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -93,7 +97,7 @@ class Kernel:
             use_beta_sigmoid_in_kernel=self.beta_sigmoid,
             multi_token=self.multi_token,
             slots="records" if "records" in self.slots else self.slots,
-            indexed=self.slots == "records",
+            indexed=self.named_slots,
             accepted=self.accepted,
             conv_dtype="none" if self.conv_dtype is None else name[self.conv_dtype],
             conv_bias=self.conv_bias,
@@ -116,7 +120,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "l2norm": (True, False),
     "beta_sigmoid": (True, False),
     "multi_token": (False, True),
-    "slots": ("batch", "indexed", "positions", "records", "own records"),
+    "slots": ("batch", "indexed", "positions", "records", "own records", "drafts"),
     "accepted": (True, False),
     "decays": ("channel", "head"),
     "conv_dtype": (None, torch.bfloat16, torch.float32),
@@ -234,6 +238,28 @@ GATED_DELTA_RULE = [
     ),
     Kernel(128, 128, slots="batch", conv_dtype=torch.bfloat16),  # KDA
     Kernel(64, 64, multi_token=True, slots="positions", conv_dtype=torch.float16, conv_bias=True),
+    # Drafts with a convolution.
+    Kernel(64, 64, decays="head", multi_token=True, slots="drafts", conv_dtype=torch.bfloat16),
+    Kernel(64, 64, decays="head", multi_token=True, slots="records", conv_dtype=torch.bfloat16),
+    Kernel(
+        64,
+        128,
+        state_v_first=False,
+        multi_token=True,
+        slots="own records",
+        conv_dtype=torch.float32,
+        conv_bias=True,
+    ),
+    Kernel(
+        64,
+        64,
+        torch.float16,
+        state_dtype=torch.bfloat16,
+        multi_token=True,
+        slots="drafts",
+        conv_dtype=torch.float32,
+        conv_bias=True,
+    ),
 ]
 
 
@@ -246,6 +272,8 @@ class Result(NamedTuple):
     record_g: torch.Tensor | None = None
     record_u: torch.Tensor | None = None
     conv_state: torch.Tensor | None = None
+    draft_states: torch.Tensor | None = None
+    draft_windows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -323,7 +351,7 @@ class Case:
             "allow_neg_eigval": self.neg_eigval and kernel.beta_sigmoid,
             "state_v_first": kernel.state_v_first,
         }
-        if kernel.slots in ("indexed", "positions", "records"):
+        if kernel.named_slots:
             width = 1 + self.speculated if kernel.slots == "positions" else 1
             indices = torch.randperm(slots, generator=generator, device=device)
             indices = indices[: self.batch * width].to(torch.int32).reshape(self.batch, width)
@@ -345,13 +373,28 @@ class Case:
             record_g = self.gates(normal(*of_records, *self.gates_of_step))
             args["record_g"] = record_g.to(kernel.gate_dtype)
             args["record_u"] = normal(*of_records, heads_v, dim_v)
+        of_drafts = (self.batch + 1, self.speculated)
+        if kernel.slots == "drafts":
+            shape = (*of_drafts, heads_v, *matrix)
+            args["draft_states"] = torch.full(shape, torch.nan, device=device).to(
+                kernel.state_dtype
+            )
+            rows = torch.randperm(self.batch + 1, generator=generator, device=device)
+            args["draft_indices"] = rows[: self.batch].to(torch.int32)
         if kernel.conv_dtype is not None:
             channels = 2 * heads * dim_k + heads_v * dim_v
-            length = TAPS - 1 + (self.speculated if kernel.slots == "positions" else 0)
+            drafted = kernel.slots == "positions" or "records" in kernel.slots
+            length = TAPS - 1 + (self.speculated if drafted else 0)
             pool = normal(slots, length, channels).transpose(1, 2)  # as vLLM's
             if self.packing == "separate":  # as SGLang's
                 pool = pool.contiguous()
-            args["conv_state"] = pool.to(kernel.dtype)
+            args["conv_state"] = pool = pool.to(kernel.dtype)
+            if "records" in kernel.slots:  # the inputs of the recorded tokens
+                of_k = slice(heads * dim_k, 2 * heads * dim_k)
+                pool[:, of_k, TAPS - 1 :] = args["record_k"].flatten(2).transpose(1, 2)
+            if kernel.slots == "drafts":
+                shape = (*of_drafts, channels, TAPS - 1)
+                args["draft_windows"] = torch.full(shape, torch.nan, device=device).to(kernel.dtype)
             args["conv_weight"] = (0.5 * normal(channels, TAPS)).to(kernel.conv_dtype)
             if kernel.conv_bias:
                 args["conv_bias"] = normal(channels).to(kernel.conv_dtype)
@@ -410,7 +453,6 @@ def cases(draw: st.DrawFn, device: str, kernels: list[Kernel] | None = None, **f
         ]
     kernel = draw(st.sampled_from(kernels))
     batch = draw(st.integers(1, 3 if emulated else 9))
-    indexed = kernel.slots in ("indexed", "positions", "records")
     return Case(
         kernel,
         batch=batch,
@@ -418,7 +460,7 @@ def cases(draw: st.DrawFn, device: str, kernels: list[Kernel] | None = None, **f
         heads=draw(st.integers(1, 2 if emulated else 4)),
         group=draw(st.integers(1, 2 if emulated else 3)),
         spare_slots=draw(st.integers(0, 3)),
-        padded=draw(st.integers(0, batch)) if indexed else 0,
+        padded=draw(st.integers(0, batch)) if kernel.named_slots else 0,
         packing=draw(st.sampled_from(["separate", "packed", "misaligned"])),
         strided_state=draw(st.booleans()),
         neg_eigval=draw(st.booleans()),
@@ -460,29 +502,11 @@ def reference(args: dict[str, Any], dtype: torch.dtype) -> Result:
     args = {name: x for name, x in args.items() if name != "out"}
     given = [args.pop(name, None) for name in RECORDS]
     args["records"] = None if given[0] is None else KdaRecords(*given)
-    args, stored = convolved(args, dtype), args["q"].dtype
-    pool = args.pop("conv_state", None)
     of_head = args["g"].dim() == args["beta"].dim()
     run = gated_delta_rule_decode_reference if of_head else kda_decode_reference
-    o, state, records, _ = run(**args, dtype=dtype)
-    o = o if dtype == torch.float64 else o.to(stored)
-    return Result(o, state, *(records or (None,) * 3), pool)
-
-
-def convolved(args: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a call without a convolution, with q, k and v that have gone through it, and
-    the pool after the call as conv_state."""
-    names = ("q", "k", "v", "conv_state")
-    of_slots = ("state_indices", "num_accepted_tokens", "cu_seqlens", "has_initial_state")
-    options = {name: args[name] for name in (*of_slots, "pad_slot_id") if name in args}
-    if "conv_state" not in args:
-        return args
-    parameters = args["conv_weight"], args.get("conv_bias")
-    found = causal_convolution_reference(
-        *(args[name] for name in names), *parameters, **options, dtype=dtype
-    )
-    rest = {name: x for name, x in args.items() if name not in ("conv_weight", "conv_bias")}
-    return rest | dict(zip(names, found, strict=True))
+    o, state, records, drafts, pool, windows = run(**args, dtype=dtype)
+    o = o if dtype == torch.float64 else o.to(args["q"].dtype)
+    return Result(o, state, *(records or (None,) * 3), pool, drafts, windows)
 
 
 def assert_agrees(args: dict[str, Any], result: Result) -> None:
@@ -495,14 +519,25 @@ def assert_agrees(args: dict[str, Any], result: Result) -> None:
         assert_no_worse(result.record_u, plain.record_u, exact.record_u)
         assert torch.equal(result.record_k.double(), exact.record_k)
         assert torch.equal(result.record_g.double(), exact.record_g)
-    if result.conv_state is not None:  # holds inputs as they are
-        assert torch.equal(result.conv_state.double(), exact.conv_state)
+    if result.draft_states is not None:
+        written = ~exact.draft_states.isnan()
+        assert torch.equal(written, ~result.draft_states.isnan())
+        found = (x.draft_states[written] for x in (result, plain, exact))
+        assert_no_worse(*found)
+    for name in ("conv_state", "draft_windows"):  # hold inputs as they are
+        if getattr(result, name) is not None:
+            assert same(getattr(result, name).double(), getattr(exact, name)), name
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether x and y are equal bitwise, NaN included."""
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def assert_equal(one: Result, other: Result) -> None:
     """Bitwise."""
     for a, b in zip(one, other, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
+        assert (a is None and b is None) or same(a, b)
 
 
 def repeated_heads(case: Case, args: dict[str, Any]) -> dict[str, Any]:
@@ -511,7 +546,12 @@ def repeated_heads(case: Case, args: dict[str, Any]) -> dict[str, Any]:
     for name in ("q", "k", "record_k"):
         if name in args:
             changed[name] = args[name].repeat_interleave(case.group, dim=-2)
-    for name, dim in (("conv_state", 1), ("conv_weight", 0), ("conv_bias", 0)):
+    for name, dim in (
+        ("conv_state", 1),
+        ("conv_weight", 0),
+        ("conv_bias", 0),
+        ("draft_windows", 2),
+    ):
         if name in args:
             changed[name] = repeated_channels(case, args[name], dim)
     return changed

@@ -6,7 +6,6 @@ arithmetic, whose results are rounded to the same dtypes as ours.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.reference.lightning import lightning_attn_decode_reference
+from tests.sweeps import FULL
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -104,7 +104,6 @@ SOME = [
     (k, v, DTYPES[(i + i // 3) % 3], STATE_DTYPES[i % 2], ("vk", "kv")[i // 2 % 2])
     for i, (k, v) in enumerate(product(HEAD_DIMS, HEAD_DIMS))
 ]
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 
 # What the emulator is given: fewer kernels to compile, and fewer calls.
 EMULATED = [

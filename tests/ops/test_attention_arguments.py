@@ -152,6 +152,8 @@ def test_good_varlen_arguments_are_refused_for_the_device_alone(change: dict[str
         ({"learnable_sink": torch.zeros(4, device="meta")}, ValueError, "learnable_sink is on m"),
         # shapes
         ({"q": bf16(2, 4, 256)}, ValueError, r"q has shape \[2, 4, 256\], must be \[batch, seqlen"),
+        ({"q": bf16(3, 5, 4, 256)}, ValueError, r"q has shape \[3, 5, 4, 256\], must have as m"),
+        ({"q": bf16(2, 5, 4, 64)}, ValueError, r"q has shape .* must have head_dim 256, as k has"),
         ({"k": bf16(5, 2, 256)}, ValueError, r"k has shape \[5, 2, 256\], must be \[batch, seqlen"),
         ({"k": bf16(3, 5, 2, 256)}, ValueError, r"k has shape \[3, 5, 2, 256\], must be \[2, 5"),
         ({"k": bf16(2, 5, 2, 128)}, ValueError, r"k has shape .* must be \[2, 5, 2, 256\]"),

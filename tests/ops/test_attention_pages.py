@@ -211,6 +211,11 @@ def good() -> dict[str, Any]:
             ValueError,
             "k has pages of 0 rows, must have at least 1",
         ),
+        (
+            {name: torch.zeros(0, 16, 1, 256).bfloat16() for name in "kv"},
+            ValueError,
+            "k has 0 pages, must have at least 1",
+        ),
         ({"v": torch.zeros(9, 16, 1, 256).bfloat16()}, ValueError, "v has shape"),
         (
             {"page_table": torch.zeros(1, dtype=torch.int32).expand(2, 2**26)},

@@ -52,6 +52,17 @@ def test_drafts_of_a_decode_step(on: Target):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on", [*TARGETS, *WIDE])
+def test_more_rows_than_a_tile_has(on: Target):
+    """Heads share the rows of a tile, so the used tokens of a sequence fill several tiles."""
+    with on_target(on):
+        args = Case(
+            DRAFTS, (70,) * 4, (90,) * 4, (0, 7, 70, -5), (0, 9, 30, 0), heads_k=1, group=4
+        ).arguments()  # fmt: skip
+        assert_agrees(args, *run(args))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on", TARGETS)
 def test_gradients(on: Target):
     """The gradients of unused queries are 0, whatever the gradient of o holds there."""

@@ -7,6 +7,7 @@ KDA's tests check of the shared kernels is not repeated.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -24,21 +25,27 @@ from cute_attn.reference.gated_delta_rule import (
 
 from .kda_decode_cases import (
     GATED_DELTA_RULE,
+    TAPS,
     Case,
     Kernel,
     assert_agrees,
     assert_equal,
     cases,
+    function_of,
     repeated_heads,
     run,
+    same,
 )
 from .lightning_cases import assert_no_worse, few
 
 PLAIN, CONV, POSITIONS, RECORDED, *_ = GATED_DELTA_RULE
+DRAFTS, CONV_RECORDED = 8, 9  # with a convolution
+# Quick tests run 0 against KDA, and the tests of planted bugs run 1 against the reference.
+QUICK = (2, DRAFTS, CONV_RECORDED)
 each_kernel = pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(kernel, id=str(n), marks=() if n < 3 else pytest.mark.slow)
+        pytest.param(kernel, id=str(n), marks=() if n in QUICK else pytest.mark.slow)
         for n, kernel in enumerate(GATED_DELTA_RULE)
     ],
 )
@@ -46,7 +53,7 @@ each_kernel = pytest.mark.parametrize(
 
 def case_of(kernel: Kernel, seed: int = 0) -> Case:
     """Two sequences of two value heads for a head of q and k; one sequence is padding."""
-    padded = int(kernel.slots in ("indexed", "positions", "records"))
+    padded = int(kernel.named_slots)
     tokens = 3 if kernel.multi_token else 1
     return Case(kernel, batch=2 + padded, tokens=tokens, padded=padded, packing="packed", seed=seed)
 
@@ -133,11 +140,10 @@ def test_grouped_heads_equal_repeated_heads_bitwise(device: str, kernel: Kernel)
     grouped, single = run(args), run(repeated_heads(case, args))
     assert torch.equal(grouped.o, single.o)
     assert torch.equal(grouped.state, single.state)
-    if grouped.conv_state is not None:
-        assert torch.equal(
-            repeated_heads(case, {"conv_state": grouped.conv_state})["conv_state"],
-            single.conv_state,
-        )
+    for name in ("conv_state", "draft_windows"):
+        x = getattr(grouped, name)
+        if x is not None:
+            assert same(repeated_heads(case, {name: x})[name], getattr(single, name))
 
 
 def of_tokens(args: dict[str, Any], tokens: Any) -> dict[str, Any]:
@@ -190,6 +196,100 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(device: str, se
             found = run(one)
             plain = {"state": found.state, "conv_state": found.conv_state}
             assert torch.equal(found.o[0], result.o[b, : accepted[b]])
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+@pytest.mark.parametrize("decays", ["channel", "head"])
+@pytest.mark.parametrize("kernel", [DRAFTS, CONV_RECORDED], ids=["drafts", "records"])
+def test_a_chain_of_drafts_with_a_convolution_is_plain_decoding(
+    device: str, kernel: int, decays: str
+):
+    """Drafts of some calls, of which some are accepted, against the accepted tokens one by one."""
+    case = Case(
+        replace(GATED_DELTA_RULE[kernel], decays=decays), batch=2, tokens=4, packing="separate"
+    )
+    args = case.inputs(device)
+    names = ("q", "k", "v", "g", "beta")
+    slots = args["state_indices"].long()
+    start = args["conv_state"][..., : TAPS - 1].contiguous()
+    plain = {"state": args["state"], "conv_state": start}
+    if "record_k" in args:
+        args["num_accepted_tokens"] = torch.zeros(2, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(5)
+    for i in range(3):
+        new = replace(case, seed=10 + i).inputs(device)
+        args |= {name: new[name] for name in names}
+        result = run(args)
+        counts = torch.randint(1, 5, (2,), generator=generator).tolist()
+        args |= {name: x for name, x in result._asdict().items() if name != "o" and x is not None}
+        if "record_k" in args:
+            args["num_accepted_tokens"] = torch.tensor(counts, dtype=torch.int32, device=device)
+        for b, count in enumerate(counts):
+            one = {name: x for name, x in args.items() if "record" not in name}
+            one = {name: x for name, x in one.items() if "draft" not in name and name != "out"}
+            one.pop("num_accepted_tokens", None)
+            one |= {name: args[name][b : b + 1, :count] for name in names}
+            found = run(one | plain | {"state_indices": args["state_indices"][b : b + 1].clone()})
+            plain = {"state": found.state, "conv_state": found.conv_state}
+            assert torch.equal(found.o[0], result.o[b, :count])
+            if "draft_states" in args:  # the caller commits what is accepted
+                row = int(args["draft_indices"][b])
+                assert torch.equal(args["conv_state"][slots[b]], start[slots[b]]) or i
+                args["state"][slots[b]] = result.draft_states[row, count - 1]
+                args["conv_state"][slots[b]] = result.draft_windows[row, count - 1]
+    if "draft_states" in args:
+        assert torch.equal(args["state"], plain["state"])
+        assert torch.equal(args["conv_state"], plain["conv_state"])
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+@pytest.mark.parametrize("kernel", [DRAFTS, len(GATED_DELTA_RULE) - 1])
+def test_windows_of_drafts_may_share_inputs(device: str, kernel: int):
+    """As in SGLang: the window of a token begins an input after the window before."""
+    case = case_of(GATED_DELTA_RULE[kernel])
+    args = case.inputs(device)
+    rows, steps, channels, taps = args["draft_windows"].shape
+    memory = torch.full((rows, channels, steps + taps - 1), torch.nan).to(device, case.kernel.dtype)
+    shared = memory.as_strided(
+        args["draft_windows"].shape, (memory.stride(0), 1, memory.stride(1), 1)
+    )
+    expected = run(args)
+    o = function_of(args)(**args | {"draft_windows": shared})
+    assert torch.equal(o, expected.o)
+    assert same(shared[:, : case.tokens], expected.draft_windows[:, : case.tokens])
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+def test_drafts_without_a_row_or_a_state_are_written_nowhere(device: str):
+    """SGLang's verification: packed sequences, one of which has more tokens than drafts."""
+    args = replace(case_of(GATED_DELTA_RULE[DRAFTS]), padded=0, batch=3, tokens=4).inputs(device)
+    for name in ("q", "k", "v", "g", "beta", "out"):
+        rows = [x[:n] for x, n in zip(args[name], (4, 0, 2), strict=True)]
+        args[name] = torch.cat(rows).unsqueeze(0)
+    args["cu_seqlens"] = torch.tensor([0, 4, 4, 6], dtype=torch.int32, device=device)
+    for name in ("draft_states", "draft_windows"):
+        args[name] = args[name][:, :3].contiguous()
+    assert_agrees(args, run(args))
+    for row in (-1, 4):
+        args["draft_indices"][0] = row
+        found = run(args)
+        assert_agrees(args, found)
+        assert found.draft_windows[:, 2].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+@pytest.mark.parametrize("count", [-3, 0, 4, 9])
+@pytest.mark.parametrize("flags", [None, [False, True, False]])
+def test_counts_and_fresh_sequences_of_records(device: str, count: int, flags: Any):
+    args = replace(case_of(GATED_DELTA_RULE[CONV_RECORDED]), padded=0, batch=3).inputs(device)
+    args["num_accepted_tokens"].fill_(count)
+    if flags is not None:
+        args["has_initial_state"] = torch.tensor(flags, device=device)
+    assert_agrees(args, run(args))
 
 
 @pytest.mark.slow
@@ -316,6 +416,120 @@ def test_no_gate_is_no_decay_and_no_beta_is_one(device: str):
     expected = cute_attn.fused_recurrent_gated_delta_rule(**given)[0]
     without = args | {"g": None, "beta": None}
     assert torch.equal(cute_attn.fused_recurrent_gated_delta_rule(**without)[0], expected)
+
+
+def with_columns(
+    device: str, *, g: bool, gk: bool, gv: bool, beta: bool, gate: bool, **change: Any
+) -> dict[str, Any]:
+    """A call with some of the gates, and beta, for channels and columns."""
+    args = sequences(device, gate)
+    generator = torch.Generator(device).manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    rows = args["v"].shape[:-1]
+    if not g:
+        args["g"] = None
+    if gk:
+        args["gk"] = -normal(*rows, 64).abs().bfloat16()
+    if gv:
+        args["gv"] = -normal(*rows, 64).abs().half()
+    if beta:
+        x = normal(*rows, 64)
+        args["beta"] = x if gate else x.sigmoid()
+    args |= change
+    if args.get("state_v_first"):
+        args["initial_state"] = args["initial_state"].mT.contiguous()
+    return args
+
+
+def assert_columns_agree(args: dict[str, Any]) -> None:
+    o, state = cute_attn.fused_recurrent_gated_delta_rule(**args, output_final_state=True)
+    g = torch.zeros_like(args["v"][..., 0]) if args["g"] is None else args["g"]
+    exact, plain = (
+        gated_delta_rule_reference(**args | {"g": g}, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_no_worse(o, plain.o.to(o.dtype), exact.o)
+    assert state is not None
+    assert_no_worse(state, plain.final_state, exact.final_state)
+
+
+@pytest.mark.everywhere
+def test_gates_and_betas_of_columns_agree_with_the_reference(device: str):
+    args = with_columns(device, g=True, gk=True, gv=True, beta=True, gate=True)
+    assert_columns_agree(args)
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    ("g", "gk", "gv", "beta"), [x for x in itertools.product((False, True), repeat=4) if any(x)]
+)
+def test_every_combination_of_gates_and_betas(
+    device: str, g: bool, gk: bool, gv: bool, beta: bool, gate: bool, v_first: bool
+):
+    if gate and not g:
+        pytest.skip("the gate is of g")
+    change = {"state_v_first": v_first, "allow_neg_eigval": gate}
+    assert_columns_agree(with_columns(device, g=g, gk=gk, gv=gv, beta=beta, gate=gate, **change))
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+@pytest.mark.parametrize("dims", [(128, 64), (64, 256), (256, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_columns_of_other_sizes(device: str, dims: tuple[int, int], dtype: torch.dtype):
+    generator = torch.Generator(device).manual_seed(11)
+    dim_k, dim_v = dims
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    assert_columns_agree(
+        {
+            "q": normal(2, 3, 1, dim_k).to(dtype),
+            "k": torch.nn.functional.normalize(normal(2, 3, 1, dim_k), dim=-1).to(dtype),
+            "v": normal(2, 3, 2, dim_v).to(dtype),
+            "g": -normal(2, 3, 2).abs(),
+            "gk": -normal(2, 3, 2, dim_k).abs().to(dtype),
+            "gv": -normal(2, 2, 3, dim_v).abs().to(dtype).transpose(1, 2),
+            "beta": normal(2, 3, dim_v, 2).sigmoid().to(dtype).transpose(2, 3),
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+def test_equal_columns_are_a_head_bitwise(device: str):
+    """A gate, and a beta, that all columns share."""
+    args = with_columns(device, g=True, gk=False, gv=False, beta=False, gate=False)
+    args["output_final_state"] = True
+    expected = cute_attn.fused_recurrent_gated_delta_rule(**args)
+    columns = args["v"].shape
+    g, beta = (args[name].unsqueeze(-1).expand(columns) for name in ("g", "beta"))
+    for change in ({"beta": beta}, {"beta": beta, "g": None, "gv": g.contiguous()}):
+        found = cute_attn.fused_recurrent_gated_delta_rule(**args | change)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+def test_a_column_that_forgets_everything(device: str):
+    """A gate of -inf gives a decay of 0, and no NaN; other columns keep their bits."""
+    args = with_columns(device, g=True, gk=False, gv=True, beta=False, gate=False)
+    before = cute_attn.fused_recurrent_gated_delta_rule(**args)[0]
+    args["gv"] = args["gv"].clone()
+    args["gv"][:, 1, :, 3] = -torch.inf
+    after = cute_attn.fused_recurrent_gated_delta_rule(**args)[0]
+    assert after.isfinite().all()
+    others = torch.arange(64, device=device) != 3
+    assert torch.equal(before[..., others], after[..., others])
+    assert not torch.equal(before[:, 1, :, 3], after[:, 1, :, 3])
+    assert_columns_agree(args)
 
 
 @pytest.mark.everywhere(quick=False)

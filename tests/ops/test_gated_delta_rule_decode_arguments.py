@@ -36,11 +36,17 @@ def arguments(convolution: bool = True, **shape: Any) -> dict[str, Any]:
 def convolution_of(args: dict[str, Any]) -> dict[str, Any]:
     indices = args.get("state_indices")
     width = 3 if indices is None or indices.dim() == 1 else 2 + indices.shape[1]
-    return {
+    if "record_k" in args:
+        width += args["record_k"].shape[1]
+    found = {
         "conv_state": torch.randn(args["state"].shape[0], CHANNELS, width).to(args["q"].dtype),
         "conv_weight": torch.randn(CHANNELS, 4).to(BF16),
         "conv_bias": torch.randn(CHANNELS).to(BF16),
     }
+    if "draft_states" in args:
+        rows = args["draft_states"].shape[:2]
+        found["draft_windows"] = torch.zeros(*rows, CHANNELS, 3, dtype=args["q"].dtype)
+    return found
 
 
 def recurrent_call(**shape: Any) -> dict[str, Any]:
@@ -57,6 +63,8 @@ GOOD: list[dict[str, Any]] = [
     {"dtype": torch.float32},
     {"tokens": 2, "records": 4, "convolution": False},
     {"tokens": 2, "drafts": 4, "convolution": False},
+    {"tokens": 2, "records": 4},
+    {"tokens": 2, "drafts": 4},
 ]
 
 
@@ -69,7 +77,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(shape: dict[
         cute_attn.gated_delta_rule_decode(**args)
 
 
-@pytest.mark.parametrize("shape", GOOD[:5], ids=str)
+@pytest.mark.parametrize("shape", [*GOOD[:5], *GOOD[7:]], ids=str)
 def test_kda_takes_a_convolution_too(shape: dict[str, Any]):
     args = decode_arguments(**shape)
     with pytest.raises(ValueError, match="q is on cpu, must be on a CUDA device"):
@@ -165,15 +173,49 @@ WINDOWS = {"conv_state": torch.zeros(2, CHANNELS, 3, dtype=BF16)}
         ),
         (
             {"tokens": 2, "records": 4},
-            {"record_g": torch.zeros(2, 4, 4)},
-            NotImplementedError,
-            "conv_state is given with record_k: there are kernels with a convolution for",
+            {
+                "record_g": torch.zeros(2, 4, 4),
+                "conv_state": torch.zeros(2, CHANNELS, 6, dtype=BF16),
+            },
+            ValueError,
+            r"must hold at least 7 inputs \(W\) for so many records",
+        ),
+        # windows of drafts
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_windows": None},
+            ValueError,
+            "conv_state is given with draft_states, but without draft_windows",
+        ),
+        (
+            {"convolution": False, "tokens": 2, "drafts": 4},
+            {"draft_windows": torch.zeros(3, 4, CHANNELS, 3, dtype=BF16)},
+            ValueError,
+            "draft_windows is given without conv_state",
+        ),
+        (
+            {"tokens": 2},
+            {"draft_windows": torch.zeros(3, 4, CHANNELS, 3, dtype=BF16)},
+            ValueError,
+            "draft_windows is given without draft_states",
         ),
         (
             {"tokens": 2, "drafts": 4},
-            {},
-            NotImplementedError,
-            "conv_state is given with draft_states",
+            {"draft_windows": torch.zeros(1, 4, CHANNELS, 3, dtype=BF16)},
+            ValueError,
+            r"draft_windows has shape .* must be \[M, S, D, 3\]",
+        ),
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_windows": torch.zeros(3, 4, CHANNELS, 3)},
+            TypeError,
+            "draft_windows has dtype torch.float32, must be torch.bfloat16",
+        ),
+        (
+            {"tokens": 2, "drafts": 4},
+            {"draft_windows": [0]},
+            TypeError,
+            "draft_windows must be a torch.Tensor, got list",
         ),
     ],
 )
@@ -188,21 +230,21 @@ def test_bad_arguments_of_decode(
     ("change", "error", "message"),
     [
         ({"g": torch.zeros(2, 5, 4, 64)}, ValueError, "g has shape"),
-        (
-            {"gk": torch.zeros(2, 5, 4, 64), "use_gate_in_kernel": True, "A_log": torch.zeros(4)},
-            NotImplementedError,
-            "gk is given, must be None with use_gate_in_kernel",
-        ),
         ({"gk": torch.zeros(2, 5, 4, 128)}, ValueError, r"gk has shape .* \[2, 5, 4, 64\]"),
         ({"gk": torch.zeros(2, 5, 4, 64).int()}, TypeError, "gk has dtype torch.int32"),
         ({"gk": 0.5}, TypeError, "gk must be a torch.Tensor, got float"),
+        ({"g": None, "gk": torch.zeros(2, 5, 4, 128)}, ValueError, r"gk has shape .* 4, 64\]"),
+        ({"g": None, "gk": torch.zeros(2, 5, 4, 64).int()}, TypeError, "gk has dtype torch.int32"),
+        ({"g": None, "gk": 0.5}, TypeError, "gk must be a torch.Tensor, got float"),
         (
             {"gk": torch.zeros(2, 5, 4, 64), "g": torch.zeros(2, 5, 2)},
             ValueError,
             r"g has shape .* \[2, 5, 4\]",
         ),
-        ({"gv": torch.zeros(2, 5, 4, 128)}, NotImplementedError, "gv is given, must be None"),
-        ({"beta": torch.zeros(2, 5, 4, 128)}, ValueError, "beta has shape"),
+        ({"gv": torch.zeros(2, 5, 4, 64)}, ValueError, r"gv has shape .* \[2, 5, 4, 128\]"),
+        ({"gv": torch.zeros(2, 5, 4, 128).int()}, TypeError, "gv has dtype torch.int32"),
+        ({"gv": 0.5}, TypeError, "gv must be a torch.Tensor, got float"),
+        ({"beta": torch.zeros(2, 5, 4, 64)}, ValueError, r"beta has shape .* \[2, 5, 4, 128\]"),
         ({"use_gate_in_kernel": True}, ValueError, "A_log is None, must be given"),
         (
             {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(256)},
@@ -266,6 +308,7 @@ def test_schemas_name_what_is_written():
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
     assert written == {
         "state", "out", "record_k", "record_g", "record_u", "draft_states", "conv_state",
+        "draft_windows",
     }  # fmt: skip
 
 

@@ -164,6 +164,8 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
         ({"heads": 0}, ValueError, "head counts do not fit: 4 value heads .* multiple of the 0"),
         # shapes
         ({"q": bf16(5, 2, 64)}, ValueError, r"q has shape \[5, 2, 64\], must be \[B, T, HQK, K\]"),
+        ({"q": bf16(3, 5, 2, 64)}, ValueError, r"q has shape \[3, .*, here \[2, 5, 2, 64\]"),
+        ({"q": bf16(2, 5, 2, 128)}, ValueError, r"q has shape .*, here \[2, 5, 2, 64\]"),
         ({"k": bf16(2, 5, 1, 64)}, ValueError, r"k has shape .*, here \[2, 5, 2, 64\]"),
         ({"k": bf16(2, 5, 2, 128)}, ValueError, r"k has shape .*, here \[2, 5, 2, 64\]"),
         ({"v": bf16(2, 6, 4, 128)}, ValueError, r"v has shape .*, here \[2, 5, HV, V\]"),
@@ -222,6 +224,11 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
             {"chunk_size": 32, "return_intermediate_states": True},
             NotImplementedError,
             "chunk_size is 32, must be 64 with return_intermediate_states",
+        ),
+        (
+            {"return_intermediate_states": torch.ones(2)},
+            TypeError,
+            "return_intermediate_states must be a bool, got Tensor",
         ),
         ({"cp_context": object()}, NotImplementedError, "cp_context is given, must be None"),
         ({"no_such_name": None}, TypeError, "unexpected keyword argument 'no_such_name'"),
@@ -402,6 +409,12 @@ def test_good_arguments_of_stages_are_refused_for_the_device_alone(stage: str):
         ("kda_gate_cumsum_backward", {"dg": bf16(2, 5, 4, 64)}, TypeError, "dg has dtype"),
         ("kda_gate_cumsum_backward", {"dg": f32(2, 5, 4, 128)}, ValueError, "dg has shape"),
         ("kda_gate_cumsum_backward", {**GATED, "A_log": f32(5)}, ValueError, "A_log has shape"),
+        (
+            "kda_gate_cumsum_backward",
+            {"use_gate_in_kernel": torch.ones(2)},
+            TypeError,
+            "use_gate_in_kernel must be a bool, got Tensor",
+        ),
     ],
 )
 def test_bad_arguments_of_stages(

@@ -431,6 +431,7 @@ def test_good_calls_on_the_cpu_are_refused_for_the_device_alone():
     ("changes", "error", "message"),
     [
         ({"initial_state": None}, ValueError, "initial_state is None, must be the pool"),
+        ({"initial_state": torch.zeros(0, 2, 64, 64)}, ValueError, "initial_state has 0 slots"),
         (
             {"state_indices": None, "checkpoint_indices": torch.zeros(2, 1, dtype=torch.int32)},
             ValueError,

@@ -6,7 +6,6 @@ Each test runs on the GPU, where there is one, and in the emulator under a rando
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +18,12 @@ import cute_attn
 import cute_attn.cache
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from cute_attn.reference.kda import kda_reference
+from tests.sweeps import FULL
 
 from .kda_decode_cases import packed
 from .lightning_cases import assert_no_worse, few
 
 Result = tuple[torch.Tensor, torch.Tensor]
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -269,6 +268,7 @@ def test_two_runs_through_the_state_are_one_bitwise(device: str, data: st.DataOb
     assert torch.equal(final_state, state)
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @settings(max_examples=10)
 @given(data=st.data())
@@ -279,6 +279,7 @@ def test_grouped_heads_equal_repeated_heads_bitwise(device: str, data: st.DataOb
     assert all(map(torch.equal, run(args), run(args | repeated)))
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @settings(max_examples=10)
 @given(data=st.data())

@@ -85,6 +85,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(shape: dict[
         ({}, {"k": torch.zeros(2, 3, 64, device="meta")}, ValueError, "k is on meta"),
         # shapes
         ({}, {"q": torch.zeros(2, 64).bfloat16()}, ValueError, r"q has shape \[2, 64\]"),
+        ({}, {"q": torch.zeros(2, 4, 64).bfloat16()}, ValueError, r"q has shape \[2, 4, 64\]"),
         ({}, {"k": torch.zeros(2, 4, 64).bfloat16()}, ValueError, r"k has shape \[2, 4, 64\]"),
         ({}, {"v": torch.zeros(2, 1, 3, 128).bfloat16()}, ValueError, "v has 4 dimensions"),
         ({}, {"v": torch.zeros(1, 3, 128).bfloat16()}, ValueError, r"v has shape \[1, 3, 128\]"),
@@ -94,6 +95,12 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(shape: dict[
         ({}, {"state": torch.zeros(2, 3, 64, 128)}, ValueError, "for layout 'vk'"),
         ({}, {"decay": torch.zeros(4)}, ValueError, r"decay has shape \[4\], must be \[3\]"),
         ({"slots": 4}, {"state_indices": torch.zeros(3).int()}, ValueError, "state_indices has"),
+        (
+            {"slots": 4},
+            {"state": torch.zeros(0, 3, 128, 64)},
+            ValueError,
+            "state has 0 slots, must",
+        ),
         ({"tokens": 0}, {}, ValueError, "T is 0"),
         ({}, {"state_layout": "vv"}, ValueError, "state_layout is 'vv'"),
         ({"k": 96}, {}, NotImplementedError, r"head dimension of q is 96, supported: \(64, 128"),

@@ -352,6 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         changed(kv_cache=(4, 64, 448)), NotImplementedError,
         "kv_cache has 448 columns and head_dim_v is 512, there are kernels for: 576",
     ),
+    "no pages": (changed(kv_cache=(0, 64, 576)), ValueError, "kv_cache has 0 pages, must have at"),
     "page size": (
         changed(kv_cache=(4, 0, 576)), ValueError,
         "kv_cache has shape [4, 0, 576], must have pages of 1 token or more",

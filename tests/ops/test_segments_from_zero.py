@@ -22,14 +22,11 @@ from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_reference,
 )
 from cute_attn.reference.kda import kda_chunk_reference, kda_reference
+from tests.sweeps import slow
 
 CHUNK = 64
 NEGLIGIBLE = -40.0  # base 2; `kernels.delta.chunk.starts`
 FLAGS = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @contextmanager

@@ -590,7 +590,7 @@ def prefix(x: dict[str, Any], count: int) -> dict[str, Any]:
 def test_decode_is_the_recurrence_on_slots(tokens: int):
     x, pool, options = decode_problem(20, tokens)
     slots = torch.tensor([5, -1, 2], dtype=torch.int32)
-    o, state, records, _ = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
+    o, state, records, *_ = kda_decode_reference(**x, state=pool, state_indices=slots, **options)
     assert records is None
     expected = kda_reference(
         **x, **options, **IN_KERNEL, initial_state=pool[slots], state_v_first=True
@@ -739,7 +739,7 @@ def test_a_checkpoint_and_records(accepted: list[int]):
     state, records = pool, empty_records(rounds[0], 3)
     for i, x in enumerate(rounds):
         count = torch.full((3,), accepted[i - 1] if i else 0)
-        o, state, kept, _ = kda_decode_reference(
+        o, state, kept, *_ = kda_decode_reference(
             **x,
             state=state,
             state_indices=slots,
@@ -784,7 +784,7 @@ def test_what_is_kept_has_been_rounded_to_its_dtype():
     x, pool, options = decode_problem(61, 2)
     count = torch.zeros(3, dtype=torch.int64)
     records = KdaRecords(*(y.bfloat16() for y in empty_records(x, 2)[:2]), empty_records(x, 2).u)
-    _, state, kept, _ = kda_decode_reference(
+    _, state, kept, *_ = kda_decode_reference(
         **x,
         state=pool.bfloat16(),
         num_accepted_tokens=count,

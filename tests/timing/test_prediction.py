@@ -12,8 +12,10 @@ import pytest
 from cute_attn.emulator import Emulator
 from cute_attn.timing import RatesError, load_rates
 from cute_attn.timing import prediction as module
+from cute_attn.timing.blackwell import Blackwell, operands
 from cute_attn.timing.prediction import resident_ctas
 from cute_attn.timing.simulate import Result
+from cute_attn.timing.steps import Product
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +55,33 @@ def test_a_call_is_predicted_and_traced(tmp_path: Path) -> None:
 def test_there_are_rates_of_measured_gpus_only(tmp_path: Path) -> None:
     with pytest.raises(RatesError, match="no rates of 'b200'"):
         load_rates("b200", tmp_path)
+
+
+def test_every_published_rate_has_a_source() -> None:
+    """What nobody has published is as on an H100."""
+    rates = load_rates("b200")
+    assert rates.sms == 148 and "published" in rates.gpu
+    measured = load_rates("h100")
+    assert rates.otherwise == measured
+    for key, value in rates.values.items():
+        if measured.values.get(key) != value:
+            assert rates.sources[key], key
+    assert not measured.sources
+
+
+def test_published_clocks_of_products() -> None:
+    model = Blackwell(load_rates("b200"))
+    core = model.machine(148, 148, 1.0).tensor
+    assert core
+    pair = Product(1, 256, 256, 16, 1, False, 1)
+    assert core.multiply(pair) == pytest.approx(128, abs=0.1)
+    assert core.late(pair) == pytest.approx(298 - 128, abs=0.1)
+    assert operands(pair) == (128 + 128) * 32 / 128
+    alone = Product(1, 128, 192, 16, 1, True, None)  # between two published widths
+    assert core.multiply(alone) == pytest.approx(96, abs=0.1)
+    assert operands(alone) == 192 * 32 / 128
+    with pytest.raises(RatesError, match="m32n64k16 SS"):
+        core.multiply(Product(1, 32, 64, 16, 1, False, None))
 
 
 def test_a_missing_rate_is_named(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ from collections import Counter
 import pytest
 
 from cute_attn.timing.code import FIRST_LINES, HELD_LINES, STARTED_LINES, CodeCache, Fetch
-from cute_attn.timing.simulate import Machine, Result, Stuck, simulate
+from cute_attn.timing.simulate import Machine, Result, Stuck, TensorCore, simulate
 from cute_attn.timing.steps import (
     Arrive,
     Await,
+    Commit,
     Copy,
     LaunchItems,
     Multiply,
+    Product,
+    TensorCopy,
+    TensorMemory,
     Wait,
     WarpItems,
     Work,
@@ -38,8 +42,20 @@ MACHINE = Machine(
     operands=lambda n, from_registers: n / 4 + (0 if from_registers else 16),
     fence=50.0,
     fetch=FETCH,
+    cluster_fence=700.0,
+    tensor=TensorCore(
+        multiply=lambda product: product.n / 2,
+        late=lambda product: 150.0,
+        operands=lambda product: product.n / 4 + (0 if product.from_tensor_memory else 32),
+        load_rate=128.0,
+        load_latency=100.0,
+        store_rate=256.0,
+        store_latency=30.0,
+        copy=lambda nbytes: nbytes / 128,
+        query=460.0,
+    ),
 )
-MBARRIER, NAMED = 0x100, 1 << 56
+MBARRIER, NAMED, CLUSTER = 0x100, 1 << 56, 2 << 56
 
 
 def work(*, alu: float = 0.0, latency: float = 0.0, wavefronts: int = 0, loaded: int = 0) -> Work:
@@ -155,11 +171,11 @@ def test_a_store_is_awaited_by_its_group() -> None:
     stores = [Copy("store", 1, 3200, False, 1), Copy("store", 2, 3200, False, 2)]
     read = run([*stores, Await("bulk read", 1, 0)])
     assert read.waits["bulk read", 0] == pytest.approx(100 + 300)
-    assert run([*stores, Await("bulk", 2, 0)]).waits["bulk", 0] == pytest.approx(200 + 400)
+    assert run([*stores, Await("bulk", 2, 0)]).waits["bulk", 0] == pytest.approx(200 + 300)
 
 
 def test_a_launch_ends_when_its_stores_have_arrived() -> None:
-    assert run([Copy("store", 1, 3200, False, 1)]).ends[0] == pytest.approx(100 + 400)
+    assert run([Copy("store", 1, 3200, False, 1)]).ends[0] == pytest.approx(100 + 300)
     assert run([work(latency=10)._replace(stored=3200)]).ends[0] == pytest.approx(100 + 400)
 
 
@@ -181,18 +197,30 @@ def test_code_comes_from_where_it_is() -> None:
     room."""
     code = [((n,),) for n in range(HELD_LINES + 1)]
     cache = CodeCache(code, FETCH, held=False)
-    assert cache.clocks(((0, 1),)) == 60 + 20
-    assert cache.clocks(((0, 2),)) == 20
+    assert cache.clocks(((0, 1),))[0] == 60 + 20
+    assert cache.clocks(((0, 2),))[0] == 20
     far = ((STARTED_LINES, 1),)
-    assert cache.clocks(far) == 200 + 100
-    assert cache.clocks(((0, FIRST_LINES),)) == 20 * (FIRST_LINES - 2)
-    assert cache.clocks(far) == 60 + 20
-    assert CodeCache(code, FETCH, held=True).clocks(far) == 60 + 20
+    assert cache.clocks(far)[0] == 200 + 100
+    assert cache.clocks(((0, FIRST_LINES),))[0] == 20 * (FIRST_LINES - 2)
+    assert cache.clocks(far)[0] == 60 + 20
+    assert CodeCache(code, FETCH, held=True).clocks(far)[0] == 60 + 20
+
+
+def test_warps_go_along_with_the_first_to_fetch() -> None:
+    """More code than the first cache holds: a warp at the same place fetches nothing, a warp that
+    comes after other code does."""
+    code = [((n,),) for n in range(2 * HELD_LINES)]
+    cache = CodeCache(code, FETCH, held=True)
+    much, other = ((0, 2 * FIRST_LINES),), ((HELD_LINES // 2, 2 * FIRST_LINES),)
+    assert cache.clocks(much, warp=0)[0] > 0
+    assert cache.clocks(much, warp=1)[0] == 0
+    assert cache.clocks(other, warp=0)[0] > 0
+    assert cache.clocks(much, warp=2)[0] > 0
 
 
 def test_copies_of_a_loop_have_code_of_their_own() -> None:
     cache = CodeCache([((0,), (1,))], FETCH, held=True)
-    assert [cache.clocks(((0, 1),)) for _ in range(3)] == [80, 80, 0]
+    assert [cache.clocks(((0, 1),))[0] for _ in range(3)] == [80, 80, 0]
 
 
 def test_sms_share_rates_by_their_bytes() -> None:
@@ -208,3 +236,67 @@ def test_warps_that_wait_for_each_other_are_reported() -> None:
     other = MBARRIER + 8
     with pytest.raises(Stuck, match="2 warps never end"):
         run([Wait(MBARRIER, 1, 0), Arrive(other, 1)], [Wait(other, 1, 0), Arrive(MBARRIER, 1)])
+
+
+def test_products_of_a_pair_keep_both_tensor_cores_busy() -> None:
+    """Products queue, and are signalled in order; a pair's product is on two SMs."""
+    products = [Product(n, 256, 128, 16, 1, False, 1) for n in (1, 2)]
+    warps = [
+        WarpItems(0, 0, [*products, Commit(3), Wait(MBARRIER, 1, 0)]),
+        WarpItems(1, 0, [work(latency=10)]),
+    ]
+    launch = LaunchItems(warps, {3: [(MBARRIER, 1)]}, Counter({(MBARRIER, 1): 1}), 1.0)
+    result = simulate(launch, MACHINE, {0: 0, 1: 1})
+    assert result.ends[0] == pytest.approx(2 * 64 + 150)
+    assert result.busy["tensor cores"] == pytest.approx(2 * 2 * 64)
+    assert result.busy["shared memory"] == pytest.approx(2 * 2 * 64)
+
+
+def test_operands_in_shared_memory_limit_narrow_products() -> None:
+    """64 columns take 32 clocks, and their operands 48 wavefronts, unless A is in tensor memory."""
+
+    def ends(from_tensor_memory: bool) -> float:
+        product = Product(1, 128, 64, 16, 1, from_tensor_memory, None)
+        items = [product, product, Commit(3), Wait(MBARRIER, 1, 0)]
+        return run(items, signals={3: [(MBARRIER, 1)]}).ends[0]
+
+    assert ends(True) == pytest.approx(2 * 32 + 150)
+    assert ends(False) == pytest.approx(2 * 48 + 150)
+
+
+def test_a_commit_after_a_copy_to_tensor_memory() -> None:
+    items = [TensorCopy(1, 12800, None), Commit(2), Wait(MBARRIER, 1, 0)]
+    assert run(items, signals={2: [(MBARRIER, 1)]}).ends[0] == pytest.approx(100 + 50)
+
+
+def test_warps_of_a_quarter_share_tensor_memory() -> None:
+    load = [TensorMemory("tcgen05.ld", 4096), Await("tcgen05.ld", 0, 0)]
+    assert run(load).ends[0] == pytest.approx(32 + 100)
+    assert run(load, load).ends[0] == pytest.approx(32 + 100)
+    assert run(load, [], [], [], load).ends[0] == pytest.approx(64 + 100)
+    store = [TensorMemory("tcgen05.st", 4096), Await("tcgen05.st", 0, 0)]
+    assert run(store).ends[0] == pytest.approx(16 + 30)
+
+
+def test_a_request_for_work_is_answered() -> None:
+    items = [Copy("query", 1, 0, False, 0), Wait(MBARRIER, 1, 0)]
+    assert run(items, signals={1: [(MBARRIER, 1)]}).ends[0] == pytest.approx(460 + 50)
+
+
+def test_a_multicast_takes_the_ports_of_all_its_sms() -> None:
+    copies = [Copy("load", number, 6400, False, 0, (1,)) for number in (1, 2)]
+    warps = [
+        WarpItems(0, 0, [*copies, Wait(MBARRIER, 1, 0)]),
+        WarpItems(1, 0, [work(latency=10, loaded=6400)]),
+    ]
+    signals = {number: [(MBARRIER, 1)] for number in (1, 2)}
+    launch = LaunchItems(warps, signals, Counter({(MBARRIER, 1): 2}), 1.0)
+    result = simulate(launch, MACHINE, {0: 0, 1: 1})
+    assert result.ends[1] == pytest.approx(3 * 100 + 400)
+
+
+def test_an_arrival_at_a_clusters_barrier_has_a_fence() -> None:
+    meeting = [work(latency=100), Arrive(CLUSTER, 1, fence=True), Wait(CLUSTER, 1, 0)]
+    assert run(meeting, meeting).ends[0] == pytest.approx(100 + 700 + 20)
+    relaxed = [work(latency=100), Arrive(CLUSTER, 1), Wait(CLUSTER, 1, 0)]
+    assert run(relaxed, relaxed).ends[0] == pytest.approx(100 + 20)

@@ -12,9 +12,13 @@ from cute_attn.emulator.recording import KINDS, Recording
 from cute_attn.timing.costs import UNITS, Cost
 from cute_attn.timing.steps import (
     Arrive,
+    Await,
+    Commit,
     Copy,
     Latencies,
     Memory,
+    Product,
+    TensorMemory,
     Wait,
     WarpItems,
     Work,
@@ -166,3 +170,31 @@ def test_kinds_of_steps_are_in_the_order_of_the_engine() -> None:
     seen = {KINDS[kind] for kind in kinds}
     assert {"run", "arrive", "wait"} <= seen <= {"run", "arrive", "wait", "poll"}
     assert not any(isinstance(i, Copy) for w in items(recording) for i in w.items)
+
+
+def test_steps_of_tcgen05() -> None:
+    """A product with its shape, the commit that signals it, and a load with its bytes."""
+    from cute_attn.emulator.machine import Machine, programs
+    from cute_attn.emulator.runner import run_ptx
+    from tests.emulator.test_instructions import product
+
+    text = product(128, 16)
+    run = run_ptx(
+        text,
+        block=128,
+        args=[np.zeros(1, np.uint32), np.zeros((128, 16), np.float32)],
+        dynamic_shared=1 << 13,
+        machine=Machine(checks=("counters",), record_every=1),
+    )
+    one = (1, 1, 1)
+    program = programs(text)["k"]
+    first, *_ = items(Recording("k", program, b"", one, (128, 1, 1), one, 0, 32, 1, run.stream))
+    (multiply,) = (i for i in first.items if isinstance(i, Product))
+    assert (multiply.m, multiply.n, multiply.k, multiply.kind) == (128, 16, 16, 1)
+    assert not multiply.from_tensor_memory and multiply.pair is None
+    (commit,) = (i for i in first.items if isinstance(i, Commit))
+    assert commit.number > multiply.number
+    (load,) = (i for i in first.items if isinstance(i, TensorMemory))
+    assert load == TensorMemory("tcgen05.ld", 16 * 32 * 4)
+    waits = [i.kind for i in first.items if isinstance(i, Await)]
+    assert waits == ["tcgen05.ld"]

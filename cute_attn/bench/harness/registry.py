@@ -44,6 +44,10 @@ _OF_NO_FAMILY = {
     "predictions": Listed(
         "launch_times.predictions", "the timing model's predictions of launches; needs no GPU"
     ),
+    "predictions-b200": Listed(
+        "launch_times.blackwell",
+        "predicted rates of attention on a B200 beside FlashAttention-4's; needs no GPU",
+    ),
     "rates": Listed(
         "rates.study", "rates and latencies of the GPU's units, which the timing model reads"
     ),

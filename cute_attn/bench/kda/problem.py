@@ -572,11 +572,11 @@ def check_decode(
         if case.convolution:
             pool, weight = given.pop("conv_state"), given.pop("conv_weight")
             slots = given.get("state_indices")
-            q, k, v, pool = causal_convolution_reference(
+            y = causal_convolution_reference(
                 given["q"], given["k"], given["v"], pool, weight, state_indices=slots, **how
             )
-            given |= {"q": q, "k": k, "v": v}
-            found["conv_state"] = pool
+            given |= {"q": y.q, "k": y.k, "v": y.v}
+            found["conv_state"] = y.conv_state
         o, state, *_ = run(**of_heads(given, case.heads, case.heads_v, 1), **how)
         return {"o": o, "state": state} | found
 

@@ -48,6 +48,7 @@ DISTRIBUTIONS = {
     "quack_kernels": (("quack-kernels", "quack"),),
 }
 COMPILER = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
+LINES = "CUTE_DSL_LINEINFO"  # machine code that names lines of PTX; needs a directory of its own
 
 Plain = None | bool | int | float | str | tuple["Plain", ...]
 
@@ -433,9 +434,9 @@ def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> l
 
 def _environment(arch: str, num_sms: int) -> dict[str, str]:
     """The environment of a capturing process, in which no variable of the user changes the compiled
-    kernels."""
+    kernels, except `LINES`."""
     ours = ("CUTE_DSL_", "FLASH_ATTENTION_", "FA_", "QUACK_")
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(ours) or n == LINES}
     plain = arch.rstrip("af")
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

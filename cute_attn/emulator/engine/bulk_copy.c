@@ -196,6 +196,9 @@ void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter)
   emu_of(w)->counters[counter] += c->bytes;
   submit(op);
   stream_event(w, I, STEP_COPY, c->bytes, c->from ? 0 : first_byte(c), 0);
+  for (int t = 0; t < c->ntargets; t++)
+    if (c->ntargets > 1 && c->targets[t] != w->cta)
+      stream_event(w, I, STEP_DELIVER, c->bytes, c->targets[t]->linear, 0);
 }
 
 void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter) {

@@ -481,6 +481,21 @@ void region_forget(Region *r) {
   r->cells = NULL;
 }
 
+// Whether two machines with equal regions have accessed a word of global memory in their latest
+// launches, at least one of them by a write.
+int emu_met(const Emu *a, const Emu *b) {
+  for (int i = 0; i < a->nregions && i < b->nregions; i++) {
+    const Region *r = &a->regions[i];
+    const Cell *x = r->cells, *y = b->regions[i].cells;
+    if (!x || !y) continue;
+    for (uint64_t word = 0; word < cells_bytes(r) / sizeof(Cell); word++)
+      if ((x[word].write.clock && (y[word].write.clock || y[word].read.clock)) ||
+          (x[word].read.clock && y[word].write.clock))
+        return 1;
+  }
+  return 0;
+}
+
 // Bytes [first, first + count) of memory whose words have `cells`.
 static void touch_bytes(const Context *c, Cell *cells, uint64_t first, uint64_t count, bool writes) {
   Mark m = mark_of(c->e, c->access, 15);

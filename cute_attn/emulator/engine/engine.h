@@ -439,6 +439,10 @@ struct Emu {
   Cluster **clusters; int nclusters;      // the resident clusters
   uint64_t next_cluster, total_clusters;  // for the work distributor; cluster_order has the order
   uint32_t *cluster_order;
+  // The machine runs clusters first_cluster, first_cluster + cluster_stride ..., while machines of
+  // other cores run the rest. With a stride above 1 the launch ends at the first finding, because
+  // the launch is then run again as a whole.
+  uint32_t first_cluster, cluster_stride;
   uint64_t pending_clusters;              // clusters that are neither launched nor cancelled
   Region *regions; int nregions;
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
@@ -692,10 +696,20 @@ enum {
   STEP_GLOBAL,  // the next instruction accesses a sectors of global memory, from address b on
   STEP_ATOMIC,  // the next instruction updates a bytes of global memory, from address b on
   STEP_SIGNAL,  // operation c signals object a, phase b; no warp's step
+  // The latest operation is one of the tensor core's, with shape a and traits b (stream_shape and
+  // stream_traits), or moves a bytes of tensor memory. c: the pair's other CTA and 1, or 0.
+  STEP_TENSOR,
+  STEP_DELIVER,  // the latest operation, a copy, moves a bytes to CTA b as well
 };
 enum { OBJECT_NAMED = 1, OBJECT_CLUSTER };  // in the top byte of an object; 0 is an mbarrier
 static inline uint64_t stream_object(int kind, uint64_t linear, uint64_t which) {
   return (uint64_t)kind << 56 | linear << 32 | which;
+}
+static inline uint64_t stream_shape(int m, int n, int k) {
+  return (uint64_t)m | (uint64_t)n << 16 | (uint64_t)k << 32;
+}
+static inline uint64_t stream_traits(int kind, bool a_in_tmem) {
+  return (uint64_t)kind | (uint64_t)a_in_tmem << 8;
 }
 bool stream_records(const Emu *e, uint64_t cluster);
 void stream_step(Warp *w, const Insn *I);  // an instruction has completed

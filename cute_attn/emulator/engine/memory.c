@@ -52,6 +52,8 @@ static const char *global_place(Emu *e, uint64_t address, uint64_t bytes) {
   if (above && (!r || above->base - address < address - region_end(r)))
     return text("%llu bytes before %s (%llu bytes)", (ull)(above->base - address), above->name,
                 (ull)above->size);
+  if (r && address == region_end(r))
+    return text("right at the end of %s (%llu bytes)", r->name, (ull)r->size);
   if (r)
     return text("%llu bytes past the end of %s (%llu bytes)", (ull)(address - region_end(r)),
                 r->name, (ull)r->size);

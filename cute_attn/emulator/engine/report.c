@@ -73,6 +73,7 @@ const char *address_name(const Cta *cta, uint32_t offset) {
 static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check, int severity,
                    const char *format, va_list arguments) {
   if (severity == SEV_ERROR && MAKES_UP_VALUES >> check & 1 && !e->astray) e->astray = e->time + 1;
+  if (e->cluster_stride > 1 && (e->astray || checking(e, check))) e->stop = true;
   if (!checking(e, check)) return;
   struct Findings *f = e->findings;
   int insn = I ? (int)(I - e->program->code) : -1;

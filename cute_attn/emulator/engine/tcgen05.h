@@ -72,6 +72,10 @@ void check_single_thread(Warp *w, const Insn *I, Mask m, const char *what);
 // Submit an operation of the tensor core, in the order of issue.
 AsyncOp *issue_tcgen05(Warp *w, const Insn *I, const char *what, int lane, void *data,
                        void (*run)(AsyncOp *, int));
+// For the stream of steps: the other CTA of a cta_group and 1, or 0.
+static inline uint64_t other_of_pair(const Warp *w, int group) {
+  return group == 2 ? 1ull + w->cta->cluster->ctas[w->cta->rank ^ 1]->linear : 0;
+}
 
 // The matrix of a descriptor; false after a finding if the matrix cannot be read.
 bool read_matrix(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m);

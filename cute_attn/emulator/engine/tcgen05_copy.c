@@ -162,6 +162,8 @@ static int exec_cp(Warp *w, const Insn *I, Mask m) {
     Copy *data = malloc(sizeof c);
     *data = c;
     issue_tcgen05(w, I, "tcgen05.cp", l, data, run_copy);
+    stream_event(w, I, STEP_TENSOR, (uint64_t)CP_SHAPES[c.shape].rows * CP_SHAPES[c.shape].chunks * 16,
+                 0, other_of_pair(w, group));
   }
   return DONE;
 }

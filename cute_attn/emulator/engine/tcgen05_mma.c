@@ -530,6 +530,8 @@ static void issue_mma(Warp *w, const Insn *I, int lane, const MmaOperands *o, Mm
   Mma *data = malloc(sizeof m);
   *data = m;
   issue_tcgen05(w, I, "tcgen05.mma", lane, data, run_mma);
+  stream_event(w, I, STEP_TENSOR, stream_shape(m.M, m.N, m.K), stream_traits(m.kind, m.a_in_tmem),
+               other_of_pair(w, m.group));
 }
 
 // [d], a, b, descriptor, {disable-output-lane}, enable, scale

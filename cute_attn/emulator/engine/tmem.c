@@ -431,6 +431,7 @@ static int load(Warp *w, const Insn *I, Mask m, Load d, const Operand *address, 
   for (int r = 0; r < d.cells.count; r++) mark_pending(w, I, &d.registers[r], op);
   if (d.reduce) mark_pending(w, I, d.reduced, op);
   submit(op);
+  stream_event(w, I, STEP_TENSOR, (uint64_t)d.cells.count * 128, 0, 0);
   return DONE;
 }
 
@@ -523,6 +524,7 @@ static int store(Warp *w, const Insn *I, Mask m, int shape, int num, bool halves
   op->data = d;
   t->warps[w->index].last_store = op;
   submit(op);
+  stream_event(w, I, STEP_TENSOR, (uint64_t)cells.count * 128, 0, 0);
   return DONE;
 }
 
@@ -553,6 +555,7 @@ static int exec_wait_ld(Warp *w, const Insn *I, Mask m) {
     }
   }
   view_add(&w->view, agent_of(w, AG_TMEM_LD), w->agent_clock[AG_TMEM_LD]);
+  stream_event(w, I, STEP_AWAIT, 0, 0, 0);
   return DONE;
 }
 
@@ -564,6 +567,7 @@ static int exec_wait_st(Warp *w, const Insn *I, Mask m) {
   if (last) force(last);
   t->warps[w->index].last_store = NULL;
   view_add(&w->view, agent_of(w, AG_TMEM_ST), w->agent_clock[AG_TMEM_ST]);
+  stream_event(w, I, STEP_AWAIT, 0, 0, 0);
   return DONE;
 }
 

@@ -231,11 +231,17 @@ def install(launches: Launches) -> None:
     replace(torch._C, "_cuda_isCurrentStreamCapturing", lambda: launches.recording is not None)
     replace(torch._C, "_cuda_getCurrentRawStream", _gives(0))
     replace(torch.version, "cuda", "13.0")
+    replace(torch, "compile", _uncompiled)
     for name in ("range_push", "range_pop", "mark"):
         replace(torch.cuda.nvtx, name, _gives(None))
     replace(torch.cuda.nvtx, "range", lambda *_, **__: contextlib.nullcontext())
     for module in (torch.profiler, torch.autograd.profiler):
         replace(module, "profile", _Profile)
+
+
+def _uncompiled(model: Any = None, **_: Any) -> Any:
+    """What torch.compile gives: the function itself, as its code would be Triton's."""
+    return _uncompiled if model is None else model
 
 
 def _set_device(device: Any) -> None:

@@ -20,7 +20,7 @@ from ..host import HOOK, LAUNCH_FAILURE, Launch
 from ..program import Program
 from ..report import Finding, FindingsError, by_cause
 from . import images, memory
-from .options import Options
+from .options import TIMED, Options
 
 QUIET_SECONDS = 5.0
 """A launch that takes longer shows its progress, as soon as its first clusters have ended."""
@@ -61,6 +61,7 @@ class Launches:
                 on_findings="raise" if options.on_findings == "raise" else "collect",
                 progress=self._progress,
                 record=int(options.time and schedule == "fair"),
+                cores=options.cores,
             )
             for schedule, seed in _schedules(options)
         ]
@@ -187,7 +188,8 @@ class Launches:
         """The predicted time of each launch. Where a launch cannot be predicted, the reason."""
         predict = pkgutil.resolve_name(PREDICT)
         try:
-            return "\n".join(map(str, predict(self._emulators[-1])))
+            gpu = TIMED[self.options.arch]
+            return "\n".join(map(str, predict(self._emulators[-1], gpu=gpu)))
         except (ValueError, RuntimeError) as error:
             return f"emulator: no times are predicted: {error}"
 

@@ -14,7 +14,7 @@ from . import hook
 from .device import DEVICES, Device
 
 DEFAULT_ARCH = "sm_90a"
-TIMED_ARCH = "sm_90a"  # of the GPUs whose rates have been measured
+TIMED = {"sm_90a": "h100", "sm_100a": "b200"}  # the GPU whose rates `--time` takes
 ON_FINDINGS = ("collect", "raise", "ignore")
 
 
@@ -33,6 +33,7 @@ class Options:
         num_sms: the number of SMs that the program sees.
         resident: the number of CTAs that are resident at a time.
         time: whether the time of each launch on a GPU is predicted.
+        cores: the number of processor cores for a launch; None: as an `Emulator` chooses.
     """
 
     arch: str = DEFAULT_ARCH
@@ -44,6 +45,7 @@ class Options:
     num_sms: int | None = None
     resident: int = 4
     time: bool = False
+    cores: int | None = None
 
     @property
     def device(self) -> Device:
@@ -55,7 +57,8 @@ class Options:
 def arch(text: str) -> str:
     """An architecture, as an option's value."""
     if text not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}")
+        hint = f"; did you mean {text}a?" if f"{text}a" in DEVICES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}{hint}")
     return text
 
 
@@ -147,12 +150,19 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         help="number of CTAs that are resident at a time (default: 4)",
     )
     parser.add_argument(
+        "--cores",
+        type=positive,
+        metavar="N",
+        help="number of processor cores for a launch whose clusters share nothing (default: "
+        "CUTE_ATTN_EMULATOR_CORES, else all, at most 8)",
+    )
+    parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write launches and findings to FILE, as JSON"
     )
     parser.add_argument(
         "--time",
         action="store_true",
-        help="predict the time of each launch on an H100 (sm_90a, in a checkout)",
+        help="predict the time of each launch on an H100 (sm_90a) or B200 (sm_100a); in a checkout",
     )
     for what, text in (
         ("install", "let programs that start with CUTE_ATTN_EMULATE=all run in the emulator"),
@@ -163,8 +173,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
     parser.add_argument("program", metavar="SCRIPT", help="the program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     given = parser.parse_args(arguments)
-    if given.time and given.arch != TIMED_ARCH:
-        parser.error(f"--time is for --arch {TIMED_ARCH}, and the architecture is {given.arch}")
+    if given.time and given.arch not in TIMED:
+        known = " and ".join(TIMED)
+        parser.error(f"--time is for --arch {known}, and the architecture is {given.arch}")
     if given.time and importlib.util.find_spec("cute_attn.timing") is None:
         parser.error("--time needs a checkout of cute_attn, which has the rates of GPUs")
     options = Options(
@@ -177,6 +188,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str | None, list
         given.num_sms,
         given.resident,
         given.time,
+        given.cores,
     )
     program = [given.program, *given.arguments]
     return options, given.program if given.module else None, program

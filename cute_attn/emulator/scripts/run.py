@@ -29,13 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     except EmulatorUnavailable as error:
         say(f"python -m cute_attn.emulator: error: {error}")
         return 1
-    status = _run(module, program)
+    status, told = _run(module, program)
     if launches.count:
         say(launches.summary())
         if options.time:
             say(launches.predictions())
     else:
-        say("emulator: no kernel was launched")
+        say(f"emulator: {options.arch}: no kernel was launched")
+    if "CUTE_DSL_ARCH" in told:  # the compiler refuses an operation of another architecture
+        say(f"emulator: the GPU is {options.arch}; --arch chooses another one")
     if status == 0 and launches.errors_found and options.on_findings != "ignore":
         status = FOUND
     if options.report is not None:
@@ -43,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _run(module: str | None, program: list[str]) -> int:
+def _run(module: str | None, program: list[str]) -> tuple[int, str]:
+    """Run the program; return its status, and the exception that has ended it, in words."""
     from .tensors import CudaTensors
 
     sys.argv = program
@@ -57,10 +60,10 @@ def _run(module: str | None, program: list[str]) -> int:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            return error.code or 0
+            return error.code or 0, ""
         say(str(error.code))
-        return 1
-    except Exception:
+        return 1, ""
+    except Exception as error:
         traceback.print_exc()
-        return 1
-    return 0
+        return 1, str(error)
+    return 0, ""

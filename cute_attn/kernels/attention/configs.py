@@ -305,7 +305,7 @@ BACKWARD = _by_key(
     # "single" at head_dim 256: shared memory has no room for the next tile's operands.
     *(
         BackwardRow(
-            "backward_dkdv", SM90, *dims, kernel="sm90_hd256_backward_dkdv", scheduler=scheduler,
+            "backward_dkdv", SM90, *dims, kernel="sm90_wide_backward_dkdv", scheduler=scheduler,
             tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
         )
         for *dims, scheduler in ((192, 128, "counter"), (256, 256, "single"))

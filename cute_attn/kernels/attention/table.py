@@ -53,9 +53,7 @@ HD256_BACKWARD_DQ = _kernel("hd256_backward_dq", "sm100.backward_hd256_dq:Sm100H
 HD256_BACKWARD_DKDV = _kernel("hd256_backward_dkdv", "sm100.backward_hd256_dkdv:Sm100Hd256DkDv")
 SM90_BACKWARD_DQ = _kernel("sm90_backward_dq", "sm90.backward_dq:Sm90Dq")
 SM90_BACKWARD_DKDV = _kernel("sm90_backward_dkdv", "sm90.backward_dkdv:Sm90DkDv")
-SM90_HD256_BACKWARD_DKDV = _kernel(
-    "sm90_hd256_backward_dkdv", "sm90.backward_hd256_dkdv:Sm90Hd256DkDv"
-)
+SM90_WIDE_BACKWARD_DKDV = _kernel("sm90_wide_backward_dkdv", "sm90.backward_wide_dkdv:Sm90WideDkDv")
 SM90_BACKWARD_DS_DQ = _kernel("sm90_backward_ds_dq", "sm90.backward_ds_dq:Sm90DsDq")
 SM90_BACKWARD = _kernel("sm90_backward", "sm90.backward_hd64:Sm90Hd64Backward")
 SM90_HD128_BACKWARD = _kernel("sm90_hd128_backward", "sm90.backward_hd128:Sm90Hd128Backward")
@@ -74,7 +72,7 @@ KERNELS = {
         HD256_BACKWARD_DKDV,
         SM90_BACKWARD_DQ,
         SM90_BACKWARD_DKDV,
-        SM90_HD256_BACKWARD_DKDV,
+        SM90_WIDE_BACKWARD_DKDV,
         SM90_BACKWARD_DS_DQ,
         SM90_BACKWARD,
         SM90_HD128_BACKWARD,

@@ -31,6 +31,24 @@ def overlaps(
     return found
 
 
+def row_of(x: cute.Tensor) -> cute.Tensor:
+    """The memory from x's first element to x's last, as one row: stands for a tensor whose elements
+    may share memory."""
+    start, end = _span(x)
+    return cute.make_tensor(
+        x.iterator, cute.make_layout(((end - start) // (x.element_type.width // 8),))
+    )
+
+
+def windows_meet(x: cute.Tensor) -> Boolean:
+    """Whether elements of windows `[rows, steps, channels, taps]` overlap, except that the windows
+    of successive steps may share inputs; see `cute_attn.ops.memory.check_windows`."""
+    shape = (x.shape[0], x.shape[1] + x.shape[3] - 1, x.shape[2])
+    shared = cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride[:3]))
+    shares = x.stride[1] == x.stride[3]
+    return (shares & _meets_itself(shared)) | (~shares & _meets_itself(x))
+
+
 def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Boolean:
     start, end = _span(x)
     other_start, other_end = _span(y)

@@ -22,6 +22,7 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_is_number,
     exceeds,
@@ -71,6 +72,15 @@ class Arguments(NamedTuple):
 
 
 def check(a: Arguments, given: dict[str, Tensor]) -> None:
+    check_values(a, given)
+    check_strides(given, ("q", "k", "v"))
+    check_contiguous(given, (*_LENGTHS, "learnable_sink", "tree_mask"))
+    if a.tree_mask is not None:
+        _check_tree(a, a.tree_mask)
+
+
+def check_values(a: Arguments, given: dict[str, Tensor]) -> None:
+    """The checks that do not concern strides or a tree_mask."""
     check_scalars(a)
     check_dtype("q", a.q, DTYPES)
     _check_key_dtypes(a, given)
@@ -79,10 +89,6 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
-    check_strides(given, ("q", "k", "v"))
-    check_contiguous(given, (*_LENGTHS, "learnable_sink", "tree_mask"))
-    if a.tree_mask is not None:
-        _check_tree(a, a.tree_mask)
 
 
 def _check_tree(a: Any, tree_mask: Tensor) -> None:
@@ -357,6 +363,7 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             f"head_dim of q is {head_dim}, there are kernels for (of q, of v): "
             f"{table.shapes('forward')}"
         )
+    _check_q_beside_k(a, lengths)
     if a.v.dim() and (head_dim, int(a.v.shape[-1])) not in table.shapes("forward"):
         raise NotImplementedError(
             f"head_dim of v is {a.v.shape[-1]} and of q {head_dim}, there are kernels for (of q, "
@@ -402,12 +409,25 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     check_tiles(a, table.smallest_tile("forward", *dims_of(a)))
 
 
+def _check_q_beside_k(a: Arguments, lengths: dict[str, Tensor]) -> None:
+    """Raise ValueError that names q, if k and v fit each other and not q."""
+    q, k, v = a.q, a.k, a.v
+    batches = a.page_table is None and not {"cu_seqlens_q", "cu_seqlens_k"} & lengths.keys()
+    if batches and q.shape[0] != k.shape[0] and v.shape[:1] == k.shape[:1]:
+        raise ValueError(
+            f"q has shape {_shape(q)}, must have as many sequences as k and v, {k.shape[0]}"
+        )
+    if q.shape[-1] != k.shape[-1] and (*k.shape[-1:], *v.shape[-1:]) in table.shapes("forward"):
+        raise ValueError(f"q has shape {_shape(q)}, must have head_dim {k.shape[-1]}, as k has")
+
+
 def _check_pages(a: Arguments, page_table: Tensor) -> None:
     if page_table.dim() != 2:
         raise ValueError(f"page_table has shape {_shape(page_table)}, must be [batch, max_pages]")
     page_size = a.k.shape[1]
     if not page_size:
         raise ValueError("k has pages of 0 rows, must have at least 1")
+    check_has_slots("k", a.k, "pages")
     if exceeds(page_table.shape[1] * page_size, MAX_SEQLEN - 1):
         raise ValueError(
             f"page_table has {page_table.shape[1]} pages of {page_size} rows, must be fewer than "

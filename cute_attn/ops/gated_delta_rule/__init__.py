@@ -11,9 +11,15 @@ from .recurrent import (
     plan_fused_recurrent_gated_delta_rule,
 )
 
+# flash-linear-attention's other names of these functions.
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
 __all__ = [
     "chunk_gated_delta_rule",
+    "chunk_gdn",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "gated_delta_rule_decode",
     "plan_chunk_gated_delta_rule",
     "plan_chunk_gated_delta_rule_backward",

@@ -10,7 +10,7 @@ from ... import launch
 from ..checks import check_dtype, check_shapes, check_tensor
 from ..kda.arguments import by_former_name
 from ..kda.limits import GATE_DTYPES
-from ..kda.recurrent import Recurrent, fused_recurrent_kda, recurrent_requests
+from ..kda.recurrent import Recurrent, recurrent_kda, recurrent_requests
 from ..operator import PLAIN, dispatch_mode_depth, forward_ad, is_dynamo_compiling
 
 __all__ = ["fused_recurrent_gated_delta_rule", "plan_fused_recurrent_gated_delta_rule"]
@@ -62,9 +62,11 @@ def fused_recurrent_gated_delta_rule(
         g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay,
             or with use_gate_in_kernel the input of the gate. None is no decay.
         gk: `[B, T, HV, K]`, dtypes as g: natural logarithms of one decay for each channel of K, in
-            addition to g. A call with gk runs `fused_recurrent_kda`.
-        gv: must be None.
-        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. None is 1.
+            addition to g. g alone is the input of the gate of use_gate_in_kernel.
+        gv: `[B, T, HV, V]`, dtypes as g: natural logarithms of one decay for each column of V, in
+            addition to g and gk. gk and gv are copied unless the last dimension is contiguous.
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` for a beta of each column of V; float32, bfloat16 or
+            float16, any strides. None is 1.
         scale: factor of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32, or in 16 bits, then converted; None is 0. N, the
             number of sequences, is B without cu_seqlens.
@@ -89,69 +91,52 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
-        NotImplementedError: gv, gk with use_gate_in_kernel, a head dimension without a kernel, or a
-            tensor that requires a gradient: there is no backward.
+        NotImplementedError: a head dimension without a kernel, or a tensor that requires a
+            gradient: there is no backward.
     """
     if transpose_state_layout is not None:
         state_v_first = by_former_name(state_v_first, transpose_state_layout)
-    if gv is not None:
-        raise NotImplementedError(
-            "gv is given, must be None: there is no kernel with a decay for each channel of V"
+    if gk is not None and g is None and not use_gate_in_kernel:
+        # KDA's kernel has the same formula, and no gate of the head.
+        _check_channels(q, v, gk)
+        _, beta = _defaults(v, gk, beta, False, use_beta_sigmoid_in_kernel)
+        call, g, gk = recurrent_kda, gk, None
+        A_log = dt_bias = None
+    else:
+        if g is None or beta is None:
+            g, beta = _defaults(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        call = (
+            _forward
+            if not is_dynamo_compiling()
+            and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+            and (A_log is None or type(A_log) in PLAIN)
+            and (dt_bias is None or type(dt_bias) in PLAIN)
+            and (initial_state is None or type(initial_state) in PLAIN)
+            and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+            and (gk is None or type(gk) is Tensor)
+            and (gv is None or type(gv) is Tensor)
+            and forward_ad._current_level < 0
+            and not dispatch_mode_depth()
+            else _recurrent.routed
         )
-    if gk is not None:
-        gate = _decays_of_channels(q, v, g, gk, use_gate_in_kernel)
-        if beta is None:
-            _, beta = _defaults(v, gate, beta, False, use_beta_sigmoid_in_kernel)
-        return fused_recurrent_kda(
-            q, k, v, gate, beta, None, None, scale, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, False, use_beta_sigmoid_in_kernel, allow_neg_eigval, None,
-            state_v_first, cu_seqlens,
-        )  # fmt: skip
-    if g is None or beta is None:
-        g, beta = _defaults(v, g, beta, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
-    call = (
-        _forward
-        if not is_dynamo_compiling()
-        and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
-        and (A_log is None or type(A_log) in PLAIN)
-        and (dt_bias is None or type(dt_bias) in PLAIN)
-        and (initial_state is None or type(initial_state) in PLAIN)
-        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
-        and forward_ad._current_level < 0
-        and not dispatch_mode_depth()
-        else _recurrent.routed
-    )
     result: tuple[Tensor, Tensor | None] = call(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        None, state_v_first, cu_seqlens,
+        None, state_v_first, cu_seqlens, gk, gv,
     )  # fmt: skip
     return result
 
 
-def _decays_of_channels(q: Any, v: Any, g: Any, gk: Any, gated: Any) -> Tensor:
-    """gk, with g added to each channel.
+def _check_channels(q: Any, v: Any, gk: Any) -> None:
+    """Check gk, which the kernel takes as g.
 
     Raises:
-        TypeError, ValueError: gk or g has a wrong type, dtype or shape.
-        NotImplementedError: the kernel is to compute the gate.
+        TypeError, ValueError: gk has a wrong type, dtype or shape.
     """
-    if gated:
-        raise NotImplementedError(
-            "gk is given, must be None with use_gate_in_kernel: fused_recurrent_kda computes gates "
-            "of channels"
-        )
     for name, x in (("q", q), ("v", v), ("gk", gk)):
         check_tensor(name, x)
     check_dtype("gk", gk, GATE_DTYPES)
     check_shapes({"gk": gk}, {"gk": (*v.shape[:-1], q.shape[-1])})
-    decays: Tensor = gk
-    if g is not None:
-        check_tensor("g", g)
-        check_dtype("g", g, GATE_DTYPES)
-        check_shapes({"g": g}, {"g": v.shape[:-1]})
-        decays = gk.float() + g.float().unsqueeze(-1)
-    return decays
 
 
 def _defaults(
@@ -192,6 +177,9 @@ def plan_fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     index_dtype: str = "none",
     dt_bias: bool = True,
+    gk_dtype: str = "none",
+    gv_dtype: str = "none",
+    beta_columns: bool = False,
 ) -> list[launch.Request]:
     """The kernel that `fused_recurrent_gated_delta_rule` uses for these arguments, for
     `cute_attn.warmup` and spec files. The choice does not depend on batch, lengths and numbers of
@@ -201,7 +189,7 @@ def plan_fused_recurrent_gated_delta_rule(
         arch: architecture, such as "sm_90a"; today there is one kernel for all architectures from
             sm_80 on.
         dtype: dtype of q, k and v.
-        gate_dtype: dtype of g; None means q's dtype.
+        gate_dtype: dtype of g; None means q's dtype, "none" a call with gk and without g.
         beta_dtype: dtype of beta; None means q's dtype.
         head_dim_k: K, head dimension of q and k.
         head_dim_v: V, head dimension of v.
@@ -213,6 +201,9 @@ def plan_fused_recurrent_gated_delta_rule(
         state_v_first: as in the operator.
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+        gk_dtype: dtype of gk; "none" without gk.
+        gv_dtype: dtype of gv; "none" without gv.
+        beta_columns: whether beta is `[B, T, HV, V]`.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -222,4 +213,7 @@ def plan_fused_recurrent_gated_delta_rule(
         ValueError: a parameter has a value that kernels do not support; the message names the
             parameter.
     """
-    return recurrent_requests("head", **locals(), lower_bound=False, A_log=True)
+    plan = {**locals(), "lower_bound": False, "A_log": True}
+    if gate_dtype == "none":
+        plan |= {"gate_dtype": gk_dtype, "gk_dtype": "none"}
+    return recurrent_requests("channel" if gate_dtype == "none" else "head", **plan)

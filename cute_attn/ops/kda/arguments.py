@@ -90,6 +90,18 @@ class Sizes(dict[str, Any]):
             if not letter.isdecimal():
                 self[letter] = got
 
+    def take_queries(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, shape: str) -> None:
+        """`take` q and k, which have one shape. Where the two differ, and v or g agrees with k, the
+        message names q."""
+        tensors = [("q", q), ("k", k)]
+        if q.shape != k.shape and len(k.shape) == len(v.shape) == len(shape.split()):
+            rows = q.shape[:-2] != k.shape[:-2] == v.shape[:-2]
+            dims = q.shape[-1:] != k.shape[-1:] == g.shape[-1:] and g.dim() == k.dim()
+            if rows or dims:
+                tensors.reverse()
+        for name, x in tensors:
+            self.take(name, x, shape)
+
     def check_heads(self) -> None:
         """Raise ValueError unless HV is a multiple of HQK and fits a grid dimension."""
         heads_qk, heads_v = self["HQK"], self["HV"]
@@ -320,17 +332,21 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
 
 
 def check_step_shapes(
-    sizes: Sizes, given: dict[str, Tensor], step: str, head_gate: bool = False
+    sizes: Sizes,
+    given: dict[str, Tensor],
+    step: str,
+    head_gate: bool = False,
+    beta_columns: bool = False,
 ) -> None:
     """Check the shapes of q, k, v, g and beta; `step`, "B" or "B T", names their first
-    dimensions."""
-    sizes.take("q", given["q"], f"{step} HQK K")
-    sizes.take("k", given["k"], f"{step} HQK K")
+    dimensions. With beta_columns, beta has V numbers a head."""
+    q, k, v, g = (given[name] for name in "qkvg")
+    sizes.take_queries(q, k, v, g, f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
     sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
     sizes.take("g", given["g"], f"{step} HV" if head_gate else f"{step} HV K")
-    sizes.take("beta", given["beta"], f"{step} HV")
+    sizes.take("beta", given["beta"], f"{step} HV V" if beta_columns else f"{step} HV")
 
 
 # -- tensors as kernels read them ---------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch import Tensor
 from ... import launch
 from ...kernels.delta.chunk.heuristics import pass_kind
 from ...kernels.delta.chunk.spec import CHUNK, record_elements
-from ..checks import require_flags
+from ..checks import check_flags, require_flags
 from ..operator import (
     PLAIN,
     Operator,
@@ -256,6 +256,8 @@ def chunk_kda(
     num_chunks = None
     if cu_seqlens_cpu is not None:
         num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, q)
+    if return_intermediate_states is not False:
+        check_flags(return_intermediate_states=return_intermediate_states)
     if return_intermediate_states and (
         # Dynamo cannot trace a test for inference mode; grad mode is off in inference mode.
         is_grad_enabled() if is_dynamo_compiling() else not torch.is_inference_mode_enabled()

@@ -22,6 +22,7 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_not_expanded,
     check_state_address,
@@ -215,6 +216,7 @@ class Pool(Operator[PoolArguments]):
         check_dtype("initial_state", a.initial_state, STATE_DTYPES)
         matrix = "V K" if a.state_v_first else "K V"
         sizes.take("initial_state", a.initial_state, f"slots HV {matrix}")
+        check_has_slots("initial_state", a.initial_state)
         check_slots(given, a.pad_slot_id)
         check_int32(given, ("checkpoint_indices",))
         for name, shape in (

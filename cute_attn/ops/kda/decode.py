@@ -51,6 +51,7 @@ def kda_decode(
     conv_state: Tensor | None = None,
     conv_weight: Tensor | None = None,
     conv_bias: Tensor | None = None,
+    draft_windows: Tensor | None = None,
 ) -> Tensor:
     """One decode step of Kimi Delta Attention; the state is updated in place.
 
@@ -115,6 +116,8 @@ def kda_decode(
             convolution, see below. D is 2 HQK K + HV V.
         conv_weight: `[D, 4]`, bfloat16, float16 or float32, contiguous; goes with conv_state.
         conv_bias: `[D]`, dtype of conv_weight, contiguous; None is 0.
+        draft_windows: `[M, S, D, 3]`, dtype of q, any strides, written: goes with conv_state and
+            draft_states, see below.
 
     Returns:
         o, `[B, HV, V]` or `[B, T, HV, V]`, dtype of q; `out` itself when given.
@@ -149,14 +152,19 @@ def kda_decode(
     has_initial_state is False, the inputs before the first token are 0. With a slot for each
     position, the slot is state_indices[b, 0], W is at least 3 + S, and the inputs begin at position
     num_accepted_tokens[b] - 1. The call then stores the last two of these inputs and all of its
-    own. conv_state, conv_weight and conv_bias do not go with records or drafts.
+    own. With records, W is at least 3 + S, and the slot holds the three inputs before the recorded
+    tokens, then the recorded tokens' inputs. The call moves on by the accepted tokens, and stores
+    its own inputs after the three inputs before them. With a tensor for drafts, conv_state stays as
+    it is. The window after token t goes to draft_windows[draft_indices[b], t], and the caller
+    copies the window after the last accepted token to the slot. The windows of successive tokens
+    may share memory: draft_windows[m, t + 1, :, i] may be draft_windows[m, t, :, i + 1].
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, strides, devices, alignment or values, or an `out`
             that overlaps another argument.
-        NotImplementedError: a head dimension or an architecture without a kernel, a convolution
-            with records or drafts, or a tensor that requires a gradient: there is no backward.
+        NotImplementedError: a head dimension or an architecture without a kernel, or a tensor that
+            requires a gradient: there is no backward.
     """
     call = (
         _forward
@@ -172,6 +180,7 @@ def kda_decode(
         and (has_initial_state is None or type(has_initial_state) is Tensor)
         and (draft_states is None or type(draft_states) is type(draft_indices) is Tensor)
         and (conv_weight is None or is_plain_convolution(conv_state, conv_weight, conv_bias))
+        and (draft_windows is None or type(draft_windows) is Tensor)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else _decode.routed
@@ -181,7 +190,7 @@ def kda_decode(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, state_indices, num_accepted_tokens, record_k, record_g, record_u,
         cu_seqlens, has_initial_state, pad_slot_id, draft_states, draft_indices,
-        conv_state, conv_weight, conv_bias,
+        conv_state, conv_weight, conv_bias, draft_windows,
     )  # fmt: skip
     return o
 

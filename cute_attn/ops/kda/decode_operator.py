@@ -32,6 +32,7 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_has_slots,
     check_int32,
     check_not_expanded,
     check_number,
@@ -42,7 +43,7 @@ from ..checks import (
     require_flags,
 )
 from ..counters import counters_of_pool
-from ..memory import check_memory
+from ..memory import check_memory, check_windows
 from ..operator import PLAIN, Operator, increment_version, is_grad_enabled
 from .arguments import (
     MAX_GRID_YZ,
@@ -186,6 +187,7 @@ class Arguments(NamedTuple):
     conv_state: Tensor | None = None
     conv_weight: Tensor | None = None
     conv_bias: Tensor | None = None
+    draft_windows: Tensor | None = None
 
 
 _CONVOLUTION = ("conv_state", "conv_weight", "conv_bias")
@@ -204,7 +206,7 @@ class Decode(Operator[Arguments]):
     """
 
     arguments = Arguments
-    written = ("state", "out", *_RECORDS, "draft_states", "conv_state")
+    written = ("state", "out", *_RECORDS, "draft_states", "conv_state", "draft_windows")
     decays: ClassVar[str]
 
     def __init__(self) -> None:
@@ -247,6 +249,9 @@ class Decode(Operator[Arguments]):
         tensors = self.tensors(a)
         pools = ("state", *_RECORDS, "draft_states", "conv_state")
         written = {name: tensors.pop(name) for name in ("out", *pools)}
+        windows = tensors.pop("draft_windows")
+        if windows is not None:
+            written["draft_windows"] = check_windows("draft_windows", windows)
         check_memory(written, tensors, pools=pools)
 
     def nothing(self, a: Arguments) -> Tensor | None:
@@ -348,6 +353,7 @@ class Decode(Operator[Arguments]):
         conv_state: Tensor | None,
         conv_weight: Tensor | None,
         conv_bias: Tensor | None,
+        draft_windows: Tensor | None,
         ready: Any = None,
     ) -> Tensor:
         key: tuple[Any, ...] | None = None
@@ -381,6 +387,7 @@ class Decode(Operator[Arguments]):
                         *key, self.head_gate and _any_is_neg(g, record_g),
                         conv_state is None or conv_state.is_neg(), conv_bias is None,
                         None if conv_weight is None else conv_weight.dtype,
+                        draft_windows is not None and draft_windows.is_neg(),
                     )  # fmt: skip
                 ready = self.ready[key]
             function, write_records, q_scale, bound, beta_scale, flat_A_log = ready
@@ -398,7 +405,7 @@ class Decode(Operator[Arguments]):
                 or (draft_states is not None and draft_states.requires_grad)
                 or (
                     conv_state is not None
-                    and _any_requires_grad(conv_state, conv_weight, conv_bias)
+                    and _any_requires_grad(conv_state, conv_weight, conv_bias, draft_windows)
                 )
             ):
                 self.refuse_gradient()
@@ -411,8 +418,10 @@ class Decode(Operator[Arguments]):
                 cu_seqlens,
                 None if has_initial_state is None else has_initial_state.view(uint8),
                 draft_states, draft_indices, conv_state, conv_weight, conv_bias,
-                None if conv_state is None else counters_of_pool(conv_state, q.shape[-2]),
-                q_scale, bound, beta_scale,
+                None
+                if conv_state is None or draft_states is not None
+                else counters_of_pool(conv_state, q.shape[-2]),
+                draft_windows, q_scale, bound, beta_scale,
             )  # fmt: skip
             if write_records is not None:
                 write_records(k, g, state_indices, record_k, record_g)
@@ -423,9 +432,11 @@ class Decode(Operator[Arguments]):
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
                 num_accepted_tokens, record_k, record_g, record_u, cu_seqlens, has_initial_state,
                 pad_slot_id, draft_states, draft_indices, conv_state, conv_weight, conv_bias,
+                draft_windows,
             )  # fmt: skip
         if conv_state is not None:
-            increment_version((conv_state,))
+            # With drafts, the convolution writes draft_windows only.
+            increment_version((conv_state if draft_windows is None else draft_windows,))
         if draft_states is not None:
             increment_version((o, draft_states))
         elif record_k is None:
@@ -477,6 +488,8 @@ def _check_shapes(a: Arguments, given: dict[str, Tensor], head_gate: bool) -> No
         sizes["N"] = sizes["B"]
     matrix = "V K" if a.state_v_first else "K V"
     sizes.take("state", a.state, f"N HV {matrix}")
+    if a.state_indices is not None:
+        check_has_slots("state", a.state)
     if exceeds(sizes["B"], MAX_GRID_YZ):
         raise ValueError(f"there are {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
     if a.use_gate_in_kernel:
@@ -486,6 +499,7 @@ def _check_shapes(a: Arguments, given: dict[str, Tensor], head_gate: bool) -> No
         sizes.take("has_initial_state", given["has_initial_state"], "B")
     _check_drafts(given, sizes, matrix)
     _check_convolution(a, given, sizes)
+    _check_draft_windows(given, sizes)
 
 
 def _check_packed(a: Arguments, sizes: Sizes) -> None:
@@ -517,6 +531,7 @@ def _check_drafts(given: dict[str, Tensor], sizes: Sizes, matrix: str) -> None:
             f"{given['state'].dtype}"
         )
     sizes.take("draft_states", given["draft_states"], f"M S HV {matrix}")
+    check_has_slots("draft_states", given["draft_states"])
     sizes.take("draft_indices", given["draft_indices"], "B")
     tokens = sizes.get("T", 1)
     if "packed" not in sizes and tokens > sizes["S"]:
@@ -534,29 +549,51 @@ def _check_convolution(a: Arguments, given: dict[str, Tensor], sizes: Sizes) -> 
     for name in ("conv_state", "conv_weight"):
         if name not in given:
             raise ValueError(f"{names[0]} is given without {name}")
-    other = "record_k" if a.record_k is not None else "draft_states"
-    if other in given:
-        raise NotImplementedError(
-            f"conv_state is given with {other}: there are kernels with a convolution for one slot "
-            "a sequence, and for a slot for each position"
-        )
     check_dtypes_are(given, ("conv_state",), a.q.dtype)
     check_dtype("conv_weight", given["conv_weight"], STEP_DTYPES)
     check_dtypes_are(given, ("conv_bias",), given["conv_weight"].dtype)
     sizes["D"] = 2 * sizes["HQK"] * sizes["K"] + sizes["HV"] * sizes["V"]
     pool = given["conv_state"]
-    sizes.take("conv_state", pool, "M D W" if a.state_indices is not None else "B D W")
+    sizes.take("conv_state", pool, "P D W" if a.state_indices is not None else "B D W")
+    if a.state_indices is not None:
+        check_has_slots("conv_state", pool)
     longest = CONV_TAPS - 1
     if _has_positions(a.state_indices):
         longest += a.state_indices.shape[1] - 1  # type: ignore[union-attr]
+    if a.record_k is not None:
+        longest += sizes["S"]
     if sizes["W"] < longest:
+        drafted = "records" if a.record_k is not None else "positions"
         raise ValueError(
             f"conv_state has shape {list(pool.shape)}, must hold at least {longest} inputs (W)"
-            + (" for so many positions" if longest >= CONV_TAPS else "")
+            + (f" for so many {drafted}" if longest >= CONV_TAPS else "")
         )
     sizes.take("conv_weight", given["conv_weight"], f"D {CONV_TAPS}")
     if "conv_bias" in given:
         sizes.take("conv_bias", given["conv_bias"], "D")
+
+
+def _check_draft_windows(given: dict[str, Tensor], sizes: Sizes) -> None:
+    """Check draft_windows, which goes with conv_state and draft_states."""
+    both = "conv_state" in given and "draft_states" in given
+    if "draft_windows" in given:
+        if not both:
+            missing = "draft_states" if "conv_state" in given else "conv_state"
+            raise ValueError(f"draft_windows is given without {missing}")
+        check_dtypes_are(given, ("draft_windows",), given["q"].dtype)
+        windows = given["draft_windows"]
+        rows, states = given["draft_states"].shape[:2]
+        expected = [rows, states, sizes["D"], CONV_TAPS - 1]
+        if list(windows.shape) != expected:
+            raise ValueError(
+                f"draft_windows has shape {list(windows.shape)}, must be [M, S, D, 3], here "
+                f"{expected}"
+            )
+    elif both:
+        raise ValueError(
+            "conv_state is given with draft_states, but without draft_windows, for the windows "
+            "after drafted tokens"
+        )
 
 
 def _check_gate(

@@ -16,8 +16,9 @@ from torch import Tensor
 from ... import launch
 from ...kernels.delta import table
 from ...kernels.delta.step.heuristics import step_config
+from ...kernels.delta.step.spec import DTYPES as STEP_DTYPES
 from ...kernels.delta.step.spec import RecurrentSpec
-from ..checks import check_flags, check_number, require_flags
+from ..checks import DTYPE_NAMES, check_dtype, check_flags, check_number, require_flags
 from ..operator import (
     PLAIN,
     Operator,
@@ -81,7 +82,8 @@ def fused_recurrent_kda(
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay, or with
             use_gate_in_kernel the input of the gate.
-        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` for a beta of each column of V; float32, bfloat16 or
+            float16, any strides.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers of any shape and floating-point dtype; None is 0. A_log and dt_bias
             are ignored without use_gate_in_kernel.
@@ -128,7 +130,7 @@ def fused_recurrent_kda(
     result: tuple[Tensor, Tensor | None] = call(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        lower_bound, state_v_first, cu_seqlens,
+        lower_bound, state_v_first, cu_seqlens, None, None,
     )  # fmt: skip
     return result
 
@@ -152,6 +154,7 @@ def plan_fused_recurrent_kda(
     index_dtype: str = "none",
     A_log: bool = True,
     dt_bias: bool = True,
+    beta_columns: bool = False,
 ) -> list[launch.Request]:
     """The kernel that `fused_recurrent_kda` uses for these arguments, for `cute_attn.warmup` and
     spec files. The choice does not depend on batch, lengths and numbers of heads.
@@ -174,6 +177,7 @@ def plan_fused_recurrent_kda(
         index_dtype: dtype of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: whether dt_bias is given; ignored without use_gate_in_kernel.
+        beta_columns: whether beta is `[B, T, HV, V]`.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -205,6 +209,9 @@ def recurrent_requests(
     index_dtype: str,
     A_log: bool,
     dt_bias: bool,
+    gk_dtype: str = "none",
+    gv_dtype: str = "none",
+    beta_columns: bool,
 ) -> list[launch.Request]:
     """The kernel of a plan; see `plan_fused_recurrent_kda`. `decays` is as in `StepSpec`."""
     del arch
@@ -223,6 +230,9 @@ def recurrent_requests(
         dt_bias_dtype="float32" if gated and dt_bias else "none",
         dt_bias_dims=0 if not (gated and dt_bias) else 1 if decays == "head" else 2,
         decays=decays,
+        gk_dtype=gk_dtype,
+        gv_dtype=gv_dtype,
+        beta_columns=bool(beta_columns),
         gate=gate_kind(gated, 0.0 if lower_bound else None),
         l2norm=bool(use_qk_l2norm_in_kernel),
         beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
@@ -261,6 +271,8 @@ class Arguments(NamedTuple):
     lower_bound: float | None = None
     state_v_first: bool = False
     cu_seqlens: Tensor | None = None
+    gk: Tensor | None = None
+    gv: Tensor | None = None
 
 
 class Recurrent(Operator[Arguments]):
@@ -295,14 +307,31 @@ class Recurrent(Operator[Arguments]):
         check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
         check_step_dtypes(given)
         sizes = Sizes()
-        check_step_shapes(sizes, given, "B T", self.head_gate)
+        check_step_shapes(sizes, given, "B T", self.head_gate, a.beta.dim() == 4)
+        self._check_more_gates(given, sizes)
         sizes.check_sequences(a.cu_seqlens)
         check_state(sizes, a.initial_state, a.state_v_first)
         check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound, self.head_gate)
 
+    def _check_more_gates(self, given: dict[str, Tensor], sizes: Sizes) -> None:
+        """Check gk and gv."""
+        if "gk" in given and not self.head_gate:
+            raise ValueError("gk is given, must be None where g has a number for each channel")
+        for name, shape in (("gk", "B T HV K"), ("gv", "B T HV V")):
+            if name in given:
+                check_dtype(name, given[name], STEP_DTYPES)
+                sizes.take(name, given[name], shape)
+
     def prepare(self, a: Arguments) -> _Ready:
         arch = launch.arch_for(a.q.device)
-        (request,) = recurrent_requests(self.decays, arch=arch, **sequence_plan(a))
+        (request,) = recurrent_requests(
+            self.decays,
+            arch=arch,
+            gk_dtype="none" if a.gk is None else DTYPE_NAMES[a.gk.dtype],
+            gv_dtype="none" if a.gv is None else DTYPE_NAMES[a.gv.dtype],
+            beta_columns=a.beta.dim() == 4,
+            **sequence_plan(a),
+        )
         return (launch.get_for(a.q.device, *request), *launch_scalars(a))
 
     def forward(  # type: ignore[override]
@@ -324,11 +353,13 @@ class Recurrent(Operator[Arguments]):
         lower_bound: float | None,
         state_v_first: Any,
         cu_seqlens: Tensor | None,
+        gk: Tensor | None,
+        gv: Tensor | None,
         ready: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         key = None
         if is_grad_enabled():
-            self.takes_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+            self.takes_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv)
         try:
             dim_k, shape = q.shape[-1], v.shape
             if ready is None:
@@ -352,7 +383,8 @@ class Recurrent(Operator[Arguments]):
                     output_final_state, use_qk_l2norm_in_kernel,
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                     allow_neg_eigval, lower_bound, type(lower_bound), state_v_first,
-                    None if cu_seqlens is None else cu_seqlens.dtype,
+                    None if cu_seqlens is None else cu_seqlens.dtype, beta.dim(),
+                    None if gk is None else gk.dtype, None if gv is None else gv.dtype,
                     not v.numel(),  # keys with True are never in the table
                 )  # fmt: skip
                 ready = self.ready[key]
@@ -366,8 +398,8 @@ class Recurrent(Operator[Arguments]):
                 v, shape, dim_k, output_final_state, state_v_first, cu_seqlens
             )
             function(
-                q, k, v, g, beta, A, bias, o, initial_state, final_state, cu_seqlens, q_scale,
-                bound, beta_scale,
+                q, k, v, g, beta, A, bias, o, initial_state, final_state, cu_seqlens, gk, gv,
+                q_scale, bound, beta_scale,
             )  # fmt: skip
             return o, final_state
         except Exception as error:
@@ -375,7 +407,7 @@ class Recurrent(Operator[Arguments]):
                 error, key, ready, q, k, v, g, beta, A_log, dt_bias, scale, initial_state,
                 output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first,
-                cu_seqlens,
+                cu_seqlens, gk, gv,
             )  # fmt: skip
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
@@ -383,8 +415,10 @@ class Recurrent(Operator[Arguments]):
         return _outputs(a.v, shape, dim_k, a.output_final_state, a.state_v_first, a.cu_seqlens)
 
     def readable(self, a: Arguments) -> Arguments:
-        rows = "qkv" if self.head_gate else "qkvg"
-        changed: dict[str, Any] = {name: _with_rows(getattr(a, name)) for name in rows}
+        rows = [*(("q", "k", "v") if self.head_gate else ("q", "k", "v", "g")), "gk", "gv"]
+        changed: dict[str, Any] = {
+            name: _with_rows(x) for name in rows if (x := getattr(a, name)) is not None
+        }
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
         return a._replace(
@@ -407,6 +441,7 @@ class _RecurrentKda(Recurrent):
 
 _recurrent = _RecurrentKda()
 _forward = _recurrent.forward  # bound once: this saves time per call
+recurrent_kda = _recurrent.routed  # with gk and gv
 
 
 def _outputs(

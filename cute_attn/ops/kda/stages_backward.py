@@ -364,6 +364,7 @@ def kda_gate_cumsum_backward(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
+    check_flags(use_gate_in_kernel=use_gate_in_kernel)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     return KdaGateGradients(

@@ -23,7 +23,6 @@ from cute_attn.bench.kda import recompute as kda_recompute
 from cute_attn.bench.kda import stage as kda_stage
 from cute_attn.bench.kda.cases import Case, DecodeCase
 from cute_attn.reference import kda as reference
-from cute_attn.reference.convolution import causal_convolution_reference
 from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 
 DIMS = {"head_dim_k": 64, "head_dim_v": 64}
@@ -73,15 +72,10 @@ def plain_decode(q, k, v, g, beta, state, *, out, **rest):
     return out.copy_(found.o)
 
 
-def plain_gdn_decode(q, k, v, g, beta, state, *, out, conv_state=None, conv_weight=None, **rest):
-    how = {"dtype": torch.float32}
-    if conv_state is not None:
-        slots = rest.get("state_indices")
-        q, k, v, pool = causal_convolution_reference(
-            q, k, v, conv_state, conv_weight, state_indices=slots, **how
-        )
-        conv_state.copy_(pool)
-    found = gated_delta_rule_decode_reference(q, k, v, g, beta, state, **rest, **how)
+def plain_gdn_decode(q, k, v, g, beta, state, *, out, **rest):
+    found = gated_delta_rule_decode_reference(q, k, v, g, beta, state, **rest, dtype=torch.float32)
+    if found.conv_state is not None:
+        rest["conv_state"].copy_(found.conv_state)
     state.copy_(found.state)
     return out.copy_(found.o)
 

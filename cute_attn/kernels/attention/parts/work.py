@@ -294,7 +294,7 @@ class TileMap(Carried):
         block = self._block(block, blocks, head, sequence)
         exists = Boolean(True)
         if self.divided.seqused is not None:
-            exists = block * self.tile_size < self._length(sequence)
+            exists = block * self.tile_size < self._length(sequence) * self.rows_per_token
         return exists, block, head - sequence * heads, sequence
 
     @cute.jit

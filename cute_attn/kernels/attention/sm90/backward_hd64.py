@@ -51,51 +51,22 @@ next work.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from ...common.cluster import prepare
-from ...common.dtypes import DTYPE
-from ...common.entry import entry, gathered, placeholders
-from ...common.pipeline import Pipeline, report_names
+from ...common.pipeline import Barriers
 from ...common.ptx import wgmma
 from ...common.ptx.compiler import opaque
 from ...common.ptx.memory import shared_address
-from ...common.scheduler import CounterScheduler, TileQueue
-from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ...common.smem import Pointers
 from ..parts import fragments
-from ..parts.softmax import Scaling
-from ..parts.visibility import Visibility
-from ..parts.work import TileMap, Work
-from ..query_sums import QuerySums
 from ..spec import Sm90BackwardSpec
 from .dq_sums import RegisterSums
-from .fused import (
-    CONSUMERS,
-    LOAD,
-    WARPGROUPS,
-    Arguments,
-    Consumer,
-    Operands,
-    OtherWarps,
-    edges,
-    fake_arguments,
-    parameters,
-    roles,
-)
-from .key_rows import KeyRows
+from .fused import Consumer, FusedBackward, Operands
 from .key_tiles import lane_anew
-from .mma import ROWS, WARPGROUP
 from .ordered_sums import OrderedSums
 from .uses import Use, query_order
-
-# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
-# up.
-LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
-assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
 # dQ is two tiles late, and reads the K of a work up to two works back.
 K_STAGES, DS_STAGES = 3, 2
@@ -103,97 +74,24 @@ Q_STAGES, DO_STAGES = 3, 2
 ORDERED_Q_STAGES = 2  # beside the staging of dQ
 
 
-class Sm90Hd64Backward:
+class Sm90Hd64Backward(FusedBackward):
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
     def __init__(self, spec: Sm90BackwardSpec):
-        if spec.tile_n != WARPGROUPS * ROWS:
-            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
-        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
-            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
-        self.spec = spec
-        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
-        self.rows = KeyRows(spec)
-        self.order = query_order(spec)
-        self.others = OtherWarps(spec, self.order, self.rows, self.sums)
-        q_stages = ORDERED_Q_STAGES if spec.ordered else Q_STAGES
-        self.pipeline = Pipeline(
-            *edges(spec.ordered, k=K_STAGES, q=q_stages, do=DO_STAGES, ds=DS_STAGES)
-        )
-        dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
-        q, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
-        staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
-        self.smem = SharedMemory(
-            Buffer("k", dtype, keys, K_STAGES, at, "K"),
-            Buffer("v", dtype, keys, 1, at, "V"),
-            Buffer("q", dtype, q, q_stages, at, "Q"),
-            Buffer("do", dtype, q, DO_STAGES, at, "dO"),
-            Buffer("ds", dtype, spec.tile_m * spec.tile_n, DS_STAGES, at, "dS^T"),
-            *((staging,) if spec.ordered else ()),
-            Buffer("lse", Float32, spec.tile_m, q_stages, holds="lse of queries"),
-            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
-            TileQueue.buffer(Work),
-            Buffer("barriers", Int64, self.pipeline.count),
-        )
+        super().__init__(
+            spec, query_order(spec), k=K_STAGES, q=ORDERED_Q_STAGES if spec.ordered else Q_STAGES,
+            do=DO_STAGES, ds=DS_STAGES, staged=spec.ordered,
+        )  # fmt: skip
 
-    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        return report_names(self.smem, self.pipeline, roles(self.spec.ordered), shared_base)
-
-    def fake_args(self) -> tuple[Any, ...]:
-        """Placeholders for the arguments of `__call__`, in order."""
-        return placeholders(fake_arguments(self.spec))
-
-    # -- host ---------------------------------------------------------------------------------
-
-    @entry(Arguments)
-    @cute.jit
-    def __call__(self, *args: Any) -> None:
-        """Launch the kernel."""
-        a, stream = gathered(Arguments, args)
-        x, tiles, visible, scaling = parameters(a, self.spec)
-        self.kernel(x, tiles, visible, scaling).launch(
-            grid=[CounterScheduler.clusters(x.num_tiles, a.num_ctas), 1, 1],
-            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
-
-    # -- device: set-up -----------------------------------------------------------------------
-
-    @cute.kernel
-    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = self.smem.allocate()
-        barriers = self.pipeline.at(storage.barriers)
-        if warp == LOAD.warps[0]:
-            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
-        cute.arch.sync_threads()
-
-        if warp >= LOAD.warps[0]:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            self.others.run(warp, x, storage, barriers, tiles, visible)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            sums: RegisterSums | OrderedSums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
-            if cutlass.const_expr(self.spec.ordered):
-                sums = OrderedSums(self.sums, sums.at, shared_address(storage.dq), barriers)
-            own = Consumer.of(
-                self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
-                x.dq_sums, sums,
-            )  # fmt: skip
-            self.consumer_warps(x, own)
+    def sums_of(
+        self, x: Operands, storage: Pointers, barriers: Barriers
+    ) -> RegisterSums | OrderedSums:
+        sums: RegisterSums | OrderedSums = RegisterSums(self.sums, x.dq_sums.iterator.toint())
+        if self.spec.ordered:
+            sums = OrderedSums(self.sums, sums.at, shared_address(storage.dq), barriers)
+        return sums
 
     # -- device: products ---------------------------------------------------------------------
-
-    @cute.jit
-    def consumer_warps(self, x: Operands, own: Consumer) -> None:
-        count = Int32(0)  # number of works done
-        queue = own.keys.queue
-        queue.wait(count)
-        if queue.read(count).exists:
-            own.turns.begin()
-            count = self.compute_works(x, own)
-        queue.release(count)
 
     @cute.jit
     def compute_works(self, x: Operands, own: Consumer) -> Int32:

@@ -871,65 +871,39 @@ class Sm90Forward:
         found: Any,
     ) -> None:
         """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes or
-        rows."""
+        rows. A wide fp8 tile has two uses, of half of the columns each."""
         rows = self.k_rows if name == "k" else self.v_rows
-        ring, element_bytes = name + self.loaded, self.loaded_bytes
-        spec = self.spec
+        ring, columns = name + self.loaded, rows.columns // self.halves
+        spec, nbytes = self.spec, self.loaded_bytes
         of_row = spec.head_dim if cutlass.const_expr(name == "k") else spec.head_dim_v
         column = self.first_column(of_row, rows.columns)
-        if cutlass.const_expr(self.halves > 1):
-            for half in cutlass.range_constexpr(self.halves):
-                self.load_half(name, half, tma, x, key_tile, work, smem, barriers, n, pages, found)
-        elif cutlass.const_expr(pages is None):
-            box = rows.box(x, key_tile, *work.keys, column=column)
-            load_use(
-                ring, tma, box, smem, barriers, n, multicast=self.shares,
-                element_bytes=element_bytes,
-            )  # fmt: skip
-        elif cutlass.const_expr(self.gathers):
+        if cutlass.const_expr(self.gathers):
             barriers.wait_previous(f"{name}_empty", n)
             stage = barriers.stage(f"{name}_full", n)
-            tile = smem + stage * (2 * self.spec.tile_n * rows.columns)
+            tile = smem + stage * (2 * spec.tile_n * rows.columns)
             full = barriers.address(f"{name}_full", stage)
             if cutlass.const_expr(column is not None):
                 x = cute.domain_offset((0, 0, 0, column), x)
             pages.load(x, found, work.kv_head, rows.columns, tile, full)
         else:
-            full = f"{ring}_full"
-            barriers.wait_previous(f"{ring}_empty", n)
-            with cute.arch.elect_one():
-                barriers.expect(full, n, element_bytes * self.spec.tile_n * rows.columns)
-            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n, column)
-
-    @cute.jit
-    def load_half(
-        self,
-        name: cutlass.Constexpr[str],
-        half: cutlass.Constexpr[int],
-        tma: cute.CopyAtom | None,
-        x: cute.Tensor,
-        key_tile: Int32,
-        work: Any,
-        smem: Any,
-        barriers: Barriers,
-        n: Int32,
-        pages: Pages | None,
-        found: Any,
-    ) -> None:
-        """Load half of the columns of an fp8 tile of K or V; see `load_keys`."""
-        rows = self.k_rows if name == "k" else self.v_rows
-        ring, columns, use = f"{name}_fp8", rows.columns // self.halves, n * self.halves + half
-        if cutlass.const_expr(pages is None):
-            box = rows.box(x, key_tile, *work.keys)
-            box = cute.local_tile(box, (rows.rows, columns), (0, half))
-            load_use(ring, tma, box, smem, barriers, use, element_bytes=1)
-        else:
-            full = f"{ring}_full"
-            barriers.wait_previous(f"{ring}_empty", use)
-            with cute.arch.elect_one():
-                barriers.expect(full, use, self.spec.tile_n * columns)
-            column = Int32(half * columns)
-            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, use, column)
+            for half in cutlass.range_constexpr(self.halves):
+                use = n * self.halves + half
+                if cutlass.const_expr(pages is None):
+                    box = rows.box(x, key_tile, *work.keys, column=column)
+                    if cutlass.const_expr(self.halves > 1):
+                        box = cute.local_tile(box, (rows.rows, columns), (0, half))
+                    load_use(
+                        ring, tma, box, smem, barriers, use, multicast=self.shares,
+                        element_bytes=nbytes,
+                    )  # fmt: skip
+                else:
+                    full = f"{ring}_full"
+                    barriers.wait_previous(f"{ring}_empty", use)
+                    with cute.arch.elect_one():
+                        barriers.expect(full, use, nbytes * spec.tile_n * columns)
+                    if cutlass.const_expr(self.halves > 1):
+                        column = Int32(half * columns)
+                    pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, use, column)
 
     # -- device: conversion of fp8 ------------------------------------------------------------
 

@@ -1,23 +1,26 @@
-"""Code that the two SM90 kernels of all gradients of q, k and v share: arguments, the load warp,
-and the state of a consumer warp. Each kernel has its own loop. A use is one tile of queries with
-one tile of keys; see `uses.Use`."""
+"""Code that the two SM90 kernels of all gradients of q, k and v share: arguments, launch, the load
+warp, and the state of a consumer warp. Each kernel has its own loop. A use is one tile of queries
+with one tile of keys; see `uses.Use`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.carried import Carried
-from ...common.pipeline import Barriers, Edge, Kind, Role
+from ...common.cluster import prepare
+from ...common.dtypes import DTYPE
+from ...common.entry import entry, gathered, placeholders
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ...common.ptx import wgmma
 from ...common.ptx.memory import load_shared, shared_address
 from ...common.scheduler import CounterScheduler, TicketScheduler, TileQueue
-from ...common.smem import Pointers
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.tma import BOX
 from ..parts import fragments
 from ..parts.arguments import FakeArguments
@@ -33,7 +36,7 @@ from .ds_ring import DsRing
 from .key_loads import KeyLoads, QueryLoads, key_rows, query_rows
 from .key_rows import KeyRows
 from .key_tiles import KeyProducts, KeyTiles, group_anew, lane_anew
-from .mma import ROWS, WARPGROUP_WARPS
+from .mma import ROWS, WARPGROUP, WARPGROUP_WARPS
 from .ordered_sums import OrderedAdditions
 from .query_zeros import QueryZeros
 from .score_tile import ScoreTile, Statistics
@@ -47,6 +50,11 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 ADDERS = Role("adders", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + WARPGROUP_WARPS))
 assert len(CONSUMERS) == WARPS
+
+# Registers of a thread. All 384 threads start with 168, and the load warp's warpgroup gives some
+# up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 
 # Bytes of a query that tiles of keys reread: Q, dO and the sums of dQ. A budget of half of L2 for
 # these data makes kernels up to 8 % faster than all of L2.
@@ -175,6 +183,110 @@ def edges(ordered: bool, *, k: int, q: int, do: int, ds: int) -> tuple[Edge, ...
         Edge("ds_empty", CONSUMERS, CONSUMERS, ds, Kind.WARPS, payload="its stage"),
         *(ordered_sums.edges(CONSUMERS, ADDERS) if ordered else sums),
     )
+
+
+class FusedBackward:
+    """A kernel of all gradients, for one Sm90BackwardSpec. A kernel derives from this class.
+
+    Args:
+        order: the order of queries.
+        k, q, do, ds: stages of the rings of K, Q, dO and dS.
+        staged: whether warps stage dQ in shared memory.
+
+    Attributes:
+        columns_ahead: as in `Consumer`.
+    """
+
+    columns_ahead: ClassVar[int] = 0
+
+    def __init__(
+        self, spec: Sm90BackwardSpec, order: QueryOrder, *, k: int, q: int, do: int, ds: int,
+        staged: bool,
+    ):  # fmt: skip
+        if spec.tile_n != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
+        self.spec, self.order = spec, order
+        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.rows = KeyRows(spec)
+        self.others = OtherWarps(spec, order, self.rows, self.sums)
+        self.pipeline = Pipeline(*edges(spec.ordered, k=k, q=q, do=do, ds=ds))
+        dtype, at = DTYPE[spec.dtype], SWIZZLE_ALIGNMENT
+        queries, keys = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
+        self.smem = SharedMemory(
+            Buffer("k", dtype, keys, k, at, "K"),
+            Buffer("v", dtype, keys, 1, at, "V"),
+            Buffer("q", dtype, queries, q, at, "Q"),
+            Buffer("do", dtype, queries, do, at, "dO"),
+            Buffer("ds", dtype, spec.tile_m * spec.tile_n, ds, at, "dS^T"),
+            *((staging,) if staged else ()),
+            Buffer("lse", Float32, spec.tile_m, q, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, do, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, roles(self.spec.ordered), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        return placeholders(fake_arguments(self.spec))
+
+    @entry(Arguments)
+    @cute.jit
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        x, tiles, visible, scaling = parameters(a, self.spec)
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(x.num_tiles, a.num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
+        cute.arch.sync_threads()
+
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            self.others.run(warp, x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            own = Consumer.of(
+                self.spec, self.order, storage, barriers, tiles, warp, visible, scaling,
+                x.dq_sums, self.sums_of(x, storage, barriers), columns_ahead=self.columns_ahead,
+            )  # fmt: skip
+            self.consumer_warps(x, own)
+
+    def sums_of(
+        self, x: Operands, storage: Pointers, barriers: Barriers
+    ) -> RegisterSums | StagedSums:
+        """The sums to which a consumer warp adds dQ."""
+        raise NotImplementedError
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer) -> None:
+        count = Int32(0)  # number of works done
+        queue = own.keys.queue
+        queue.wait(count)
+        if queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+        queue.release(count)
+
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+        """Compute all works of the CTA, and return their number."""
+        raise NotImplementedError
 
 
 class OtherWarps:

@@ -15,7 +15,7 @@ from ...common.ptx.math import reciprocal_sqrt
 from ...common.ptx.memory import load_shared, store_shared
 from ...common.ptx.mma import mma
 from ..spec import L2NORM_EPSILON
-from .chunks import row_offset
+from .chunks import row_offset, rows_of
 from .spec import CHUNK
 from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
 from .tiles import UNIT_BYTES
@@ -31,6 +31,12 @@ class Operands:
 
     def __init__(self, memory: ChunkMemory):
         self.memory, self.dtype = memory, memory.dtype
+
+    def start_copies(self, q: Any, k: Any, place: Any, head: Any, smem: Any) -> None:
+        """Start the cp.async of the chunk's rows of q and k, as one group."""
+        for name, x in (("q", q), ("k", k)):
+            self.start_copy(rows_of(x, place, head), smem + self.memory[name], place.length)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:

@@ -74,6 +74,12 @@ def groups_of_half(groups: int) -> Any:
     return opaque(Int32(groups // 2))
 
 
+def warp_of_scores(thread: Any) -> tuple[Any, Any, Any]:
+    """The number of the thread's warp, the warp's sub-chunk, and its half of the channels."""
+    warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+    return warp, warp & (SUB_CHUNKS - 1), warp >> 2
+
+
 def row_and_part() -> tuple[Any, Any]:
     """Return a lane's row of fragments, and the lane's quarter of the row's columns."""
     lane = cute.arch.lane_idx()

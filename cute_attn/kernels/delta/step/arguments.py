@@ -40,7 +40,10 @@ def inputs(
         "k": rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
         "v": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
         "g": gates(spec, *step, sizes.heads_v),
-        "beta": fake_strided(DTYPE[spec.beta_dtype], (*step, sizes.heads_v)),
+        "beta": fake_strided(
+            DTYPE[spec.beta_dtype],
+            (*step, sizes.heads_v, *((spec.head_dim_v,) if spec.beta_columns else ())),
+        ),
         "A_log": A_log,
         "dt_bias": dt_bias,
         "o": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),

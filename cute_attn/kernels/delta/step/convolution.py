@@ -13,6 +13,10 @@ of a slot are those of q, then k, then v.
     arrive    count this CTA among the CTAs that have read their windows
     store     the window after the call, to the pool
 
+With a slot for each position, and with records, the pool also holds the inputs of drafted tokens.
+With a tensor for drafts, the pool stays as it is, and the window after each token goes to another
+tensor (`store_draft`).
+
 The CTAs of a group of value heads, and of all tiles of V, read the window of the same channels of q
 and k. The CTA that arrives last writes the window, because then no CTA will read it. No CTA waits.
 Channels of v belong to one CTA, which writes them.
@@ -31,6 +35,7 @@ from ...common.carried import Carried
 from ...common.dtypes import DTYPE
 from ...common.ptx.memory import count_arrival
 from ..gates import accurate_sigmoid
+from ..slots import is_slot
 from .spec import CONV_TAPS, DecodeSpec
 from .tokens import Fetched, TokenReader, Tokens
 
@@ -45,7 +50,8 @@ class ConvPlace(Carried):
         state: `[N, D, W]`, the pool.
         weight: `[D, 4]`.
         bias: `[D]`.
-        counter: the number of CTAs that have read this window's channels of q and k.
+        counter: the number of CTAs that have read this window's channels of q and k; None where the
+            pool stays as it is.
         readers: how many CTAs read these channels.
         slot: the sequence's slot.
         first: the window's first position in the slot.
@@ -53,12 +59,15 @@ class ConvPlace(Carried):
         heads_qk: number of heads of q.
         arrived: in shared memory, how many CTAs had read the window before this CTA.
         memory: shared memory of the windows, see `Convolution.memory`.
+        drafts: `[M, S, D, 3]`, the window after token t of a sequence; any strides.
+        draft: the sequence's row of drafts.
+        writes_qk: whether this CTA writes the channels of q and k to drafts.
     """
 
     state: cute.Tensor
     weight: cute.Tensor
     bias: cute.Tensor | None
-    counter: cute.Pointer
+    counter: cute.Pointer | None
     readers: Int32
     slot: Int32
     first: Int32
@@ -66,6 +75,9 @@ class ConvPlace(Carried):
     heads_qk: Int32
     arrived: cute.Tensor
     memory: cute.Tensor
+    drafts: cute.Tensor | None
+    draft: Int32 | None
+    writes_qk: Boolean | None
 
 
 class Window(Carried):
@@ -129,13 +141,22 @@ class Convolved(Carried):
         self.g, self.beta = fetched.g, fetched.beta
 
 
+class ConvolvedRecord(Carried):
+    """This thread's share of a recorded token, with k after the convolution; see `Fetched`."""
+
+    def __init__(self, reader: TokenReader, fetched: Fetched):
+        self.k = cute.make_rmem_tensor((reader.of_k,), Float32)
+        self.g, self.u = fetched.g, fetched.u
+
+
 class Convolution:
     """All methods run on the device."""
 
     def __init__(self, spec: DecodeSpec, reader: TokenReader):
         self.spec, self.reader = spec, reader
-        # With a slot for each position, the window also holds what the next call may go back to.
-        self.slides = spec.slots == "positions"
+        self.replays = spec.slots == "records"
+        # The window also holds what the next call may go back to.
+        self.slides = self.replays or spec.slots == "positions"
         self.state_dtype = DTYPE[spec.dtype]
 
     def memory(self) -> tuple[Any, cute.Layout]:
@@ -183,10 +204,19 @@ class Convolution:
                     channel = first + index
                     self.load_weight(window, i, place, channel)
                     for tap in cutlass.range_constexpr(CONV_TAPS - 1):
-                        x = Float32(place.state[place.slot, channel, place.first + tap])
-                        x = cutlass.select_(place.kept, x, Float32(0.0))
+                        position = place.first + tap
+                        if cutlass.const_expr(self.replays and part == "k"):
+                            position = tap  # recorded tokens move this window on to `first`
+                        x = Float32(place.state[place.slot, channel, position])
+                        x = cutlass.select_(self.is_kept(place, position), x, Float32(0.0))
                         window.past[tap, i] = x
         return windows
+
+    def is_kept(self, place: ConvPlace, position: Any) -> Any:
+        """Whether a position of the slot counts. Records are of the sequence in any case."""
+        if self.replays:
+            return place.kept | (position >= CONV_TAPS - 1)
+        return place.kept
 
     @cute.jit
     def load_weight(
@@ -210,19 +240,37 @@ class Convolution:
         """Return q, k and v of the fetched token, and move the windows on."""
         result = Convolved(self.reader, fetched)
         for part in PARTS:
-            window, x, y = (getattr(of, part) for of in (windows, fetched, result))
-            for i in cutlass.range_constexpr(self.count(part)):
-                _, exists = self.in_part(part, i)
-                if exists:
-                    new = Float32(x[i])
-                    total = cute.math.fma(window.weight[CONV_TAPS - 1, i], new, window.bias[i])
-                    for tap in cutlass.range_constexpr(CONV_TAPS - 1):
-                        total = cute.math.fma(window.weight[tap, i], window.past[tap, i], total)
-                    y[i] = total * accurate_sigmoid(total)
-                    for tap in cutlass.range_constexpr(CONV_TAPS - 2):
-                        window.past[tap, i] = window.past[tap + 1, i]
-                    window.past[CONV_TAPS - 2, i] = new
+            self.apply_part(part, windows, fetched, result)
         return result
+
+    @cute.jit
+    def apply_recorded(self, windows: Windows, fetched: Fetched) -> ConvolvedRecord:
+        """Return k of the fetched record, and move its window on. The windows of q and v begin
+        after the records."""
+        result = ConvolvedRecord(self.reader, fetched)
+        self.apply_part("k", windows, fetched, result)
+        return result
+
+    @cute.jit
+    def apply_part(
+        self,
+        part: cutlass.Constexpr,
+        windows: Windows,
+        fetched: Fetched,
+        result: Convolved | ConvolvedRecord,
+    ) -> None:
+        window, x, y = (getattr(of, part) for of in (windows, fetched, result))
+        for i in cutlass.range_constexpr(self.count(part)):
+            _, exists = self.in_part(part, i)
+            if exists:
+                new = Float32(x[i])
+                total = cute.math.fma(window.weight[CONV_TAPS - 1, i], new, window.bias[i])
+                for tap in cutlass.range_constexpr(CONV_TAPS - 1):
+                    total = cute.math.fma(window.weight[tap, i], window.past[tap, i], total)
+                y[i] = total * accurate_sigmoid(total)
+                for tap in cutlass.range_constexpr(CONV_TAPS - 2):
+                    window.past[tap, i] = window.past[tap + 1, i]
+                window.past[CONV_TAPS - 2, i] = new
 
     @cute.jit
     def arrive(self, place: ConvPlace) -> None:
@@ -300,6 +348,30 @@ class Convolution:
                             channel[tap] = window.past[tap, i].to(self.state_dtype)
 
     @cute.jit
+    def store_draft(
+        self,
+        place: ConvPlace,
+        windows: Windows,
+        tokens: Tokens,
+        i: Int32,
+        tile_index: Int32,
+    ) -> None:
+        """Write the window after the i-th token to the tensor for drafts, or nowhere if there is no
+        such row."""
+        drafts = place.drafts
+        if is_slot(place.draft, drafts, False) and i < drafts.shape[1]:
+            for part in PARTS:
+                window = getattr(windows, part)
+                first = self.first_channel(part, place, tokens, tile_index)
+                for n in cutlass.range_constexpr(self.count(part)):
+                    index, exists = self.in_part(part, n)
+                    mine = exists if cutlass.const_expr(part == "v") else exists & place.writes_qk
+                    if mine:
+                        target = drafts[place.draft, i, first + index, None]
+                        for tap in cutlass.range_constexpr(CONV_TAPS - 1):
+                            target[tap] = window.past[tap, n].to(self.state_dtype)
+
+    @cute.jit
     def slide(
         self,
         channel: cute.Tensor,
@@ -310,13 +382,16 @@ class Convolution:
         length: Int32,
         tile_index: Int32,
     ) -> None:
-        """Write the window that the call began with, less its first input, and the call's inputs.
-        The next call goes on at the input that was accepted last."""
-        kept = CONV_TAPS - 2
+        """Write the window that the call's tokens began with, and the call's inputs. The next call
+        goes on at the input that was accepted last. With positions, at least one was accepted, and
+        the window's first input is left out."""
+        skipped = 0 if self.replays else 1
+        kept = CONV_TAPS - 1 - skipped
         zero = self.state_dtype(0.0)
-        before = [channel[place.first + 1 + tap] for tap in range(kept)]
+        before = [channel[place.first + skipped + tap] for tap in range(kept)]
         for tap in cutlass.range_constexpr(kept):
-            channel[tap] = cutlass.select_(place.kept, before[tap], zero)
+            is_kept = self.is_kept(place, place.first + skipped + tap)
+            channel[tap] = cutlass.select_(is_kept, before[tap], zero)
         for t in cutlass.range(cutlass.min(length, channel.shape[0] - kept), unroll=1):
             if cutlass.const_expr(part == "v"):
                 row = tokens.v[tokens.batch, tokens.start + t, tokens.head, None]

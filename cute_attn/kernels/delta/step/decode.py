@@ -39,7 +39,7 @@ from ...common.arguments import fake_contiguous, fake_offsets, fake_strided
 from ...common.carried import Carried
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
-from ...common.overlap import overlaps
+from ...common.overlap import overlaps, row_of, windows_meet
 from ..chunk.chunks import SequencePlace, num_sequences, sequence_place
 from ..slots import fake_flags, fake_slots, is_slot
 from . import arguments
@@ -88,6 +88,9 @@ class Arguments(NamedTuple):
         conv_weight: `[D, 4]`.
         conv_bias: `[D]`.
         conv_counters: Int32 for each slot of conv_state and head of q; 0 before and after a call.
+            None with draft_states, where conv_state is only read.
+        draft_windows: `[M, S, D, 3]`, dtype of q, with any strides: the convolution's window after
+            token t of a sequence. The windows of successive tokens may share inputs.
     """
 
     q: cute.Tensor
@@ -112,6 +115,7 @@ class Arguments(NamedTuple):
     conv_weight: cute.Tensor | None
     conv_bias: cute.Tensor | None
     conv_counters: cute.Tensor | None
+    draft_windows: cute.Tensor | None
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
@@ -162,6 +166,7 @@ class KdaDecode:
         slots = cute.sym_int() if spec.indexed else sequences
         positions = (cute.sym_int(),) if self.positions else ()
         records = cute.sym_int()
+        drafts = (cute.sym_int(), cute.sym_int())
         record_k = record_g = record_u = None
         if self.replays:
             of_slots = (slots, records)
@@ -179,18 +184,14 @@ class KdaDecode:
                 record_u=record_u,
                 cu_seqlens=fake_offsets(spec.index_dtype),
                 has_initial_state=fake_flags(spec, sequences),
-                draft_states=(
-                    arguments.states(spec, sizes, cute.sym_int(), cute.sym_int())
-                    if self.drafts
-                    else None
-                ),
+                draft_states=arguments.states(spec, sizes, *drafts) if self.drafts else None,
                 draft_indices=arguments.indices(sequences) if self.drafts else None,
-                **self.fake_convolution(),
+                **self.fake_convolution(drafts),
             )
         )
 
-    def fake_convolution(self) -> dict[str, cute.Tensor | None]:
-        names = ("conv_state", "conv_weight", "conv_bias", "conv_counters")
+    def fake_convolution(self, drafts: tuple[cute.SymInt, ...]) -> dict[str, cute.Tensor | None]:
+        names = ("conv_state", "conv_weight", "conv_bias", "conv_counters", "draft_windows")
         if not self.convolves:
             return dict.fromkeys(names)
         channels, dtype = cute.sym_int(), DTYPE[self.spec.conv_dtype]
@@ -200,7 +201,10 @@ class KdaDecode:
             fake_strided(DTYPE[self.spec.dtype], window),
             fake_contiguous(dtype, (channels, CONV_TAPS), align=row),
             fake_contiguous(dtype, (channels,)) if self.spec.conv_bias else None,
-            arguments.indices(cute.sym_int()),
+            None if self.drafts else arguments.indices(cute.sym_int()),
+            fake_strided(DTYPE[self.spec.dtype], (*drafts, channels, CONV_TAPS - 1))
+            if self.drafts
+            else None,
         )
         return dict(zip(names, tensors, strict=True))
 
@@ -221,7 +225,12 @@ class KdaDecode:
             a.q, a.k, a.v, a.g, a.beta, a.A_log, a.dt_bias, a.state_indices, a.num_accepted,
             a.cu_seqlens, a.has_initial_state, a.draft_indices, a.conv_weight, a.conv_bias,
         )  # fmt: skip
-        if overlaps((a.o, *pools), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
+        windows = None
+        if cutlass.const_expr(a.draft_windows is not None):
+            windows = row_of(a.draft_windows)
+            if windows_meet(a.draft_windows):
+                ctas = 0
+        if overlaps((a.o, *pools, windows), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
         if cutlass.const_expr(spec.multi_token):
             if a.q.shape[1] == 0:
@@ -253,11 +262,14 @@ class KdaDecode:
             longest = CONV_TAPS - 1
             if cutlass.const_expr(self.positions):
                 longest = a.state_indices.shape[1] + CONV_TAPS - 2
+            if cutlass.const_expr(self.replays):
+                longest = a.record_u.shape[1] + CONV_TAPS - 1
             channels = 2 * heads * spec.head_dim_k + heads_v * spec.head_dim_v
             if a.conv_state.shape[1] != channels or a.conv_state.shape[2] < longest:
                 ctas = 0
-            if a.conv_counters.shape[0] < a.conv_state.shape[0] * heads:
-                ctas = 0
+            if cutlass.const_expr(a.conv_counters is not None):
+                if a.conv_counters.shape[0] < a.conv_state.shape[0] * heads:
+                    ctas = 0
             if cutlass.const_expr(not spec.indexed):
                 if a.conv_state.shape[0] != batch:
                     ctas = 0
@@ -296,7 +308,9 @@ class KdaDecode:
             elif cutlass.const_expr(spec.indexed):
                 conv_slot = x.state_indices[sequence]
             valid = valid and is_slot(conv_slot, x.conv_state, spec.null_slot)
-            conv = self.conv_place(x, allocator, sequence, Int32(conv_slot), head_qk, group)
+            conv = self.conv_place(
+                x, allocator, sequence, Int32(conv_slot), head, head_qk, group, tile_index
+            )
 
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         if cutlass.const_expr(not spec.multi_token):
@@ -344,8 +358,10 @@ class KdaDecode:
         allocator: Any,
         sequence: Int32,
         slot: Int32,
+        head: Int32,
         head_qk: Int32,
         group: Int32,
+        tile_index: Int32,
     ) -> ConvPlace:
         """Find the sequence's window, and allocate its shared memory; see `ConvPlace`."""
         dtype, layout = self.convolution.memory()
@@ -353,6 +369,14 @@ class KdaDecode:
         first = Int32(0)
         if cutlass.const_expr(self.positions):
             first = self.accepted_position(x, sequence)
+        if cutlass.const_expr(self.replays):
+            first = self.accepted_records(x, sequence)
+        counter = draft = writes_qk = None
+        if cutlass.const_expr(self.drafts):
+            draft = x.draft_indices[sequence]
+            writes_qk = (tile_index == 0) & (head == head_qk * group)
+        else:
+            counter = x.conv_counters.iterator + (slot * heads_qk + head_qk)
         kept = Boolean(True)
         if cutlass.const_expr(self.spec.fresh):
             kept = x.has_initial_state[sequence] != 0
@@ -360,7 +384,7 @@ class KdaDecode:
             x.conv_state,
             x.conv_weight,
             x.conv_bias,
-            x.conv_counters.iterator + (slot * heads_qk + head_qk),
+            counter,
             group * (self.spec.head_dim_v // self.spec.tile_v),
             slot,
             first,
@@ -368,6 +392,9 @@ class KdaDecode:
             heads_qk,
             allocator.allocate_tensor(Int32, cute.make_layout((1,))),
             allocator.allocate_tensor(dtype, layout, 16),
+            x.draft_windows,
+            draft,
+            writes_qk,
         )
 
     @cute.jit
@@ -388,9 +415,7 @@ class KdaDecode:
         if valid:
             count = Int32(0)
             if cutlass.const_expr(self.replays):
-                # The count is untrusted data: never read past the records.
-                count = cutlass.max(x.num_accepted[sequence], 0)
-                count = cutlass.min(count, x.record_u.shape[1])
+                count = self.accepted_records(x, sequence)
             records = Records(x.record_k, x.record_g, x.record_u, slot, count)
             source = Source(tokens, records, conv)
             positions = x.state_indices[sequence, None] if self.positions else None
@@ -442,17 +467,19 @@ class KdaDecode:
         windows = None
         if cutlass.const_expr(self.convolves):
             windows = self.convolution.load(source.conv, tokens, tile_index)
-        self.prepare(memory, source, Int32(0), fetched, windows, gate, x.beta_scale)
+        self.prepare(memory, source, Int32(0), fetched, windows, gate, x.beta_scale, tile_index)
         if total > 1:
             self.fetch(fetched, source, Int32(1), tile_index)
         s = self.started(loaded, x, sequence)
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.convolves):
+        if cutlass.const_expr(self.convolves and not self.drafts):
             self.convolution.arrive(source.conv)
         for i in cutlass.range(total, unroll=1):
             # Prepare the next token, and fetch the token after it.
             if i + 1 < total:
-                self.prepare(memory, source, i + 1, fetched, windows, gate, x.beta_scale)
+                self.prepare(
+                    memory, source, i + 1, fetched, windows, gate, x.beta_scale, tile_index
+                )
             if i + 2 < total:
                 self.fetch(fetched, source, i + 2, tile_index)
             stage = stage_of(spec, memory, i, record=self.replays)
@@ -485,8 +512,14 @@ class KdaDecode:
                     self.reader.write(stage.u, records.u[records.slot, t, head, None], tile_index)
         if cutlass.const_expr(not self.replays and not self.positions and not self.drafts):
             self.tile.store(s, in_place, tile_index)
-        if cutlass.const_expr(self.convolves):
+        if cutlass.const_expr(self.convolves and not self.drafts):
             self.convolution.store(source.conv, windows, tokens, length, tile_index)
+
+    def accepted_records(self, x: Arguments, sequence: Int32) -> Int32:
+        """Return how many records to replay. The count is untrusted data: never read past the
+        records."""
+        count = cutlass.max(x.num_accepted[sequence], 0)
+        return cutlass.min(count, x.record_u.shape[1])
 
     @cute.jit
     def accepted_position(self, x: Arguments, sequence: Int32) -> Int32:
@@ -525,17 +558,36 @@ class KdaDecode:
         windows: Windows | None,
         gate: Gate,
         beta_scale: Float32,
+        tile_index: Int32,
     ) -> None:
         """Prepare the i-th token, which `fetch` has fetched."""
         stage = stage_of(self.spec, memory, i, record=self.replays)
         if cutlass.const_expr(self.replays):
             if i < source.records.count:
-                self.reader.prepare_recorded(stage, fetched, gate)
+                if cutlass.const_expr(self.convolves):
+                    record = self.convolution.apply_recorded(windows, fetched)
+                    self.reader.prepare_recorded(stage, record, gate)
+                else:
+                    self.reader.prepare_recorded(stage, fetched, gate)
             else:
-                self.reader.prepare(stage, fetched, gate, beta_scale)
+                self.prepare_new(stage, fetched, windows, gate, beta_scale)
         else:
-            if cutlass.const_expr(self.convolves):
-                convolved = self.convolution.apply(windows, fetched)
-                self.reader.prepare(stage, convolved, gate, beta_scale)
-            else:
-                self.reader.prepare(stage, fetched, gate, beta_scale)
+            self.prepare_new(stage, fetched, windows, gate, beta_scale)
+            if cutlass.const_expr(self.convolves and self.drafts):
+                self.convolution.store_draft(source.conv, windows, source.tokens, i, tile_index)
+
+    @cute.jit
+    def prepare_new(
+        self,
+        stage: TokenStage,
+        fetched: Fetched,
+        windows: Windows | None,
+        gate: Gate,
+        beta_scale: Float32,
+    ) -> None:
+        """Prepare a token of the call."""
+        if cutlass.const_expr(self.convolves):
+            convolved = self.convolution.apply(windows, fetched)
+            self.reader.prepare(stage, convolved, gate, beta_scale)
+        else:
+            self.reader.prepare(stage, fetched, gate, beta_scale)

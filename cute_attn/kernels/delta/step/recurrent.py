@@ -35,12 +35,14 @@ class Arguments(NamedTuple):
         q, k: `[B, T, HQK, K]`, with a contiguous last dimension.
         v, o: `[B, T, HV, V]`.
         g: `[B, T, HV, K]`; with head_gate `[B, T, HV]`.
-        beta: `[B, T, HV]`, with any strides.
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` with beta_columns, with any strides.
         A_log: `[HV]`.
         dt_bias: `[HV * K]` or `[HV, K]`; with head_gate `[HV]`.
         initial_state, final_state: `[N, HV, V, K]` or `[N, HV, K, V]`, with a contiguous matrix of
             each head.
         cu_seqlens: `[N + 1]`.
+        gk: `[B, T, HV, K]`, with a contiguous last dimension.
+        gv: `[B, T, HV, V]`, as gk.
     """
 
     q: cute.Tensor
@@ -54,6 +56,8 @@ class Arguments(NamedTuple):
     initial_state: cute.Tensor | None
     final_state: cute.Tensor | None
     cu_seqlens: cute.Tensor | None
+    gk: cute.Tensor | None
+    gv: cute.Tensor | None
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
@@ -71,6 +75,12 @@ class KdaRecurrent:
         spec = self.spec
         sizes = arguments.Sizes()
         sequences = sizes.batch if spec.index_dtype == "none" else cute.sym_int()
+        of_heads = (sizes.batch, sizes.tokens, sizes.heads_v)
+        gk = gv = None
+        if spec.gk_dtype != "none":
+            gk = arguments.rows(spec.gk_dtype, *of_heads, spec.head_dim_k)
+        if spec.gv_dtype != "none":
+            gv = arguments.rows(spec.gv_dtype, *of_heads, spec.head_dim_v)
         initial_state = final_state = None
         if spec.has_initial_state:
             initial_state = arguments.states(spec, sizes, sequences)
@@ -82,6 +92,8 @@ class KdaRecurrent:
                 initial_state=initial_state,
                 final_state=final_state,
                 cu_seqlens=fake_offsets(spec.index_dtype),
+                gk=gk,
+                gv=gv,
             )
         )
 
@@ -132,7 +144,9 @@ class KdaRecurrent:
             s.fill(0.0)
         place = sequence_place(sequence, x.q.shape[1], x.cu_seqlens)
         total = place.length
-        tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk)
+        tokens = Tokens(
+            x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk, x.gk, x.gv
+        )
         gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         fetched = Fetched(spec)
         if total > 0:

@@ -33,6 +33,8 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
     "slot_dtype": SLOT_DTYPES,
     "conv_dtype": ("none", *DTYPES),
+    "gk_dtype": ("none", *DTYPES),
+    "gv_dtype": ("none", *DTYPES),
 }
 
 MAX_REGISTERS = 160  # of a thread's 255 registers, the most for its part of the state
@@ -53,6 +55,10 @@ class StepSpec(Spec):
         dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 without dt_bias.
         decays: what has a decay of its own: "channel" (g has K numbers a head, as in KDA), or
             "head" (g has one number a head, as in the Gated Delta Net, and dt_bias is [HV]).
+        gk_dtype: dtype of gk, which adds a gate for each channel to a head's gate (decays="head");
+            "none" without gk.
+        gv_dtype: dtype of gv, a gate for each column of V; "none" without gv.
+        beta_columns: beta has V numbers a head, one for each column.
         head_dim_k, head_dim_v: K and V.
         state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
         gate: "none" (g is the logarithm of the decay), "softplus" or "lower_bound" (g is the input
@@ -95,11 +101,16 @@ class StepSpec(Spec):
     hints: str
 
     decays: str = field(default="channel", kw_only=True)
+    gk_dtype: str = field(default="none", kw_only=True)
+    gv_dtype: str = field(default="none", kw_only=True)
+    beta_columns: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_gate and self.dt_bias_dims == 2:
             raise ValueError("dt_bias_dims is 2, must be 0 or 1 with decays='head'")
+        if self.gk_dtype != "none" and not self.head_gate:
+            raise ValueError(f"gk_dtype is {self.gk_dtype!r}, must be 'none' with decays='channel'")
         if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
             raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
         if self.gate == "softplus" and self.A_log_dtype == "none":
@@ -181,6 +192,11 @@ class StepSpec(Spec):
         return 1 if self.head_gate else self.head_dim_k
 
     @property
+    def one_decay(self) -> bool:
+        """Whether a token has one decay for all of the state."""
+        return self.head_gate and self.gk_dtype == "none"
+
+    @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_SIZE
 
@@ -212,6 +228,8 @@ class DecodeSpec(StepSpec, SlotsSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.gk_dtype, self.gv_dtype, self.beta_columns) != ("none", "none", False):
+            raise ValueError("gk_dtype, gv_dtype and beta_columns are for RecurrentSpec only")
         if self.slots in ("positions", "records", "drafts") and not self.multi_token:
             raise ValueError(f"slots={self.slots!r} needs multi_token: tokens as [B, T, H, D]")
         if self.index_dtype != "none" and (self.slots == "records" or not self.multi_token):
@@ -225,10 +243,6 @@ class DecodeSpec(StepSpec, SlotsSpec):
             raise ValueError(f"accepted is {self.accepted} with slots={self.slots!r}")
         if self.conv_dtype == "none" and self.conv_bias:
             raise ValueError("conv_bias is True, must be False where conv_dtype is 'none'")
-        if self.conv_dtype != "none" and self.slots in ("records", "drafts"):
-            raise ValueError(
-                f"conv_dtype is {self.conv_dtype!r}, must be 'none' with slots={self.slots!r}"
-            )
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class StateTile:
 
     def decays(self, token: TokenStage) -> list[Any]:
         """Load the decays at this thread's indices of K."""
-        if self.spec.head_gate:
+        if self.spec.one_decay:
             return [token.decay[0]] * self.values_of_k
         return self.along_k(token.decay)
 
@@ -141,11 +141,16 @@ class StateTile:
         """
         _, lane = warp_and_lane()
         decay, k, q = self.decays(token), self.along_k(token.k), self.along_k(token.q)
+        of_columns = []
+        if cutlass.const_expr(token.decay_v is not None):
+            of_columns = [token.decay_v[self.v_in_tile(v)] for v in range(self.values_of_v)]
         sums = [Float32(0.0)] * (2 * self.values_of_v)
         for n in cutlass.range_constexpr(self.values_of_k):
             for v in cutlass.range_constexpr(self.values_of_v):
                 at = self.element(n, v)
                 decayed = s[at] * decay[n]
+                if cutlass.const_expr(token.decay_v is not None):
+                    decayed = decayed * of_columns[v]
                 s[at] = decayed
                 sums[v] = cute.math.fma(decayed, k[n], sums[v])
                 other = self.values_of_v + v
@@ -162,6 +167,8 @@ class StateTile:
         corrections = []
         for i in cutlass.range_constexpr(len(sums)):
             recalled = k_factor * sums[i]
+            if cutlass.const_expr(self.spec.beta_columns):
+                beta = token.beta[self.v_in_tile(first + i)]
             corrections.append(beta * (token.v[self.v_in_tile(first + i)] - recalled))
         outputs = []
         for i in cutlass.range_constexpr(len(sums)):

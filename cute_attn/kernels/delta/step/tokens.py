@@ -33,11 +33,12 @@ QQ, KK, KQ = range(3)
 class TokenStage(Carried):
     """A token in shared memory, all float32.
 
-    decay         [K], or [1] with head_gate: the decay factors of the state
+    decay         [K], or [1] with one_decay: the decay factors of the state
+    decay_v       [tile_v]: the decay factors of the tile's columns; only with gv
     k, q          [K], without normalisation
     sums          [3, K / 32]: q . q, k . k and k . q over each group of 32 channels
     v             [tile_v]: v of the tile; for a recorded token, its u
-    beta          [1]
+    beta          [1], or [tile_v] with beta_columns
     o, u          [tile_v]: the results, staged to be written in whole sectors; u only with records
     """
 
@@ -51,14 +52,17 @@ class TokenStage(Carried):
                 )
             )
             offset += size
-        self.decay, self.k, self.q, self.sums, self.v, self.o, u, self.beta = parts
+        self.decay, self.k, self.q, self.sums, self.v, self.o, u, self.beta, *decay_v = parts
         self.u = u if record else None
+        self.decay_v = decay_v[0] if decay_v else None
 
     @staticmethod
     def sizes(spec: StepSpec) -> tuple[int, ...]:
         sums = -(-3 * groups_of_k(spec) // 4) * 4
-        decay = 4 if spec.head_gate else spec.head_dim_k
-        return (decay, *(spec.head_dim_k,) * 2, sums, *(spec.tile_v,) * 3, 4)
+        decay = 4 if spec.one_decay else spec.head_dim_k
+        beta = spec.tile_v if spec.beta_columns else 4
+        decay_v = (spec.tile_v,) if spec.gv_dtype != "none" else ()
+        return (decay, *(spec.head_dim_k,) * 2, sums, *(spec.tile_v,) * 3, beta, *decay_v)
 
     @classmethod
     def elements(cls, spec: StepSpec) -> int:
@@ -78,11 +82,12 @@ def groups_of_k(spec: StepSpec) -> int:
 
 
 class Token(Carried):
-    """A token's rows of q, k, v and g of a head in global memory, and its element of beta. With
-    head_gate, g begins with the token's element."""
+    """A token's rows of q, k, v, g, beta, gk and gv of a head in global memory. With head_gate, g
+    begins with the token's element, and beta does without beta_columns."""
 
-    def __init__(self, q: Any, k: Any, v: Any, g: Any, beta: Any):
+    def __init__(self, q: Any, k: Any, v: Any, g: Any, beta: Any, gk: Any = None, gv: Any = None):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+        self.gk, self.gv = gk, gv
 
 
 class Tokens(Carried):
@@ -100,23 +105,30 @@ class Tokens(Carried):
         start: Any,
         head: Int32,
         head_qk: Any,
+        gk: cute.Tensor | None = None,
+        gv: cute.Tensor | None = None,
     ):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+        self.gk, self.gv = gk, gv
         self.batch, self.start, self.head, self.head_qk = batch, start, head, head_qk
 
     def at(self, i: Any) -> Token:
         t = self.start + i
+        of_head = (self.batch, t, self.head)
         return Token(
             self.q[self.batch, t, self.head_qk, None],
             self.k[self.batch, t, self.head_qk, None],
             self.v[self.batch, t, self.head, None],
-            gates_at(self.g, self.batch, t, self.head),
-            cute.domain_offset((self.batch, t, self.head), self.beta),
+            gates_at(self.g, *of_head),
+            gates_at(self.beta, *of_head),
+            None if self.gk is None else gates_at(self.gk, *of_head),
+            None if self.gv is None else gates_at(self.gv, *of_head),
         )
 
 
 def gates_at(g: cute.Tensor, *at: Any) -> cute.Tensor:
-    """The row of g at these indices; with head_gate, g from the element on."""
+    """The row of g, or of beta, at these indices; where a head has one number, the tensor from this
+    number on."""
     row = (*at, None)
     return g[row] if cute.rank(g) > len(at) else cute.domain_offset(at, g)
 
@@ -140,7 +152,13 @@ class Fetched(Carried):
         self.g = cute.make_rmem_tensor((of_g,), DTYPE[spec.gate_dtype])
         self.v = cute.make_rmem_tensor((of_v,), dtype)
         self.u = cute.make_rmem_tensor((of_v,), Float32)
-        self.beta = cute.make_rmem_tensor((1,), DTYPE[spec.beta_dtype])
+        of_beta = of_v if spec.beta_columns else 1
+        self.beta = cute.make_rmem_tensor((of_beta,), DTYPE[spec.beta_dtype])
+        self.gk = self.gv = None
+        if spec.gk_dtype != "none":
+            self.gk = cute.make_rmem_tensor((of_k,), DTYPE[spec.gk_dtype])
+        if spec.gv_dtype != "none":
+            self.gv = cute.make_rmem_tensor((of_v,), DTYPE[spec.gv_dtype])
 
 
 def shares(size: int, spec: StepSpec) -> int:
@@ -172,7 +190,7 @@ class TokenReader:
         )
 
     def is_last_thread(self) -> Any:
-        """Return whether this thread has beta, and with head_gate the gate."""
+        """Return whether this thread has a head's beta, and with one_decay the gate."""
         thread, _, _ = cute.arch.thread_idx()
         return thread == self.spec.num_threads - 1
 
@@ -211,12 +229,22 @@ class TokenReader:
                 into.k[i] = token.k[self.channel(i)]
                 if cutlass.const_expr(not self.spec.head_gate):
                     into.g[i] = token.g[self.channel(i)]
+                if cutlass.const_expr(into.gk is not None):
+                    into.gk[i] = token.gk[self.channel(i)]
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
-                into.v[i] = token.v[tile_index * self.spec.tile_v + self.column(i)]
+                column = tile_index * self.spec.tile_v + self.column(i)
+                into.v[i] = token.v[column]
+                if cutlass.const_expr(self.spec.beta_columns):
+                    into.beta[i] = token.beta[column]
+                if cutlass.const_expr(into.gv is not None):
+                    into.gv[i] = token.gv[column]
+        if cutlass.const_expr(into.gk is not None):
+            into.g[0] = token.g.iterator[0]
         if self.is_last_thread():
-            into.beta[0] = token.beta.iterator[0]
-            if cutlass.const_expr(self.spec.head_gate):
+            if cutlass.const_expr(not self.spec.beta_columns):
+                into.beta[0] = token.beta.iterator[0]
+            if cutlass.const_expr(self.spec.one_decay):
                 into.g[0] = token.g.iterator[0]
 
     @cute.jit
@@ -256,13 +284,27 @@ class TokenReader:
                 self.put_sums(stage, {KQ: times(k, q)})
             self.put_k_and_decay(stage, k, fetched, gate)
         self.put_v(stage, fetched.v)
+        self.put_columns(stage, fetched, beta_scale)
         if self.is_last_thread():
-            beta = Float32(fetched.beta[0])
-            if cutlass.const_expr(self.spec.beta_sigmoid):
-                beta = beta_scale * accurate_sigmoid(beta)
-            stage.beta[0] = beta
-            if cutlass.const_expr(self.spec.head_gate):
+            if cutlass.const_expr(not self.spec.beta_columns):
+                stage.beta[0] = self.beta_of(fetched.beta[0], beta_scale)
+            if cutlass.const_expr(self.spec.one_decay):
                 stage.decay[0] = decay_exp(self.log_decay(fetched, gate, 0))
+
+    def beta_of(self, given: Any, beta_scale: Float32) -> Any:
+        beta = Float32(given)
+        return beta_scale * accurate_sigmoid(beta) if self.spec.beta_sigmoid else beta
+
+    @cute.jit
+    def put_columns(self, stage: TokenStage, fetched: Any, beta_scale: Float32) -> None:
+        """Store what each column of V has of its own: beta and the decay."""
+        if cutlass.const_expr(self.spec.beta_columns or stage.decay_v is not None):
+            for i in cutlass.range_constexpr(self.of_v):
+                if self.column(i) >= 0:
+                    if cutlass.const_expr(self.spec.beta_columns):
+                        stage.beta[self.column(i)] = self.beta_of(fetched.beta[i], beta_scale)
+                    if cutlass.const_expr(stage.decay_v is not None):
+                        stage.decay_v[self.column(i)] = decay_exp(Float32(fetched.gv[i]))
 
     @cute.jit
     def prepare_recorded(self, stage: TokenStage, fetched: Fetched, gate: Gate) -> None:
@@ -278,9 +320,15 @@ class TokenReader:
 
     @cute.jit
     def put_k_and_decay(self, stage: TokenStage, k: list[Any], fetched: Any, gate: Gate) -> None:
+        of_head = Float32(0.0)
+        if cutlass.const_expr(self.spec.gk_dtype != "none"):
+            of_head = self.log_decay(fetched, gate, 0)
         for i in cutlass.range_constexpr(self.of_k):
-            if cutlass.const_expr(self.spec.head_gate):
+            if cutlass.const_expr(self.spec.one_decay):
                 stage.k[self.channel(i)] = k[i]
+            elif cutlass.const_expr(self.spec.head_gate):
+                stage.k[self.channel(i)] = k[i]
+                stage.decay[self.channel(i)] = decay_exp(of_head + Float32(fetched.gk[i]))
             else:
                 g = self.log_decay(fetched, gate, i)
                 stage.k[self.channel(i)] = k[i]

@@ -56,7 +56,7 @@ from ....common.ptx.memory import (
 from ....common.smem import Buffer
 from ....common.spec import WARP_SIZE
 from ...gates import nonzero_beta, sigmoid, split_beta
-from ..chunks import Divisors, num_sequences, num_slots, place_of, rows_of
+from ..chunks import Divisors, num_sequences, num_slots, place_of
 from ..gate_inputs import GateInputs, HeadGateInputs
 from ..gate_sums import GateSums
 from ..inverse import Inverse
@@ -73,6 +73,7 @@ from ..sub_chunks import (
     ChunkMemory,
     row_and_part,
     tile_unit,
+    warp_of_scores,
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
@@ -291,13 +292,7 @@ class KdaPrepare:
         raw = self.inputs.load_gates(x.g, place, head)
         a, bias = self.inputs.load_parameters(x.A_log, x.dt_bias, head)
         own_beta = self.load_beta(x.beta, place, head)
-        self.operands.start_copy(
-            rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
-        )
-        self.operands.start_copy(
-            rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
-        )
-        cute.arch.cp_async_commit_group()
+        self.operands.start_copies(x.q, x.k, place, head_qk, smem)
         self.inputs.blank(raw, place.length)
         self.sum_gates(raw, a, bias, smem, x.lower_bound)
         self.store_beta(own_beta, smem, place.length, x.beta_scale)
@@ -315,9 +310,7 @@ class KdaPrepare:
 
         first = Int64(slot) * x.tiles.stride[0] + Int64(head) * x.tiles.stride[1]
         record = Record(self.memory, x.tiles.iterator.toint(), Uint32(first // 8))
-        part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-        b = part & (SUB_CHUNKS - 1)
-        half = part >> 2
+        warp, b, half = warp_of_scores(thread)
         acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
         self.scores.score(smem, b, half, x.scale, record, acc)
         self.score_tiles.swap_sums(smem, b, half, acc)
@@ -328,7 +321,7 @@ class KdaPrepare:
             self.score_tiles.finish_scores(smem, b, x.scale, acc)
             record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
         cute.arch.sync_threads()
-        self.inverse.invert(smem, part, smem)
+        self.inverse.invert(smem, warp, smem)
         rows = SUB_CHUNK // 2
         record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
 

@@ -62,6 +62,7 @@ from ..sub_chunks import (
     ChunkMemory,
     row_and_part,
     tile_unit,
+    warp_of_scores,
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
@@ -234,13 +235,7 @@ class KdaChunkIntra:
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             raw = self.load_sums(rows_of(x.g, place, head), place.length)
-            self.operands.start_copy(
-                rows_of(x.q, place, head_qk), smem + self.memory["q"], place.length
-            )
-            self.operands.start_copy(
-                rows_of(x.k, place, head_qk), smem + self.memory["k"], place.length
-            )
-            cute.arch.cp_async_commit_group()
+            self.operands.start_copies(x.q, x.k, place, head_qk, smem)
             self.load_beta(x.beta, smem, place, head)
             self.shift_sums(raw, smem)
             cute.arch.cp_async_wait_group(0)
@@ -258,9 +253,7 @@ class KdaChunkIntra:
                 rows_of(x.qg, place, head),
                 rows_of(x.kg, place, head),
             )
-            part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-            b = part & (SUB_CHUNKS - 1)
-            half = part >> 2
+            warp, b, half = warp_of_scores(thread)
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
             self.scores.score(smem, b, half, x.scale, out, acc)
             self.score_tiles.swap_sums(smem, b, half, acc)
@@ -278,7 +271,7 @@ class KdaChunkIntra:
                     more = self.load_values(rows_v, b, n, place.length)
                     self.store_values(smem, b, n, more)
             cute.arch.sync_threads()
-            self.inverse.invert(smem, part, smem)
+            self.inverse.invert(smem, warp, smem)
             rows = SUB_CHUNK // 2
             to = rows_of(x.Akk, place, head)
             self.copy_rows(smem + REGION["tile_kk"], to, b, half * rows, rows, place.length)

@@ -252,7 +252,7 @@ class Consumer(Carried):
 KV_AFTER = 2
 
 
-class Sm90Hd256DkDv:
+class Sm90WideDkDv:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
     def __init__(self, spec: Sm90BackwardSpec):
