@@ -200,8 +200,10 @@ def _(p: Edged) -> Planted:
 
 @fp8("numbers are converted as e5m2", "value")
 def _(p: Edged) -> Planted:
-    line = p.one(r"cvt\.rn\.f16x2\.e4m3x2")
-    return p.swap(line, "e4m3x2", "e5m2x2"), [line]
+    lines, changed = p.all(r"cvt\.rn\.f16x2\.e4m3x2"), Ptx(p.text)
+    for line in lines:
+        changed = changed.swap(line, "e4m3x2", "e5m2x2")
+    return changed, lines
 
 
 @PLANTERS["scores apart"]("outputs also wait for the other warpgroup's columns", "barrier")
