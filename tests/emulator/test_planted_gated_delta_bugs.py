@@ -21,6 +21,7 @@ from cute_attn.emulator import Emulator, FindingsError
 from cute_attn.kernels.delta.chunk.backward.head_gradients import GatedDeltaGradients
 from cute_attn.kernels.delta.chunk.heuristics import head_gradients_config
 from cute_attn.kernels.delta.chunk.spec import HeadGradientsSpec
+from cute_attn.ops.gated_delta_rule import chunk_forward
 from tests.ops import kda_cases
 from tests.ops.gated_delta_rule_cases import PACKED, PLAIN, Case
 from tests.ops.test_kda_gradients import assert_agrees, differentiated, weights
@@ -157,6 +158,24 @@ def run_forward() -> None:
     kda_cases.assert_agrees(args, *kda_cases.run(args))
 
 
+IN_ONE_KERNEL = Case(replace(PLAIN, dim_k=128, dim_v=128), (450,), heads=1, group=1)
+
+
+@functools.cache
+def of_one_kernel() -> dict[str, Any]:
+    return IN_ONE_KERNEL.arguments("cpu")
+
+
+def run_in_one_kernel() -> None:
+    """The whole forward in one kernel."""
+    args = of_one_kernel()
+    with (
+        mock.patch.object(chunk_forward, "segment_length", return_value=0),
+        mock.patch.object(chunk_forward, "in_one_kernel", return_value=True),
+    ):
+        kda_cases.assert_agrees(args, *kda_cases.run(args))
+
+
 def run_backward() -> None:
     args, of = of_hopper()
     assert_agrees(args, of, differentiated(args, of))
@@ -164,6 +183,7 @@ def run_backward() -> None:
 
 CALLS = {
     "HeadPrepare": run_forward, "HeadStatePass": run_forward, "HeadAdjointPass": run_backward,
+    "HeadForward": run_in_one_kernel,
 }  # fmt: skip
 
 
@@ -209,7 +229,27 @@ def _of_passes() -> dict[tuple[str, str], tuple[Callable[[Edged], Edged], set[st
     return {(kernel, name): bug for kernel in PASSES for name, bug in bugs.items()}
 
 
-HOPPER_BUGS = _of_passes() | {
+def _of_one_kernel() -> dict[tuple[str, str], tuple[Callable[[Edged], Edged], set[str]]]:
+    bugs: dict[str, tuple[Callable[[Edged], Edged], set[str]]] = {
+        f"wait for {edge} dropped": (
+            lambda p, edge=edge: p.drop(*p.of(edge, WAIT)), {"race", "uninitialised", "barrier"}
+        )
+        for edge in ("tokens_full", "tiles_full", "scored_full", "gates_full")
+    } | {
+        f"release of {edge} dropped": (
+            lambda p, edge=edge: p.drop(*p.of(edge, ARRIVE)), {"deadlock"}
+        )
+        for edge in ("tokens_empty", "tiles_empty", "scored_empty", "gates_empty")
+    } | {
+        f"barrier {n} of prepare dropped": (
+            lambda p, n=n: p.drop(p.one(BARRIER, nth=n)), {"race", "uninitialised"}
+        )
+        for n in range(-4, 0)
+    }  # fmt: skip
+    return {("HeadForward", name): bug for name, bug in bugs.items()}
+
+
+HOPPER_BUGS = _of_passes() | _of_one_kernel() | {
     ("HeadPrepare", f"barrier {n} dropped"): (
         lambda p, n=n: p.drop(p.one(BARRIER, nth=n)),
         {"race", "uninitialised"},
@@ -223,8 +263,9 @@ HOPPER_BUGS = _of_passes() | {
 
 
 @pytest.mark.slow
-def test_the_kernels_for_hopper_are_right_and_have_no_finding() -> None:
-    assert play(None, "", "sm_90a", run_backward) == (set(), True)
+@pytest.mark.parametrize("call", ["HeadAdjointPass", "HeadForward"])
+def test_the_kernels_for_hopper_are_right_and_have_no_finding(call: str) -> None:
+    assert play(None, "", "sm_90a", CALLS[call], {}) == (set(), True)
 
 
 @pytest.mark.slow

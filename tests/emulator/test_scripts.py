@@ -374,7 +374,8 @@ def test_exit_status(tmp_path: Path, arguments: list[str], status: int) -> None:
 
 
 @pytest.mark.slow
-def test_times_are_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "gpu"), [("sm_90a", "NVIDIA H100"), ("sm_100a", "NVIDIA B200")])
+def test_times_are_predicted(arch: str, gpu: str, tmp_path: Path) -> None:
     """A line for each launch, a graph's replays included."""
     pytest.importorskip("cute_attn.timing")
     calls = """
@@ -387,9 +388,10 @@ with torch.cuda.graph(graph):
 graph.replay()
 """
     (tmp_path / "program.py").write_text(f"{HEADER}{KERNELS}\n{calls}")
-    done = emulated("--time", "--checks", "none", "program.py", directory=tmp_path)
+    options = ("--arch", arch, "--time", "--checks", "none")
+    done = emulated(*options, "program.py", directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"reverse\S*: predicted ([0-9.]+) us on NVIDIA H100", done.stderr)
+    found = re.findall(rf"reverse\S*: predicted ([0-9.]+) us on {gpu}", done.stderr)
     assert len(found) == 2 and all(float(us) > 0 for us in found), done.stderr
 
 
