@@ -2,8 +2,8 @@
 
     from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-`get_mla_metadata` plans nothing, because the kernel shares out its work on the device. FP8 caches
-and sparse attention raise NotImplementedError.
+`get_mla_metadata` plans nothing, because the kernel shares out its work on the device. The FP8
+caches of sparse attention and sparse attention raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def flash_mla_with_kvcache(
     Args:
         q: `[batch, queries, heads, head_dim]`, bfloat16 or float16: the absorbed queries, and their
             rotated part in the last columns.
-        k_cache: `[num_pages, page_size, 1, head_dim]`, dtype of q.
+        k_cache: `[num_pages, page_size, 1, head_dim]`, dtype of q, or float8_e4m3fn, without a
+            factor. Pages have any size.
         block_table: `[batch, max_pages]` int32.
         cache_seqlens: `[batch]` int32: the tokens of each sequence.
         head_dim_v: the first columns of a token, which are its value.
@@ -69,7 +70,7 @@ def flash_mla_with_kvcache(
         num_splits: no effect.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: whether the last query is the last token, and no query sees a later token.
-        is_fp8_kvcache: only False.
+        is_fp8_kvcache: only False: the flag is for the FP8 caches of sparse attention.
         indices: only None: there is no sparse attention.
         attn_sink: only None, as all later arguments, which belong to sparse attention.
         extra_k_cache: only None.
@@ -88,7 +89,9 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk_length,
     )  # fmt: skip
     if is_fp8_kvcache:
-        raise NotImplementedError("is_fp8_kvcache is True: there is no kernel for FP8")
+        raise NotImplementedError(
+            "is_fp8_kvcache is True: there is no kernel for sparse attention's FP8 caches"
+        )
     given_tensors({"q": q}, k_cache=k_cache)
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}, must be [batch, queries, heads, head_dim]")

@@ -3,8 +3,9 @@ module needs SGLang.
 
 SGLang multiplies by W_UK and W_UV, and keeps a token's latent vector and rotated key in a pool of
 slots. In each layer, a step of decode or of verification is one call of `mla_decode`, which reads
-the pool in place. Prompts run in the expanded form: SGLang gathers and expands a cached prefix in
-parts. `flash_attn_varlen_func` computes o and lse of each part, and SGLang merges the parts.
+the pool in place. A pool in float8_e4m3fn holds rounded vectors, without a factor. Prompts run in
+the expanded form: SGLang gathers and expands a cached prefix in parts. `flash_attn_varlen_func`
+computes o and lse of each part, and SGLang merges the parts.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ from torch import Tensor
 
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import forward_head_dims
-from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
+from ..ops.mla import MOST_HEADS, MOST_QUERIES, SHAPES, mla_decode
 from .sglang import NAME
 from .sglang_backend import (
     CHAINS,
-    FP8,
     CuteAttnBackend,
     CuteAttnMetadata,
     check_options,
-    check_pages,
     has_trees,
     layers_of,
     missing_for_layer,
@@ -60,12 +59,10 @@ class CuteAttnMLABackend(CuteAttnBackend):
     """Latent attention of all layers of a model that SGLang runs.
 
     Raises:
-        ValueError: page_size is not a multiple of 16.
         NotImplementedError: the model, a layer or an option of the server has no kernel.
     """
 
     def refuse(self, runner: Any) -> None:
-        check_pages(runner, PAGE_STEP)
         raise_for(missing(runner))
 
     def described(
@@ -171,7 +168,9 @@ def missing(runner: Any) -> list[str]:
     config = runner.model_config
     drafts = get_spec().speculative_num_draft_tokens or 0
     cases = {
-        "an fp8 latent cache (--kv-cache-dtype auto)": runner.kv_cache_dtype in FP8,
+        "a latent cache in float8_e5m2 (--kv-cache-dtype fp8_e4m3)": (
+            runner.kv_cache_dtype == torch.float8_e5m2
+        ),
         "sparse attention (DeepSeek V3.2)": is_deepseek_dsa(config.hf_config),
         "MLA with --disable-chunked-prefix-cache": get_schedule().disable_chunked_prefix_cache,
         "MLA with --enable-deterministic-inference": (

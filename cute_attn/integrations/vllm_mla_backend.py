@@ -32,13 +32,14 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from ..ops.attention import flash_attn_varlen_func
 from ..ops.attention.support import head_dims_by_major
 from ..ops.checks import dtype_name
-from ..ops.mla import MOST_HEADS, MOST_QUERIES, PAGE_STEP, SHAPES, mla_decode
+from ..ops.mla import MOST_HEADS, MOST_QUERIES, SHAPES, mla_decode
 from .vllm import MLA_NAME, NAME
 from .vllm_backend import write_to_slots
 
 MAJOR = 9  # the major compute capability that has kernels for latent caches
 DTYPES = (torch.bfloat16, torch.float16)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+FP8 = ("fp8", "fp8_e4m3")  # kv_cache_dtype of caches in float8_e4m3fn
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", *FP8)
 
 
 def why_not_prefill(qk_head_dim: int, v_head_dim: int) -> str | None:
@@ -73,7 +74,7 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(PAGE_STEP)]
+        return [MultipleOf(1)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -94,7 +95,7 @@ class CuteAttnMLABackend(MLACommonBackend):  # type: ignore[misc]
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
         """Why the combination has no kernel, or None."""
-        if kv_cache_dtype in (None, "auto", dtype_name(dtype)):
+        if kv_cache_dtype in (None, "auto", dtype_name(dtype), *FP8):
             return None
         return f"a latent cache of {kv_cache_dtype} beside a model of {dtype} has no kernel"
 
@@ -212,6 +213,7 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
             softmax_scale=self.scale,
             causal=True,
             head_dim_v=self.kv_lora_rank,
+            kv_descale=layer._k_scale if self.kv_cache_dtype in FP8 else None,
             return_lse=self.need_to_return_lse_for_decode,
         )
         if lse is None:
@@ -237,6 +239,9 @@ class CuteAttnMLAImpl(MLACommonImpl):  # type: ignore[misc]
         if not kv_cache.numel():
             return
         rows = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
+        if kv_cache_dtype in FP8:
+            kv_cache = kv_cache.view(torch.uint8)
+            rows = (rows.float() / k_scale).to(torch.float8_e4m3fn).view(torch.uint8)
         write_to_slots(kv_cache, rows, slot_mapping)
 
 

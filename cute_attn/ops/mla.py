@@ -20,9 +20,9 @@ from ..kernels.mla.heuristics import latent_decode_spec
 from ..kernels.mla.spec import (
     ARCHS,
     DTYPES,
+    FP8_DTYPES,
     MOST_HEADS,
     MOST_QUERIES,
-    PAGE_STEP,
     PART_COLUMNS,
     SHAPES,
     TILE_M,
@@ -66,7 +66,6 @@ __all__ = [
     "DTYPES",
     "MOST_HEADS",
     "MOST_QUERIES",
-    "PAGE_STEP",
     "SHAPES",
     "mla_decode",
     "plan_mla_decode",
@@ -89,6 +88,7 @@ def mla_decode(
     return_lse: bool = False,
     out: Tensor | None = None,
     head_dim_v: int = 512,
+    kv_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Decode of multi-head latent attention over a latent cache, in the absorbed form (DeepSeek V3,
     Kimi K2, Kimi-Linear, Mistral 4), on Hopper.
@@ -110,7 +110,7 @@ def mla_decode(
         q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, dtype of q_nope; None if a token
             has no rotated key.
         kv_cache: `[num_pages, page_size, head_dim]`, or `[num_pages, page_size, 1, head_dim]`,
-            dtype of q_nope. Pages have a multiple of 16 tokens, and any stride. (head_dim,
+            dtype of q_nope, or float8_e4m3fn. Pages have any size and stride. (head_dim,
             head_dim_v) is (576, 512), (512, 512) or (320, 256). The contents of unused rows and
             pages do not matter, NaN included.
         block_table: `[batch, max_pages]` int32, rows contiguous: the pages of each sequence.
@@ -128,6 +128,8 @@ def mla_decode(
         return_lse: whether to return lse.
         out: tensor of o's shape and dtype to write o to. `out` must not overlap another argument.
         head_dim_v: columns of a token's latent vector.
+        kv_descale: with an fp8 cache, its positive factor: a float32 tensor with one element. The
+            result is as for kv_cache * kv_descale. The kernel reads the factor; None is 1.
 
     Returns:
         The pair (o, lse). o is `[batch, queries, heads, head_dim_v]`; lse is float32 `[batch,
@@ -139,7 +141,7 @@ def mla_decode(
         ValueError: wrong shapes, strides, devices or alignment, or an `out` that overlaps another
             argument.
         NotImplementedError: an architecture other than sm_90a, a shape of tokens without a kernel,
-            a cache in fp8, or a tensor that requires a gradient.
+            a cache in float8_e5m2, or a tensor that requires a gradient.
     """
     plain = (
         not is_dynamo_compiling()
@@ -147,13 +149,16 @@ def mla_decode(
         and type(kv_cache) is type(block_table) is type(cache_seqlens) is Tensor
         and (q_rope is None or type(q_rope) in PLAIN)
         and (out is None or type(out) is Tensor)
+        and (kv_descale is None or type(kv_descale) in PLAIN)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
     )
     shared = block_table, cache_seqlens, softmax_scale, causal, num_splits, head_dim_v
     if out is None:
         call = DECODE.forward if plain else DECODE.routed
-        found: tuple[Tensor, Tensor | None] = call(q_nope, q_rope, kv_cache, *shared, return_lse)
+        found: tuple[Tensor, Tensor | None] = call(
+            q_nope, q_rope, kv_cache, *shared, return_lse, kv_descale
+        )
         return found
     check_flags(return_lse=return_lse)
     lse = None
@@ -163,7 +168,7 @@ def mla_decode(
         usable = isinstance(q, Tensor) and not q.is_nested and q.dim() == 4
         lse = empty_lse(q) if usable else torch.empty(0)
     into = INTO.forward if plain else INTO.routed
-    into(q_nope, q_rope, kv_cache, out, lse, *shared)
+    into(q_nope, q_rope, kv_cache, out, lse, *shared, kv_descale)
     return out, lse
 
 
@@ -180,13 +185,15 @@ def plan_mla_decode(
     causal: bool = True,
     page_size: int = 64,
     return_lse: bool = False,
+    kv_dtype: str | None = None,
+    kv_descale: bool = False,
 ) -> list[launch.Request]:
     """The kernels that `mla_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
     Which kernels these are does not depend on lengths.
 
     Args:
         arch: such as "sm_90a".
-        dtype: dtype of q and the cache.
+        dtype: dtype of q.
         head_dim: columns of a cached token.
         head_dim_v: as the operator's; None stands for the only one that there is for head_dim.
         queries: queries of a sequence.
@@ -195,8 +202,10 @@ def plan_mla_decode(
         sequences: sequences of a call with num_splits of 0. None stands for all calls: first comes
             the kernel of many sequences, which every other num_splits has too.
         causal: as the operator's.
-        page_size: tokens of a page, a multiple of 16.
+        page_size: tokens of a page. All sizes that are no multiple of 16 have the same kernel.
         return_lse: as the operator's.
+        kv_dtype: dtype of the cache, "float8_e4m3fn" or None for dtype.
+        kv_descale: whether kv_descale is given.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -210,7 +219,13 @@ def plan_mla_decode(
     check_arch(arch)
     head_dim_v = dict(SHAPES).get(head_dim, 0) if head_dim_v is None else head_dim_v
     check_shape(head_dim, head_dim_v)
-    check_page_size("page_size", page_size)
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}, must be positive")
+    fp8 = "none" if kv_dtype in (None, dtype) else kv_dtype
+    if fp8 not in ("none", *FP8_DTYPES):
+        raise ValueError(f"kv_dtype is {kv_dtype!r}, must be dtype or one of {list(FP8_DTYPES)}")
+    if kv_descale and fp8 == "none":
+        raise ValueError(f"kv_descale is True, only a cache of {list(FP8_DTYPES)} has a factor")
     specs = [
         latent_decode_spec(
             dtype=dtype,
@@ -221,6 +236,8 @@ def plan_mla_decode(
             causal=causal and queries > 1,
             page_size=page_size,
             lse=return_lse,
+            fp8=str(fp8),
+            descale=kv_descale,
         )
         for number in ((None, 1) if sequences is None else (sequences,))
     ]
@@ -230,11 +247,6 @@ def plan_mla_decode(
 def check_arch(arch: str) -> None:
     if arch not in ARCHS:
         raise NotImplementedError(f"there is no mla_decode on {arch}; there is: {', '.join(ARCHS)}")
-
-
-def check_page_size(name: str, size: Any) -> None:
-    if size % PAGE_STEP or not size:
-        raise ValueError(f"{name} is {size}, must be a positive multiple of {PAGE_STEP}")
 
 
 # -- the operators ------------------------------------------------------------------------------
@@ -251,6 +263,7 @@ class Arguments(NamedTuple):
     num_splits: int = 0
     head_dim_v: int = 512
     return_lse: bool = False
+    kv_descale: Tensor | None = None
 
 
 class IntoArguments(NamedTuple):
@@ -265,6 +278,7 @@ class IntoArguments(NamedTuple):
     causal: bool = True
     num_splits: int = 0
     head_dim_v: int = 512
+    kv_descale: Tensor | None = None
 
     @property
     def return_lse(self) -> bool:
@@ -297,12 +311,8 @@ class LatentDecode(Operator[_Called]):
         _check_scalars(a)
         check_q(a.q_nope)
         check_dtype("q_nope", a.q_nope, DTYPES)
-        if isinstance(a.kv_cache, Tensor) and a.kv_cache.dtype in FP8:
-            raise NotImplementedError(
-                f"kv_cache has dtype {a.kv_cache.dtype}, there is no kernel for a latent cache in "
-                f"fp8; its dtype must be q_nope's, {a.q_nope.dtype}"
-            )
-        check_dtypes_are(given, ("q_rope", "kv_cache"), a.q_nope.dtype)
+        check_dtypes_are(given, ("q_rope",), a.q_nope.dtype)
+        _check_cache_dtype(a)
         check_int32(given, ("block_table", "cache_seqlens"))
         _check_shapes(a, given)
         check_strides(given, tuple(x for x in ("q_nope", "q_rope", "kv_cache") if x in given))
@@ -332,6 +342,8 @@ class LatentDecode(Operator[_Called]):
             causal=bool(a.causal),
             page_size=a.kv_cache.shape[1],
             return_lse=bool(a.return_lse),
+            kv_dtype=DTYPE_NAMES[a.kv_cache.dtype],
+            kv_descale=a.kv_descale is not None,
         )
         ctas = launch.num_sms(device)
         segments = shape[0] * -(-shape[1] * shape[2] // TILE_M)
@@ -348,6 +360,8 @@ class LatentDecode(Operator[_Called]):
             a.q_nope.get_device(),
             a.q_rope is None,
             a.kv_cache.shape[1:],
+            a.kv_cache.dtype,
+            None if a.kv_descale is None else a.kv_descale.shape,
             a.kv_cache.shape[0] > 0,
             a.block_table.shape,
             a.cache_seqlens.shape,
@@ -368,11 +382,12 @@ class LatentDecode(Operator[_Called]):
         o, lse = self.results_of(a)
         shape, strides = ready.parts
         parts = torch.empty_strided(shape, strides, dtype=torch.float32, device=o.device)
-        cache = a.kv_cache
+        cache, descale = a.kv_cache, a.kv_descale
         ready.function(
             a.q_nope, a.q_rope, cache.select(2, 0) if cache.dim() == 4 else cache, o, lse,
             a.block_table, a.cache_seqlens, counter_for(a.q_nope, None, ready.counters), parts,
             a.softmax_scale, a.num_splits, ready.ctas,
+            None if descale is None else descale.view(1),
         )  # fmt: skip
         return o, lse
 
@@ -475,6 +490,29 @@ def _check_scalars(a: Any) -> None:
     check_length("head_dim_v", a.head_dim_v)
 
 
+def _check_cache_dtype(a: Any) -> None:
+    """Raise the documented exception for a cache whose dtype has no kernel, and for kv_descale."""
+    dtype, own = a.kv_cache.dtype, a.q_nope.dtype
+    allowed = (own, *(x for x in FP8 if DTYPE_NAMES[x] in FP8_DTYPES))
+    if dtype in FP8 and dtype not in allowed:
+        raise NotImplementedError(
+            f"kv_cache has dtype {dtype}, there are kernels for q_nope's dtype and {allowed[1:]}"
+        )
+    if dtype not in allowed:
+        raise TypeError(f"kv_cache has dtype {dtype}, must be q_nope's, {own}, or {allowed[1:]}")
+    if a.kv_descale is None:
+        return
+    if dtype == own:
+        raise ValueError(
+            f"kv_descale is given, and kv_cache has dtype {dtype}: only an fp8 cache has a factor"
+        )
+    check_dtype("kv_descale", a.kv_descale, ("float32",))
+    if a.kv_descale.numel() != 1:
+        raise ValueError(
+            f"kv_descale has shape {list(a.kv_descale.shape)}, must have a single number"
+        )
+
+
 def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
     cache = a.kv_cache
     if cache.dim() not in (3, 4) or (cache.dim() == 4 and cache.shape[2] != 1):
@@ -484,7 +522,10 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
         )
     check_has_slots("kv_cache", cache, "pages")
     check_shape(int(cache.shape[-1]), int(a.head_dim_v))
-    check_page_size("page_size, kv_cache.shape[1],", cache.shape[1])
+    if isinstance(cache.shape[1], int) and cache.shape[1] < 1:
+        raise ValueError(
+            f"kv_cache has shape {list(cache.shape)}, must have pages of 1 token or more"
+        )
     batch, queries, heads, _ = a.q_nope.shape
     for what, size, most in (("queries", queries, MOST_QUERIES), ("heads", heads, MOST_HEADS)):
         if exceeds(size, most) or (isinstance(size, int) and size < 1):

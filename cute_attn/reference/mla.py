@@ -33,11 +33,13 @@ def mla_decode_reference(
     softmax_scale: float,
     causal: bool = True,
     head_dim_v: int = 512,
+    kv_descale: Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `cute_attn.mla_decode`, which is the absorbed form.
 
     Args:
+        kv_descale: factor of the cache, for an fp8 cache.
         dtype: dtype of the arithmetic; float64 gives the reference. None: low precision, with
             probabilities and results rounded to the dtype of q, as a kernel has to round them.
 
@@ -46,19 +48,25 @@ def mla_decode_reference(
     """
     q = q_nope if q_rope is None else torch.cat([q_nope, q_rope], -1)
     keys = gathered(kv_cache, block_table, cache_seqlens)[:, :, None]
+    values = keys[..., :head_dim_v]
+    if kv_descale is not None:
+        softmax_scale *= kv_descale.item()
+        values = values.double() * kv_descale.item()
     call: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "seqused_k": cache_seqlens,
     }
     if dtype is None:
-        return attention_in_low_precision(q, keys, keys[..., :head_dim_v], **call)
-    return attention_reference(q, keys, keys[..., :head_dim_v], **call, dtype=dtype)
+        return attention_in_low_precision(q, keys, values, **call)
+    return attention_reference(q, keys, values, **call, dtype=dtype)
 
 
 def gathered(kv_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> Tensor:
     """The sequences' cached vectors in one piece, `[B, most, head_dim]`, and 0 past each end."""
     pages = kv_cache.flatten(2) if kv_cache.dim() == 4 else kv_cache
+    if pages.element_size() == 1:  # PyTorch computes little in fp8
+        pages = pages.to(torch.float32)
     size = pages.shape[1]
     most = max(1, *cache_seqlens.tolist()) if len(cache_seqlens) else 1
     found = pages.new_zeros(len(cache_seqlens), -(-most // size) * size, pages.shape[2])

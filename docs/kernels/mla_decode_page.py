@@ -1,4 +1,4 @@
-"""Writes what mla_decode.md and mla_turns.md show of the kernels' own declarations.
+"""Writes what mla_decode.md, mla_turns.md and mla_rows.md show of the kernels' own declarations.
 
 python -m docs.kernels.mla_decode_page
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cute_attn.kernels.mla.sm90.latent_decode as few
 import cute_attn.kernels.mla.sm90.latent_decode_turns as many
+from cute_attn.kernels.common.pipeline import Pipeline
 from cute_attn.kernels.mla.spec import LatentDecodeSpec, LatentTurnsSpec
 from cute_attn.ops.mla import plan_mla_decode
 
@@ -16,6 +17,8 @@ from .page_tables import budgets, filled
 
 PAGE = Path(__file__).with_name("mla_decode.md")
 TURNS_PAGE = Path(__file__).with_name("mla_turns.md")
+ROWS_PAGE = Path(__file__).with_name("mla_rows.md")
+CHANGED = ("q_full", "cache_full", "cache_empty")  # edges that gathered rows change
 
 
 def kernels() -> tuple[few.Sm90LatentDecode, many.Sm90LatentDecodeTurns]:
@@ -45,9 +48,25 @@ def turns_tables() -> dict[str, str]:
     }
 
 
+def rows_tables() -> dict[str, str]:
+    """Marker -> Markdown, of mla_rows.md."""
+    ((_, gathered),) = plan_mla_decode("sm_90a", page_size=1)
+    ((_, eight),) = plan_mla_decode("sm_90a", kv_dtype="float8_e4m3fn")
+    assert isinstance(gathered, LatentDecodeSpec) and isinstance(eight, LatentDecodeSpec)
+    by_gathering, of_fp8 = few.Sm90LatentDecode(gathered), few.Sm90LatentDecode(eight)
+    softmax, outputs, loads = few.REGISTERS_WITH_FP8
+    registers = {"softmax": softmax, "outputs": outputs, "queries and load": loads}
+    edges = [Pipeline(*(x.pipeline[name] for name in CHANGED)) for x in (by_gathering, of_fp8)]
+    return {
+        "edges of gathered rows": edges[0].table(),
+        "edges of fp8": edges[1].table(),
+        "budgets of fp8": budgets(of_fp8.smem, None, registers),
+    }
+
+
 def pages() -> dict[Path, dict[str, str]]:
     """The tables of each page."""
-    return {PAGE: tables(), TURNS_PAGE: turns_tables()}
+    return {PAGE: tables(), TURNS_PAGE: turns_tables(), ROWS_PAGE: rows_tables()}
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.mla_cases import assert_agrees
+
 from . import test_sglang, test_sglang_delta_rule
 from .models import prompt
 from .test_sglang import CHAINS, Start
@@ -98,6 +100,71 @@ def test_radix_prefixes(start: Start, calls: list[Any]):
     served.check()
 
 
+@pytest.mark.clients("MLA: pages of one token, SGLang's default, are read in place")
+def test_pages_of_one_token(start: Start, calls: list[Any], monkeypatch: pytest.MonkeyPatch):
+    from cute_attn.integrations import sglang_mla_backend as backend
+
+    served = start("deepseek_v3", page_size=None)
+    server = served.server
+    pool = server.runner.token_to_kv_pool
+    decode, seen = backend.mla_decode, []
+
+    def checked(q: Tensor, q_rope: Tensor, cache: Tensor, **options: Any) -> Any:
+        seen.append(cache.shape[1:])
+        assert cache.data_ptr() in {x.data_ptr() for x in pool.kv_buffer}
+        return decode(q, q_rope, cache, **options)
+
+    monkeypatch.setattr(backend, "mla_decode", checked)
+    server.fill(torch.nan, first_slot=0)
+    server.send(prompt(60), 4)
+    server.run()
+    server.rows.clear()
+    shared = server.send(prompt(60)[:50] + prompt(20, 1), 4)
+    server.send(prompt(9, 2), 6)
+    server.run()
+    assert shared.cached_tokens == 50
+    assert set(seen) == {torch.Size([1, 576])}
+    served.check()
+
+
+@pytest.mark.clients("MLA: fp8 latent caches (e4m3)")
+@pytest.mark.parametrize("page_size", [None, 64], ids=["pages of 1", "pages of 64"])
+def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, page_size: int | None):
+    """SGLang rounds the vectors, and every step's attention is right for what its pool then holds.
+    SGLang's CPU platform allocates no pool of fp8, so its pool becomes one here."""
+    from cute_attn.integrations import sglang_mla_backend as backend
+
+    server = start("deepseek_v3", page_size=page_size).server
+    monkeypatch.setattr(server.runner, "kv_cache_dtype", torch.float8_e4m3fn)
+    assert backend.missing(server.runner) == []
+    pool = server.runner.token_to_kv_pool
+    pool.dtype, pool.store_dtype = torch.float8_e4m3fn, torch.uint8
+    pool.kv_buffer[:] = [torch.full(x.shape, 0x7F, dtype=torch.uint8) for x in pool.kv_buffer]
+    decode, write, seen = backend.mla_decode, pool.set_mla_kv_buffer, []
+
+    def written(layer: Any, where: Any, latent: Tensor, rope: Tensor) -> None:
+        write(layer, where, latent, rope)
+        slots = getattr(where, "loc", where)
+        found = pool.get_key_buffer(layer.layer_id).view(torch.uint8)[slots]
+        wanted = torch.cat((latent, rope), -1).float()
+        found = found.view(torch.float8_e4m3fn).float().view_as(wanted)
+        torch.testing.assert_close(found, wanted, rtol=2.0**-3, atol=2.0**-9)
+
+    def checked(q: Tensor, q_rope: Tensor, cache: Tensor, **options: Any) -> Any:
+        found = decode(q, q_rope, cache, **options)
+        out = options.pop("out")
+        assert_agrees({"q_nope": q, "q_rope": q_rope, "kv_cache": cache, **options}, out, None)
+        seen.append(cache.dtype)
+        return found
+
+    monkeypatch.setattr(pool, "set_mla_kv_buffer", written)
+    monkeypatch.setattr(backend, "mla_decode", checked)
+    server.send(prompt(40), 3)
+    server.send(prompt(7, 1), 4)
+    server.run()
+    assert len(seen) >= 6 and set(seen) == {torch.float8_e4m3fn}
+
+
 @pytest.mark.clients("MLA: speculative decoding (NGRAM), chains of draft tokens are verified")
 def test_speculative_decoding(start: Start, calls: list[Any]):
     served = start("deepseek_v3", **CHAINS)
@@ -149,7 +216,6 @@ def test_kimi_linear(kind: Any, replaced: list[str], start: Start, calls: list[A
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"page_size": None}, ValueError, "a multiple of 16 tokens on this GPU, got pages of 1"),
         (
             {"disable_chunked_prefix_cache": True},
             NotImplementedError,
@@ -161,7 +227,7 @@ def test_kimi_linear(kind: Any, replaced: list[str], start: Start, calls: list[A
             "17 draft tokens of a request, at most 16",
         ),
     ],
-    ids=["pages", "chunked prefix", "drafts"],
+    ids=["chunked prefix", "drafts"],
 )
 def test_refused_options(
     start: Start, options: dict[str, Any], error: type[Exception], message: str
@@ -192,8 +258,8 @@ def test_refused_models(start: Start, monkeypatch: pytest.MonkeyPatch):
         (
             runner,
             "kv_cache_dtype",
-            torch.float8_e4m3fn,
-            "an fp8 latent cache (--kv-cache-dtype auto)",
+            torch.float8_e5m2,
+            "a latent cache in float8_e5m2 (--kv-cache-dtype fp8_e4m3)",
         ),
         (
             runner,

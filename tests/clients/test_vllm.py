@@ -188,7 +188,8 @@ def start(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         server = Server(path, DTYPES[dtype], vllm.LLM(str(path), dtype=dtype, **given | options))
         started.append(server)
         for cache in server.attention_caches():
-            cache[1:] = torch.nan  # vLLM leaves block 0 to no request
+            # vLLM leaves block 0 to no request, and allocates fp8 as bytes.
+            cache[1:] = torch.nan if cache.is_floating_point() else 0x7F
         return server
 
     yield start

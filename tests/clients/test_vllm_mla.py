@@ -22,6 +22,7 @@ from cute_attn.cache.specfile import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.reference.mla import mla_decode_reference
 from tests.ops.attention_cases import assert_no_worse
+from tests.ops.mla_cases import assert_agrees
 
 from . import models, test_vllm, vllm_emulated
 from .models import prompt
@@ -194,14 +195,36 @@ def test_a_second_prompt_finds_the_firsts_tokens(start: Start, calls: Calls):
     assert calls.prefills[:2] == [([12], [12], True), ([12], [32], False)]
 
 
-@pytest.mark.clients("MLA: pages of 48, 64 and 784 tokens")
-@pytest.mark.parametrize("block_size", [48, 64, 784])
+@pytest.mark.clients("MLA: pages of 8, 24, 48, 64 and 784 tokens")
+@pytest.mark.parametrize("block_size", [8, 24, 48, 64, 784])
 def test_pages(start: Start, calls: Calls, block_size: int):
     server = start(
         "deepseek_v2", attention_backend=BACKEND, block_size=block_size, max_model_len=1024
     )
     server.check(prompt(60), prompt(7, 1))
     assert calls.page_sizes == {block_size}
+
+
+@pytest.mark.clients("MLA: fp8 latent caches (e4m3), with a factor")
+def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """Every step's attention is right for what the cache holds, and vLLM gives the factor."""
+    from cute_attn.integrations import vllm_mla_backend as backend
+
+    server = start("deepseek_v3", attention_backend=BACKEND, kv_cache_dtype="fp8")
+    for layer in server.layers().values():
+        layer._k_scale.fill_(0.25)
+    decode, seen = backend.mla_decode, []
+
+    def checked(q: Tensor, q_rope: Tensor, cache: Tensor, **options: Any) -> Any:
+        found = decode(q, q_rope, cache, **options)
+        args = {"q_nope": q, "q_rope": q_rope, "kv_cache": cache, **options}
+        assert_agrees(args, found[0], None)
+        seen.append((cache.dtype, float(options["kv_descale"])))
+        return found
+
+    monkeypatch.setattr(backend, "mla_decode", checked)
+    server.serve(prompt(40), prompt(9, 1))
+    assert len(seen) == 2 * (NEW_TOKENS - 1) and set(seen) == {(torch.float8_e4m3fn, 0.25)}
 
 
 @pytest.mark.clients("MLA: speculative decoding with a draft model")
@@ -337,8 +360,7 @@ def test_kimi_linear(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        ("deepseek_v3", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        ("deepseek_v3", {"block_size": 24}, "block_size not supported"),
+        ("deepseek_v3", {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ("llama", {}, "non-MLA not supported"),
         ("deepseek_v3", {"change": {"kv_lora_rank": 128}}, "head_size not supported"),
         (
@@ -347,7 +369,7 @@ def test_kimi_linear(start: Start, calls: Calls, monkeypatch: pytest.MonkeyPatch
             r"no prefill with head_dim 160 \(of v: 128\).*mla_prefill_backend",
         ),
     ],
-    ids=["fp8", "block size 24", "no MLA", "latent vector", "prefill"],
+    ids=["fp8_e5m2", "no MLA", "latent vector", "prefill"],
 )
 def test_what_has_no_kernel_is_refused(
     start: Start, model: str, options: dict[str, Any], reason: str
@@ -395,6 +417,8 @@ def test_options_that_are_refused(vllm: Any):
         ({"has_sliding_window": True}, "sliding window not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"device_capability": DeviceCapability(10, 0)}, "compute capability not supported"),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"block_size": 8}, None),
         ({"kv_cache_dtype": "float16"}, "a latent cache of float16 beside a model of"),
     ):
         found = CuteAttnMLABackend.validate_configuration(**given | change)

@@ -38,14 +38,18 @@ from .mutations import (
     found_on,
     launch_recorded,
     lines_of,
+    operand,
     record,
 )
 
 SMS, SPLITS, COUNTERS = 2, 2, 64
-# One tile of 64 rows of a sequence, and two.
+# One tile of 64 rows of a sequence, and two; pages that TMA loads, and gathered rows.
 CASES = {
     "scores apart": Case((200, 300, 30), queries=2, heads=20, page_size=16),
     "turns": Case((200, 330, 30), queries=2, heads=34, page_size=16),
+    "gathered": Case((200, 300, 30), queries=2, heads=20, page_size=3),
+    "gathered in turns": Case((200, 330, 30), queries=2, heads=34, page_size=3),
+    "fp8": Case((200, 300, 30), queries=2, heads=20, page_size=3, fp8=True),
 }
 CP_ASYNC = r"cp\.async\.cg"
 
@@ -55,7 +59,8 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch of two CTAs."""
     case = CASES[name]
     (found, spec), *_ = plan_mla_decode(
-        ARCH, queries=2, heads=case.heads, page_size=16, return_lse=True
+        ARCH, queries=2, heads=case.heads, page_size=case.page_size, return_lse=True,
+        kv_dtype="float8_e4m3fn" if case.fp8 else None,
     )  # fmt: skip
     entry = cache.compile(found, spec, arch=ARCH)
     given = case.arguments()
@@ -73,7 +78,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         "counter": torch.zeros(COUNTERS, dtype=torch.int32),
         "parts": torch.full((slots, 64, 512 + PART_COLUMNS), torch.nan),
     }
-    arguments = [*tensors.values(), given["softmax_scale"], SPLITS, SMS]
+    arguments = [*tensors.values(), given["softmax_scale"], SPLITS, SMS, None]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments,
         [(x.data_ptr(), x.nbytes, name) for name, x in tensors.items()], num_sms=SMS,
@@ -135,12 +140,70 @@ def other_bugs(planted: Planter) -> None:
 
 
 EDGES = ("work_empty", "q_full", "q_empty", "cache_empty", "p_full", "p_empty")
-for _planted, _edges in zip(PLANTERS.values(), (EDGES, (*EDGES, "last_empty")), strict=True):
+BY_TMA = (PLANTERS["scores apart"], EDGES), (PLANTERS["turns"], (*EDGES, "last_empty"))
+for _planted, _edges in BY_TMA:
     for _edge in ("work_full", *_edges):
         wait_dropped(_planted, _edge)
     for _edge in _edges:
         release_dropped(_planted, _edge)
     other_bugs(_planted)
+
+
+# -- gathered rows: the warps that load Q and the cache copy them
+
+LANDED = r"cp\.async\.mbarrier"
+GATHERED = (*TOUCHED, LANDED)
+
+
+def bugs_of_gathered_rows(planted: Planter, full: str) -> None:
+    """`full` are the checks that see a chunk of the cache that has not arrived."""
+
+    @planted("wait for cache_full dropped", full)
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("cache_full", WAIT)), [*lines_of(p, *GATHERED), *all_waits(p)]
+
+    @planted("wait for cache_empty dropped", "race barrier deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("cache_empty", WAIT)), [*lines_of(p, *GATHERED), *all_waits(p)]
+
+    @planted("release of cache_empty dropped", "deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("cache_empty", ARRIVE)), all_waits(p)
+
+    @planted("wait for q_full dropped", f"{full} deadlock barrier")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("q_full", WAIT)), [*lines_of(p, *GATHERED), *all_waits(p)]
+
+    @planted("count of q_full a warp too few", f"{full} deadlock barrier")
+    def _(p: Edged) -> Planted:
+        line = p.of("q_full", r"mbarrier\.init")[0]
+        changed = p.changed_operand(line, operand(p, line), "sub.s32", 32)
+        return changed, range(1, len(p.lines))
+
+
+for _name in ("gathered", "gathered in turns", "fp8"):
+    bugs_of_gathered_rows(PLANTERS[_name], "race uninitialised proxy-fence")
+
+    @PLANTERS[_name]("a proxy fence of a chunk dropped", "proxy-fence", "note")
+    def _(p: Edged) -> Planted:
+        fences = [p.after(r"fence\.proxy\.async", line) for line in p.of("cache_full", WAIT)]
+        return p.drop(*sorted(set(fences))), range(1, len(p.lines))
+
+
+fp8 = PLANTERS["fp8"]
+
+
+@fp8("rows are converted before they have arrived", "race uninitialised")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(r"cp\.async\.wait_group")), range(1, len(p.lines))
+
+
+@fp8("numbers are converted as e5m2", "value")
+def _(p: Edged) -> Planted:
+    lines, changed = p.all(r"cvt\.rn\.f16x2\.e4m3x2"), Ptx(p.text)
+    for line in lines:
+        changed = changed.swap(line, "e4m3x2", "e5m2x2")
+    return changed, lines
 
 
 @PLANTERS["scores apart"]("outputs also wait for the other warpgroup's columns", "barrier")

@@ -127,7 +127,19 @@ def test_the_timed_cases_of_flash_mla(mean: int, queries: int) -> None:
         check_as_flash_mla(128, queries, 128, mean, ragged=True, causal=causal, empty=False)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("batch", "mean"), [(128, 1024), (6, 16384)])
+def test_pages_of_one_token(batch: int, mean: int, heads: int, fp8: bool) -> None:
+    case = Case(lengths_of(batch, mean, True, heads), 1, heads, page_size=1, fp8=fp8)
+    args = case.arguments("cuda")
+    o, lse = run(args)
+    assert_agrees(*part(args, o, lse))
+    again = run(args)
+    assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_random_calls(seed: int) -> None:
     draw = random.Random(seed)
     head_dim, head_dim_v = draw.choice([(576, 512), (512, 512), (320, 256)])
@@ -136,8 +148,9 @@ def test_random_calls(seed: int) -> None:
     )
     case = Case(
         lengths, draw.randrange(1, 17), draw.choice([1, 3, 8, 12, 20, 128]),
-        draw.choice([16, 32, 48, 64, 128, 256]), head_dim, head_dim_v,
+        draw.choice([1, 1, 2, 7, 16, 32, 48, 64, 128, 256]), head_dim, head_dim_v,
         draw.choice([torch.bfloat16, torch.float16]), draw.random() < 0.7, seed=seed,
+        **draw.choice([{}, {"fp8": True}, {"fp8": True, "descale": 0.3}]),
     )  # fmt: skip
     args = case.arguments("cuda")
     splits = draw.choice([0, 0, 1, 2, 13])

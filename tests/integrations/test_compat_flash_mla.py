@@ -12,9 +12,14 @@ from cute_attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from tests.ops.mla_cases import ARCH, Case, assert_agrees
 
 
-@pytest.mark.parametrize("queries", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_calls_of_its_readme(queries: int) -> None:
-    args = Case((70, 3), queries=queries, heads=4, head_axis=True, scale=576**-0.5)
+@pytest.mark.parametrize(
+    ("queries", "page_size"),
+    [(1, 64), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 64), (1, 1), (2, 3)))],
+)
+def test_the_calls_of_its_readme(queries: int, page_size: int) -> None:
+    args = Case(
+        (70, 3), queries=queries, heads=4, page_size=page_size, head_axis=True, scale=576**-0.5
+    )
     given = args.arguments()
     q = torch.cat([given["q_nope"], given["q_rope"]], -1)
     with cute_attn.emulated(ARCH):

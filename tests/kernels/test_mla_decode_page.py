@@ -1,4 +1,4 @@
-"""The tables of docs/kernels/mla_decode.md and mla_turns.md are those of the kernels."""
+"""The tables of the pages of the latent decode are those of the kernels."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ class Case:
     causal: bool = True
     head_axis: bool = False  # the cache has a dimension of one head
     scale: float = 0.1
+    fp8: bool = False  # the cache is float8_e4m3fn
+    descale: float | None = None
     seed: int = 0
 
     def arguments(self, device: str = "cpu") -> dict[str, Any]:
@@ -52,7 +54,10 @@ class Case:
             len(counts), self.queries, self.heads, self.head_dim, generator=random
         ).to(device, self.dtype)
         rope = rows[..., self.head_dim_v :] if self.head_dim > self.head_dim_v else None
-        cache = pages.to(device, self.dtype)
+        cache = pages.to(device, torch.float8_e4m3fn if self.fp8 else self.dtype)
+        factor = None
+        if self.descale is not None:
+            factor = torch.tensor([self.descale], device=device)
         return {
             "q_nope": rows[..., : self.head_dim_v],
             "q_rope": rope,
@@ -62,6 +67,7 @@ class Case:
             "softmax_scale": self.scale,
             "causal": self.causal,
             "head_dim_v": self.head_dim_v,
+            "kv_descale": factor,
         }
 
 
@@ -91,6 +97,8 @@ def assert_agrees(args: dict[str, Any], o: torch.Tensor, lse: torch.Tensor | Non
         return
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     finite = exact_lse.isfinite()
-    products = args["softmax_scale"] * (args["q_nope"].double().norm(dim=-1).max().item() + 10)
+    factor = args.get("kv_descale")
+    scale = args["softmax_scale"] * (1.0 if factor is None else factor.item())
+    products = scale * (args["q_nope"].double().norm(dim=-1).max().item() + 10)
     bound = EXP2_ERROR + SCORE_ERROR * products * 50
     assert ((lse - exact_lse)[finite].abs() <= bound).all()

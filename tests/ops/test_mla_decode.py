@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.mla import heuristics, table
+from cute_attn.kernels.mla.spec import GATHERED
 from cute_attn.ops import mla
 from cute_attn.ops.mla import plan_mla_decode
 
@@ -59,6 +61,14 @@ CASES = {
     "2 tiles, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
     "2 tiles, 128 heads": Case((200, 0, 5), heads=128),
     "4 tiles of rows": Case((70, 3), queries=3, heads=66, page_size=48),
+    "pages of 1, 2 tiles of rows": Case((66, 0, 130), queries=2, heads=35, page_size=1),
+    "pages of 3": Case((70, 0, 5), queries=3, page_size=3),
+    "fp8, 2 tiles of rows": Case(
+        (70, 0, 130), queries=2, heads=35, page_size=24, fp8=True, descale=0.3
+    ),
+    "fp8, 320 columns, float16": Case(
+        (70, 200), queries=2, heads=3, head_dim=320, head_dim_v=256, dtype=torch.float16, fp8=True,
+    ),
     "320 columns, float16": Case(
         (70, 129), queries=3, heads=7, head_dim=320, head_dim_v=256, dtype=torch.float16,
         page_size=32,
@@ -97,6 +107,54 @@ def test_splits_and_groups_of_pieces(emulator: Emulator):
     alone = args | {name: args[name][:1] for name in ("q_nope", "q_rope", "block_table")}
     alone["cache_seqlens"] = args["cache_seqlens"][:1]
     assert same([x[:1] for x in found], run(alone, num_splits=14))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case((70, 0, 3), heads=3, page_size=1), id="pages of 1"),
+        pytest.param(Case((70, 0, 3), heads=3, page_size=16, fp8=True, descale=0.3), id="fp8"),
+    ],
+)
+def test_gathered_rows(emulator: Emulator, case: Case):
+    args = case.arguments()
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [{"page_size": 1}, {"page_size": 1, "queries": 6}, {"fp8": True, "descale": 1.7}],
+    ids=["few rows", "many rows", "fp8"],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_gathered_rows_alone_in_the_batch(emulator: Emulator, more: dict[str, Any], splits: int):
+    """The bits of a sequence do not depend on the batch, on the number of CTAs, nor on the
+    schedule."""
+    args = Case((330, 0, 70, 1), heads=12, **more).arguments()
+    found = run(args, num_splits=splits)
+    assert_agrees(args, *found)
+    assert same(found, on({"num_sms": 9, "schedule": "random", "seed": 5}, args, num_splits=splits))
+    for i in (0, 2):
+        names = ("q_nope", "q_rope", "block_table", "cache_seqlens")
+        alone = args | {name: args[name][i : i + 1] for name in names}
+        assert same([x[i : i + 1] for x in found], run(alone, num_splits=splits))
+
+
+def test_all_page_sizes_of_a_pool_agree(emulator: Emulator):
+    """One pool of rows, read as pages of 1 token and as pages of 16 by TMA: the bits are equal."""
+    args = Case((70, 0, 3), heads=3, page_size=16).arguments()
+    cache, table = args["kv_cache"], args["block_table"]
+    rows = (table[:, :, None] * 16 + torch.arange(16)).flatten(1).int()
+    assert same(run(args), run(args | {"kv_cache": cache.view(-1, 1, 576), "block_table": rows}))
+
+
+def test_a_nan_of_fp8_reaches_only_its_sequence(emulator: Emulator):
+    args = Case((70, 40, 3), heads=3, page_size=16, fp8=True, descale=0.3).arguments()
+    args["kv_cache"][args["block_table"][1, 2], 7, 100] = math.nan
+    o, lse = run(args)
+    assert o[1].isnan().all() and lse[1].isnan().all()
+    assert not o[[0, 2]].isnan().any() and not lse[[0, 2]].isnan().any()
 
 
 def test_equal_shares_of_ragged_sequences(emulator: Emulator):
@@ -232,7 +290,9 @@ def test_strides_of_views(emulator: Emulator, case: Case):
     lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 130, 300]), min_size=1, max_size=5),
     queries=st.integers(1, 16),
     heads=st.sampled_from([1, 2, 5, 8, 12, 16, 64, 128]),
-    page_size=st.sampled_from([16, 48, 64, 128]),
+    page_size=st.sampled_from([1, 1, 2, 3, 8, 16, 24, 48, 64, 100, 128]),
+    fp8=st.booleans(),
+    descale=st.sampled_from([None, 0.02, 3.7]),
     causal=st.booleans(),
     splits=st.sampled_from([0, 0, 1, 2, 5, 13]),
     least=st.sampled_from([1, 2]),
@@ -242,14 +302,15 @@ def test_strides_of_views(emulator: Emulator, case: Case):
 )
 def test_any_call(
     head_dim: int, head_dim_v: int, dtype: torch.dtype, lengths: list[int], queries: int,
-    heads: int, page_size: int, causal: bool, splits: int, least: int, num_sms: int, schedule: str,
-    seed: int,
+    heads: int, page_size: int, fp8: bool, descale: float | None, causal: bool, splits: int,
+    least: int, num_sms: int, schedule: str, seed: int,
 ):  # fmt: skip
     if queries * heads > 256:  # keep the emulation short
         queries = max(1, 256 // heads)
     case = Case(
-        tuple(lengths), queries, heads, page_size, head_dim, head_dim_v, dtype, causal, seed=seed
-    )
+        tuple(lengths), queries, heads, page_size, head_dim, head_dim_v, dtype, causal, seed=seed,
+        fp8=fp8, descale=descale if fp8 else None,
+    )  # fmt: skip
     args = case.arguments()
     before, heuristics.LEAST_KEY_TILES = heuristics.LEAST_KEY_TILES, least
     try:
@@ -268,6 +329,7 @@ def changed(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
+FP8 = {"kv_cache": torch.zeros(4, 64, 576).to(torch.float8_e4m3fn)}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "three dimensions": (changed(q_nope=(2, 4, 512)), ValueError, "q_nope has shape [2, 4, 512]"),
     "rope": (changed(q_rope=(2, 1, 4, 32)), ValueError, "q_rope has shape [2, 1, 4, 32], must be"),
@@ -291,10 +353,30 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "kv_cache has 448 columns and head_dim_v is 512, there are kernels for: 576",
     ),
     "no pages": (changed(kv_cache=(0, 64, 576)), ValueError, "kv_cache has 0 pages, must have at"),
-    "page size": (changed(kv_cache=(4, 24, 576)), ValueError, "is 24, must be a positive multiple"),
-    "fp8": (
-        {"kv_cache": torch.zeros(4, 64, 576).to(torch.float8_e4m3fn)}, NotImplementedError,
-        "kv_cache has dtype torch.float8_e4m3fn, there is no kernel for a latent cache in fp8",
+    "page size": (
+        changed(kv_cache=(4, 0, 576)), ValueError,
+        "kv_cache has shape [4, 0, 576], must have pages of 1 token or more",
+    ),
+    "the other fp8": (
+        {"kv_cache": torch.zeros(4, 64, 576).to(torch.float8_e5m2)}, NotImplementedError,
+        "kv_cache has dtype torch.float8_e5m2, there are kernels for q_nope's dtype and "
+        "(torch.float8_e4m3fn,)",
+    ),
+    "a factor without fp8": (
+        {"kv_descale": torch.ones(1)}, ValueError,
+        "kv_descale is given, and kv_cache has dtype torch.bfloat16: only an fp8 cache",
+    ),
+    "two factors": (
+        FP8 | {"kv_descale": torch.ones(2)}, ValueError,
+        "kv_descale has shape [2], must have a single number",
+    ),
+    "the factor's dtype": (
+        FP8 | {"kv_descale": torch.ones(1).double()}, TypeError,
+        "kv_descale has dtype torch.float64",
+    ),
+    "rows of fp8": (
+        {"kv_cache": torch.zeros(4, 64, 584).to(torch.float8_e4m3fn)[..., :576]}, ValueError,
+        "kv_cache has strides (37376, 584, 1)",
     ),
     "dtype": ({"kv_cache": torch.zeros(4, 64, 576)}, TypeError, "kv_cache has dtype torch.float32"),
     "lengths": (
@@ -349,5 +431,26 @@ def test_plans_depend_on_tiles_of_rows():
     assert plan_mla_decode(ARCH, heads=65) == [many, same]
     assert plan_mla_decode(ARCH, heads=128, sequences=65) == [one]
     assert plan_mla_decode(ARCH, heads=128, sequences=66) == [many]
+    (gathered,) = plan_mla_decode(ARCH, page_size=1)
+    assert gathered[0] == one[0] and gathered[1].page_rows == GATHERED
+    assert plan_mla_decode(ARCH, page_size=24) == plan_mla_decode(ARCH, page_size=2) == [gathered]
+    fp8 = {"kv_dtype": "float8_e4m3fn"}
+    (eight,) = plan_mla_decode(ARCH, page_size=1, **fp8)
+    assert plan_mla_decode(ARCH, page_size=64, **fp8) == [eight]
+    assert plan_mla_decode(ARCH, heads=128, **fp8) == [eight]
+    assert eight[0] == table.SM90_LATENT_DECODE
     (narrow,) = plan_mla_decode(ARCH, heads=128, head_dim=320)
     assert narrow[0] == table.SM90_LATENT_DECODE
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"page_size": 0}, "page_size is 0, must be positive"),
+        ({"kv_dtype": "float8_e5m2"}, "kv_dtype is 'float8_e5m2', must be dtype or one of"),
+        ({"kv_descale": True}, "kv_descale is True, only a cache of"),
+    ],
+)
+def test_plans_refuse(given: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_mla_decode(ARCH, **given)

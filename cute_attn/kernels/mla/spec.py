@@ -10,13 +10,14 @@ from typing import ClassVar
 from ..common.spec import Spec
 
 DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn",)
 # (head_dim, head_dim_v): columns of a cached token, and how many of them are its value.
 SHAPES = ((576, 512), (512, 512), (320, 256))
 ARCHS = ("sm_90a",)
 TILE_M, TILE_N = 64, 64
 BOX = 64  # columns that TMA loads at a time
-PAGE_STEP = 16  # tokens of a page are a multiple
-PAGE_ROWS = (16, 32, 64)
+GATHERED = 1  # page_rows: rows are gathered one by one, from pages of any size
+PAGE_ROWS = (GATHERED, 16, 32, 64)
 MOST_QUERIES, MOST_HEADS = 16, 128
 PART_COLUMNS = 4  # of a row of a piece's result, beside o: the log-sum-exp, and padding
 
@@ -30,7 +31,7 @@ class LatentSpec(Spec):
         head_dim: columns of a token in the cache.
         head_dim_v: the first columns of a token, which are its value too.
         causal: queries see no later keys; needed only with several queries of a sequence.
-        page_rows: pages are loaded `page_rows` rows at a time.
+        page_rows: pages are loaded `page_rows` rows at a time; GATHERED: pages may have any size.
         lse: the kernel writes the log-sum-exp.
         chunks: a tile of the cache arrives in so many groups of columns, whose scores start when
             the group is there.
@@ -45,7 +46,8 @@ class LatentSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "page_rows": PAGE_ROWS,
-        "stages": (2, 3, 4, 5),
+        "fp8": ("none", *FP8_DTYPES),
+        "stages": (1, 2, 3, 4, 5),
         "chunks": (1, 2, 4, 8),
     }
 
@@ -85,11 +87,26 @@ class LatentDecodeSpec(LatentSpec):
         stages: tiles of the cache in shared memory at once.
         early: a chunk is released once its columns have been multiplied, not with the whole tile.
         halves: P V of the first 32 keys of a tile runs beside the exponentials of the others.
+        fp8: dtype of the cache where it is fp8; "none": the cache has q's dtype.
+        descale: an argument has the factor of an fp8 cache.
+        loaded: tiles of fp8 in shared memory at once; 0 without fp8.
     """
 
     stages: int
     early: bool
     halves: bool
+    fp8: str = "none"
+    descale: bool = False
+    loaded: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8 == "none" and self.descale:
+            raise ValueError("descale is True, only an fp8 cache has a factor")
+        if self.fp8 != "none" and self.page_rows != GATHERED:
+            raise ValueError(f"page_rows is {self.page_rows}, rows of fp8 are GATHERED")
+        if (self.fp8 != "none") != (self.loaded > 0):
+            raise ValueError(f"loaded is {self.loaded}, must be positive with fp8, otherwise 0")
 
 
 @dataclass(frozen=True)

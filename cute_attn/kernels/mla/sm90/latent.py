@@ -10,6 +10,8 @@ CTA that arrives last adds up all results. The order of the keys is the order of
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -20,6 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...attention.parts import fragments
 from ...attention.parts.fragment_softmax import HEADROOM
+from ...attention.parts.gather import Gather
 from ...attention.parts.merge import VECTOR, Parts, add_up, finish, store_rounded
 from ...attention.parts.pages import Pages
 from ...attention.parts.pieces import PieceMap
@@ -34,8 +37,8 @@ from ...common.cluster import prepare
 from ...common.dtypes import DTYPE
 from ...common.entry import entry, gathered, placeholders
 from ...common.overlap import overlaps
-from ...common.pipeline import Barriers, Pipeline, Role, report_names
-from ...common.ptx.async_copy import copy_async
+from ...common.pipeline import Barriers, Kind, Pipeline, Role, report_names
+from ...common.ptx.async_copy import copies_arrive, copy_async
 from ...common.ptx.memory import (
     LINE_WORDS,
     NEVER,
@@ -55,13 +58,15 @@ from ...common.smem import Pointers, SharedMemory
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ...common.tma import BOX, BoxedRows, boxes
 from ..even_pieces import EvenPieces, LatentWork
-from ..spec import PART_COLUMNS, TILE_M, TILE_N
+from ..spec import GATHERED, PART_COLUMNS, TILE_M, TILE_N
 
 OUTPUT_GROUPS = 2  # warpgroups that hold O
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 LINE_BYTES = 2 * BOX
 BOX_BYTES = ROWS * LINE_BYTES
 UNITS = LINE_BYTES // VECTOR_BYTES  # 16-byte units of a row of a box
+
+CHUNK = "a chunk of a cache tile"  # what the load warps hand over
 
 OUTPUTS_BARRIER = 1  # named barrier of the outputs' warps; all threads share barrier 0
 
@@ -78,7 +83,7 @@ class Arguments(NamedTuple):
     Attributes:
         q: `[batch, queries, heads, head_dim_v]`.
         q_rope: `[batch, queries, heads, head_dim - head_dim_v]`, or None.
-        cache: `[pages, page_size, head_dim]`.
+        cache: `[pages, page_size, head_dim]`, dtype of q, or fp8.
         o: `[batch, queries, heads, head_dim_v]`.
         lse: `[batch, heads, queries]`, float32, or None.
         block_table: `[batch, max_pages]`.
@@ -91,6 +96,7 @@ class Arguments(NamedTuple):
         softmax_scale: factor of the scores.
         num_splits: into how many pieces each segment is cut; 0: as many as balance the CTAs.
         num_ctas: how many CTAs are resident at once.
+        kv_descale: factor of an fp8 cache, `[1]`, or None.
     """
 
     q: cute.Tensor
@@ -105,6 +111,7 @@ class Arguments(NamedTuple):
     softmax_scale: Float32
     num_splits: Int32
     num_ctas: Int32
+    kv_descale: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,13 @@ class Operands(Carried):
     """The tensors and numbers that the device code reads and writes; see `Arguments`.
 
     Attributes:
-        cache_tma, cache: TMA's copies of the cache, and coordinates for them.
+        cache_tma, cache: TMA's copies of the cache, and coordinates for them; None, and the cache
+            with one head, if rows are gathered.
         tokens: the cache as it lies in memory.
+        softmax_scale: only beside `kv_descale`, otherwise None.
     """
 
-    cache_tma: cute.CopyAtom
+    cache_tma: cute.CopyAtom | None
     cache: cute.Tensor
     tokens: cute.Tensor
     q: cute.Tensor
@@ -129,6 +138,8 @@ class Operands(Carried):
     heads: Int32
     num_splits: Int32
     num_ctas: Int32
+    softmax_scale: Float32 | None
+    kv_descale: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -171,11 +182,15 @@ class LatentKernel:
 
     Attributes:
         kernel: the device code.
+        fp8: the cache's type if it is fp8, otherwise None.
+        descale: whether an argument has the factor of an fp8 cache.
         QUERIES, LOAD: roles of the warps that load Q, and of the warp that loads the cache.
         OUTPUTS: the role of the warps that hold O, in two warpgroups.
         ROLES: roles of all warps, in order.
         WARPS: the warps of a CTA.
         stages: tiles of the cache in shared memory at once.
+        gathers: the warps of QUERIES and LOAD gather the cache's rows, from pages of any size;
+            otherwise TMA loads boxes of rows.
         smem, pipeline: shared memory and edges.
     """
 
@@ -195,10 +210,25 @@ class LatentKernel:
         self.columns = spec.head_dim_v // OUTPUT_GROUPS
         self.across = spec.head_dim_v // VECTOR  # items of a row, in sums
         self.tile_bytes = TILE_N * spec.head_dim * 2
+        self.gathers = spec.page_rows == GATHERED
+        fp8 = getattr(spec, "fp8", "none")
+        self.fp8 = None if fp8 == "none" else DTYPE[fp8]
+        self.descale = getattr(spec, "descale", False)
         self.rows = BoxedRows(spec.page_rows, spec.head_dim, ragged=True, batched=True)
         self.q_parts = {
             "q_empty": range(spec.head_dim)
         }  # columns of Q, by the edge that frees them
+        # How the edges of Q and of the cache are completed, and by whom.
+        gatherers = Role(
+            f"{self.QUERIES.name} and {self.LOAD.name}",
+            range(self.QUERIES.warps.start, self.LOAD.warps.stop),
+        )
+        self.of_queries = Kind.THREADS if self.gathers else Kind.WARPS
+        self.loaders, self.of_cache = self.LOAD, Kind.BYTES
+        if self.gathers:
+            # Warps that convert wait for their own copies.
+            self.loaders = gatherers
+            self.of_cache = Kind.WARPS if self.fp8 else Kind.THREADS
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -210,7 +240,7 @@ class LatentKernel:
             Arguments(
                 q=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
                 q_rope=fake_rows(self.dtype, (*rows, spec.rope)) if spec.rope else None,
-                cache=fake_rows(self.dtype, (pages, size, spec.head_dim)),
+                cache=fake_rows(self.fp8 or self.dtype, (pages, size, spec.head_dim)),
                 o=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
                 lse=fake_strided(Float32, (batch, heads, queries)) if spec.lse else None,
                 block_table=fake_rows(Int32, (batch, cute.sym_int()), align=Int32.width // 8),
@@ -220,6 +250,7 @@ class LatentKernel:
                 softmax_scale=Float32(1.0),
                 num_splits=Int32(0),
                 num_ctas=Int32(1),
+                kv_descale=fake_contiguous(Float32, (1,)) if self.descale else None,
             )
         )
 
@@ -243,7 +274,7 @@ class LatentKernel:
             cute.fast_divmod_create_divisor_v2(heads),
         )  # fmt: skip
         num_ctas = a.num_ctas
-        read = (a.q, a.q_rope, a.cache, a.block_table, a.cache_seqlens)
+        read = (a.q, a.q_rope, a.cache, a.block_table, a.cache_seqlens, a.kv_descale)
         if overlaps((a.o, a.lse), read):
             num_ctas = Int32(0)  # the driver rejects an empty grid; the operator says why
         # One head, as the boxes of attention's K and V have heads.
@@ -252,10 +283,12 @@ class LatentKernel:
         cache = cute.make_tensor(
             a.cache.iterator, cute.make_layout(shape, stride=(outer, row, row, one))
         )
-        tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
+        tma = None
+        if cutlass.const_expr(not self.gathers):
+            tma, cache = self.rows.atom(cpasync.CopyBulkTensorTileG2SOp(), cache)
         x = Operands(
             tma, cache, a.cache, a.q, a.q_rope, a.o, a.lse, pages, a.counter, a.parts, heads,
-            a.num_splits, a.num_ctas,
+            a.num_splits, a.num_ctas, a.softmax_scale if self.descale else None, a.kv_descale,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
@@ -275,7 +308,7 @@ class LatentKernel:
         if warp == self.LOAD.warps[0]:
             prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
             x.pages.prefetch_first()
-            prepare((x.cache_tma,), barriers)
+            prepare(() if x.cache_tma is None else (x.cache_tma,), barriers)
         cute.arch.sync_threads()
 
     def first_row(self, work: LatentWork) -> Any:
@@ -307,7 +340,7 @@ class LatentKernel:
         visible: HeadsVisibility,
     ) -> None:  # fmt: skip
         """Publish and load pieces and whole segments, one after the other."""
-        smem = [self.chunk(storage.cache, x.pages, c) for c in range(self.spec.chunks)]
+        smem = self.ring(storage, x.pages)
         queue = TileQueue(LatentWork, storage.work, barriers)
         pieces = PieceMap.of(
             tiles, visible, x.num_ctas, self.spec.least_key_tiles, x.num_splits, fits=True
@@ -324,7 +357,7 @@ class LatentKernel:
 
     @cute.jit
     def load_shares(
-        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        self, x: Operands, smem: Any, queue: TileQueue, visible: HeadsVisibility,
         even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments of the CTA's equal share. Return their
@@ -338,13 +371,13 @@ class LatentKernel:
             work, unit, has_work = even.work(cta, unit, window)
             if has_work:
                 queue.publish_work(taken, work)
-                n = self.load_tiles(x, smem, queue.barriers, work, visible, n)
+                n = self.load_piece(x, smem, queue.barriers, work, visible, n)
                 taken += 1
         return taken
 
     @cute.jit
     def load_pieces(
-        self, x: Operands, smem: list[cute.Tensor], queue: TileQueue, visible: HeadsVisibility,
+        self, x: Operands, smem: Any, queue: TileQueue, visible: HeadsVisibility,
         even: EvenPieces,
     ) -> Int32:  # fmt: skip
         """Publish and load the pieces and segments whose numbers the CTA takes. Return how many
@@ -358,7 +391,7 @@ class LatentKernel:
             found = pieces.work(number, window)
             work = LatentWork(**vars(found), together=Int32(even.together))
             queue.publish_work(taken, work)
-            n = self.load_tiles(x, smem, barriers, work, visible, n)
+            n = self.load_piece(x, smem, barriers, work, visible, n)
             taken += 1
             number = Int32(0)
             if cute.arch.lane_idx() == 0:
@@ -366,6 +399,13 @@ class LatentKernel:
             number = cute.arch.shuffle_sync(number, 0) + cute.arch.grid_dim()[0]
             window = pieces.window_of(number, window)
         return taken
+
+    def ring(self, storage: Pointers, pages: Pages) -> Any:
+        """The stages of the cache's tiles: for each chunk as TMA fills them, or the shared address,
+        where rows are gathered."""
+        if self.gathers:
+            return shared_address(storage.cache)
+        return [self.chunk(storage.cache, pages, c) for c in range(self.spec.chunks)]
 
     def chunk(self, buffer: Any, pages: Pages, number: int) -> cute.Tensor:
         """The stages of a chunk of the cache's tiles, as `Pages.load` fills them."""
@@ -375,31 +415,97 @@ class LatentKernel:
             (len(columns) // BOX, TILE_N * BOX), (self.stages, TILE_N * spec.head_dim),
         )  # fmt: skip
 
+    def load_piece(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32, load_queries: Callable[[], None] | None = None,
+    ) -> Int32:  # fmt: skip
+        """Load a piece's tiles of the cache as `load_tiles` does. A warp that loads Q too gives
+        `load_queries`."""
+        if load_queries is not None:
+            load_queries()
+        load = self.gather_tiles if self.gathers else self.load_tiles
+        return Int32(load(x, smem, barriers, work, visible, n))
+
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache. `n` counts the uses of the cache's stages before the
         piece; the method returns the count after the piece."""
         raise NotImplementedError
 
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        """Load a piece's tiles by gathering rows, as `load_tiles` does. The pages of a tile are
+        looked up before the previous tile is loaded: a look-up may take a microsecond."""
+        raise NotImplementedError
+
+    def found(self, x: Operands, key_tile: Int32, work: LatentWork) -> Any:
+        """The pages of a tile's boxes, or of the rows that the warp gathers."""
+        if self.gathers:
+            return Gather.of_warp(x.pages).of_tile(key_tile, work.sequence, work.seqlen_k)
+        return x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
+
+    def load_chunk(
+        self, x: Operands, smem: Any, barriers: Barriers, found: Any, chunk: int, use: Int32,
+        stage: Int32,
+    ) -> None:  # fmt: skip
+        """Load a chunk of columns of a tile to a free stage, as a use of `cache_full`. `found` is
+        where the tile's rows are."""
+        columns = self.spec.chunk_columns[chunk]
+        if self.gathers:
+            to = smem + stage * self.tile_bytes + columns.start // BOX * BOX_BYTES
+            full = barriers.address("cache_full", barriers.stage("cache_full", use))
+            source = cute.domain_offset((0, 0, 0, columns.start), x.cache)
+            Gather.of_warp(x.pages).load(source, found, Int32(0), len(columns), to, full)
+            return
+        with cute.arch.elect_one():
+            barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
+        x.pages.load(
+            x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers, "cache_full",
+            use, columns.start, stage,
+        )  # fmt: skip
+
+    def wait_chunk(self, barriers: Barriers, use: Any) -> None:
+        """Wait for a chunk of the cache, so that products may read it, and Q if Q has arrived."""
+        barriers.wait("cache_full", use)
+        # Gathered rows, and Q beside them, come without a fence of the warps that copy.
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
+
     @cute.jit
     def query_warps(
         self, x: Operands, storage: Pointers, barriers: Barriers, shared: Any,
         visible: HeadsVisibility, warp: Int32,
     ) -> None:  # fmt: skip
-        """Load the tiles of Q."""
+        """Load the tiles of Q, and gather the warp's rows of the cache."""
         queue = TileQueue(LatentWork, storage.work, barriers)
-        taken = Int32(0)
+        smem = self.ring(storage, x.pages) if self.gathers else None
+        taken, n = Int32(0), Int32(0)
         work = queue.take(taken)
         while work.exists:
-            self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_view_async_shared()
-            barriers.warp_arrives("q_full", taken)
+            given = (x, barriers, shared, visible, work, warp, taken)
+            if cutlass.const_expr(self.gathers):
+                load_queries = functools.partial(self.start_queries, *given)
+                n = self.load_piece(x, smem, barriers, work, visible, n, load_queries)
+            else:
+                self.load_parts_of_queries(*given)
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+                barriers.warp_arrives("q_full", taken)
             taken += 1
             work = queue.take(taken)
+
+    def start_queries(
+        self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,
+        work: LatentWork, warp: Int32, taken: Int32,
+    ) -> None:  # fmt: skip
+        """Start to copy the warp's rows of Q. Each lane arrives when its copies have landed."""
+        self.load_parts_of_queries(x, barriers, shared, visible, work, warp, taken)
+        copies_arrive(barriers.address("q_full", barriers.stage("q_full", taken)))
 
     def load_parts_of_queries(
         self, x: Operands, barriers: Barriers, shared: Any, visible: HeadsVisibility,

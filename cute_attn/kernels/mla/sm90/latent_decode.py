@@ -26,6 +26,7 @@ segment's pieces, in the order of the keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...attention.parts import fragments
-from ...attention.parts.fragment_softmax import FragmentSoftmax
+from ...attention.parts.fragment_softmax import HEADROOM, FragmentSoftmax
+from ...attention.parts.pages import Pages
 from ...attention.parts.softmax import Scaling, finish_row
 from ...attention.parts.visibility import HeadsVisibility
 from ...attention.parts.work import TileMap
@@ -50,15 +52,17 @@ from ...attention.sm90.mma import (
 from ...common.carried import Carried
 from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ...common.ptx import wgmma
-from ...common.ptx.memory import load_shared, store_shared
+from ...common.ptx.memory import load_shared, shared_address, store_shared
 from ...common.scheduler import TileQueue
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ...common.spec import MAX_SMEM_BYTES
 from ...common.tma import BOX
 from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentDecodeSpec
+from .fp8_rows import Fp8Rows
 from .latent import (
     BOX_BYTES,
+    CHUNK,
     OUTPUT_GROUPS,
     WARP_ROWS,
     LatentKernel,
@@ -78,6 +82,7 @@ WORKERS = Role("softmax, outputs and queries", range(0, 15))
 
 # Registers of a thread in the warpgroups of softmax, outputs, and queries and load.
 REGISTERS = (120, 176, 40)
+REGISTERS_WITH_FP8 = (104, 176, 56)  # warps that convert hold more
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class Shared(Carried):
 
 @dataclass(frozen=True)
 class Scores(Carried):
-    """What a warp of the softmax keeps: registers of S and of the first chunk of Q, and the rows'
-    references and sums."""
+    """What a warp of the softmax keeps: registers of S and of the first chunk of Q, the rows'
+    references and sums, and the factor of an fp8 cache."""
 
     warp: Int32
     barriers: Barriers
@@ -115,6 +120,7 @@ class Scores(Carried):
     held: cute.Tensor
     softmax: FragmentSoftmax
     visible: HeadsVisibility
+    descale: Float32 | None
 
 
 class Sm90LatentDecode(LatentKernel):
@@ -126,6 +132,7 @@ class Sm90LatentDecode(LatentKernel):
     def __init__(self, spec: LatentDecodeSpec):
         super().__init__(spec)
         self.stages = spec.stages
+        self.registers = REGISTERS if self.fp8 is None else REGISTERS_WITH_FP8
         self.held = len(spec.chunk_columns[0])  # columns of Q that stay in registers
         self.parts_of_p = 2 if spec.halves else 1  # parts of P's columns, published in turn
         # Two stages of P where they fit.
@@ -134,6 +141,12 @@ class Sm90LatentDecode(LatentKernel):
             for stages in (2, 1)
             if self.buffers(stages).nbytes <= MAX_SMEM_BYTES or stages == 1
         )
+        # The chunks of fp8 come in the order in which P V releases them.
+        chunks = list(range(spec.chunks))
+        middle = spec.chunks // OUTPUT_GROUPS
+        self.order = chunks
+        if self.fp8 is not None and spec.early:
+            self.order = [c + half for c in chunks[:middle] for half in (0, middle)]
         self.pipeline = Pipeline(*self.edges(self.p_stages))
         self.smem = self.buffers(self.p_stages, limit=MAX_SMEM_BYTES)
 
@@ -143,10 +156,10 @@ class Sm90LatentDecode(LatentKernel):
         released, empty = (HALF, full) if self.spec.early else (OUTPUTS, stages)
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            Edge("q_full", QUERIES, SOFTMAX, 1, Kind.WARPS, payload="Q"),
+            Edge("q_full", QUERIES, SOFTMAX, 1, self.of_queries, payload="Q"),
             Edge("q_empty", SOFTMAX, QUERIES, 1, Kind.WARPS, payload="its stage"),
-            Edge("cache_full", LOAD, OUTPUTS, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", released, LOAD, empty, Kind.WARPS, payload="its stage"),
+            Edge("cache_full", self.loaders, OUTPUTS, full, self.of_cache, payload=CHUNK),
+            Edge("cache_empty", released, self.loaders, empty, Kind.WARPS, payload="its stage"),
             Edge("p_full", SOFTMAX, OUTPUTS, p_full, Kind.WARPS, payload="P, and O's factors"),
             Edge("p_empty", OUTPUTS, SOFTMAX, p_stages, Kind.WARPS, payload="its stage"),
         )
@@ -157,6 +170,7 @@ class Sm90LatentDecode(LatentKernel):
         return SharedMemory(
             Buffer("q", self.dtype, TILE_M * spec.head_dim, 1, at, "Q"),
             Buffer("cache", self.dtype, TILE_N * spec.head_dim, spec.stages, at, "the cache"),
+            *self.fp8_buffers(),
             Buffer("p", self.dtype, TILE_M * TILE_N, p_stages, at, "P"),
             Buffer("factors", Float32, TILE_M, p_stages, holds="factors of O's rows"),
             Buffer("moved", Int32, WARPGROUP_WARPS, p_stages, holds="whether factors are not 1"),
@@ -166,6 +180,13 @@ class Sm90LatentDecode(LatentKernel):
             Buffer("barriers", Int64, count),
             limit=limit,
         )
+
+    def fp8_buffers(self) -> tuple[Buffer, ...]:
+        """The ring of tiles of fp8, if the cache is fp8."""
+        if self.fp8 is None:
+            return ()
+        elements, at = TILE_N * self.spec.head_dim, SWIZZLE_ALIGNMENT
+        return (Buffer("fp8", self.fp8, elements, self.spec.loaded, at, "the cache in fp8"),)
 
     # -- device: set-up -----------------------------------------------------------------------
 
@@ -179,7 +200,7 @@ class Sm90LatentDecode(LatentKernel):
         self.start(x, tiles, barriers, warp)
 
         shared = addresses(Shared, storage)
-        softmax_registers, output_registers, load_registers = REGISTERS
+        softmax_registers, output_registers, load_registers = self.registers
         if warp >= QUERIES.warps[0]:
             self.load_warps(x, storage, barriers, shared, tiles, visible, warp, load_registers)
         elif warp >= OUTPUTS.warps[0]:
@@ -196,6 +217,10 @@ class Sm90LatentDecode(LatentKernel):
             self.output_warps(x, storage, outputs)
         else:
             cute.arch.setmaxregister_decrease(softmax_registers)
+            descale = None
+            if cutlass.const_expr(self.descale):
+                descale = Float32(x.kv_descale[0])
+                scaling = Scaling.of(x.softmax_scale * descale, None, HEADROOM[self.spec.dtype])
             scores = Scores(
                 warp=warp,
                 barriers=barriers,
@@ -204,6 +229,7 @@ class Sm90LatentDecode(LatentKernel):
                 held=cute.make_rmem_tensor((self.held // 4,), Int32),
                 softmax=FragmentSoftmax(scaling),
                 visible=visible,
+                descale=descale,
             )
             self.softmax_warps(x, storage, scores)
 
@@ -211,29 +237,124 @@ class Sm90LatentDecode(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first, which are uses n and up.
         Return the number of the next use."""
         first, end = self.key_tiles(visible, work)
         for i in cutlass.range(end - first, unroll=1):
-            found = x.pages.of_tile(end - 1 - i, work.sequence, work.seqlen_k, self.rows)
+            found = self.found(x, end - 1 - i, work)
             if cutlass.const_expr(not self.spec.early):
                 barriers.wait_previous("cache_empty", n)
             stage = self.stage(barriers, n)
             for c in cutlass.range_constexpr(self.spec.chunks):
-                columns, use = self.spec.chunk_columns[c], n * self.spec.chunks + c
+                use = n * self.spec.chunks + c
                 if cutlass.const_expr(self.spec.early):
                     barriers.wait_previous("cache_empty", use)
-                with cute.arch.elect_one():
-                    barriers.expect("cache_full", use, 2 * TILE_N * len(columns))
-                x.pages.load(
-                    x.cache_tma, x.cache, self.rows, found, Int32(0), smem[c], barriers,
-                    "cache_full", use, columns.start, stage,
-                )  # fmt: skip
+                self.load_chunk(x, smem, barriers, found, c, use, stage)
             n += 1
         return n
+
+    @cute.jit
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        first, end = self.key_tiles(visible, work)
+        if end > first:
+            following = self.found(x, end - 1, work)
+            for i in cutlass.range(end - first, unroll=1):
+                found = following
+                following = self.found(x, cutlass.max(end - 2 - i, first), work)
+                if cutlass.const_expr(not self.spec.early):
+                    barriers.wait_previous("cache_empty", n)
+                stage = self.stage(barriers, n)
+                for c in cutlass.range_constexpr(self.spec.chunks):
+                    use = n * self.spec.chunks + c
+                    if cutlass.const_expr(self.spec.early):
+                        barriers.wait_previous("cache_empty", use)
+                    self.load_chunk(x, smem, barriers, found, c, use, stage)
+                n += 1
+        return n
+
+    def ring(self, storage: Pointers, pages: Pages) -> Any:
+        if self.fp8 is None:
+            return super().ring(storage, pages)
+        return shared_address(storage.cache), shared_address(storage.fp8)
+
+    def load_piece(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32, load_queries: Callable[[], None] | None = None,
+    ) -> Int32:  # fmt: skip
+        if self.fp8 is None:
+            return super().load_piece(x, smem, barriers, work, visible, n, load_queries)
+        cache, ring = smem
+        rows = Fp8Rows.of_warp(self.fp8, self.dtype, x.pages, x.tokens, ring, cache)
+        # Q arrives with the copies before it, so only the first tile comes before Q.
+        self.start_tiles(rows, work, visible, n, range(1))
+        if load_queries is not None:
+            load_queries()
+        self.start_tiles(rows, work, visible, n, range(1, self.spec.loaded))
+        return Int32(self.convert_tiles(rows, barriers, work, visible, n))
+
+    @cute.jit
+    def start_tiles(
+        self, rows: Fp8Rows, work: LatentWork, visible: HeadsVisibility, n: Int32,
+        numbers: cutlass.Constexpr[range],
+    ) -> None:  # fmt: skip
+        """Start to copy some of a piece's first tiles of fp8; each chunk is a group of copies."""
+        first, end = self.key_tiles(visible, work)
+        for i in cutlass.range_constexpr(numbers.start, numbers.stop):
+            if end - first > i:
+                found = rows.of_tile(end - 1 - i, work.sequence, work.seqlen_k)
+                sources = rows.sources(found)
+                stage = (n + i) % self.spec.loaded
+                for c in self.order:
+                    rows.start(sources, self.spec.chunk_columns[c], stage)
+                    cute.arch.cp_async_commit_group()
+            else:
+                for _ in self.order:
+                    cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def convert_tiles(
+        self, rows: Fp8Rows, barriers: Barriers, work: LatentWork, visible: HeadsVisibility,
+        n: Int32,
+    ) -> Int32:  # fmt: skip
+        """Convert a piece's tiles, from the last to the first, as uses n and up of the cache. Each
+        chunk's place in the ring is filled again, with the chunk of a later tile. Return the number
+        of the next use."""
+        spec = self.spec
+        first, end = self.key_tiles(visible, work)
+        if end > first:
+            # A tile's pages are looked up one tile ahead: a look-up may take a microsecond.
+            found = self.pages_of(rows, work, end - 1 - spec.loaded)
+            for i in cutlass.range(end - first, unroll=1):
+                following = end - 1 - i - spec.loaded
+                sources = rows.sources(found)
+                found = self.pages_of(rows, work, following - 1)
+                loaded, stage = n % spec.loaded, self.stage(barriers, n)
+                for i_chunk in cutlass.range_constexpr(spec.chunks):
+                    c = self.order[i_chunk]
+                    use, columns = n * spec.chunks + c, spec.chunk_columns[c]
+                    cute.arch.cp_async_wait_group(spec.loaded * spec.chunks - 1)
+                    if cutlass.const_expr(spec.early):
+                        barriers.wait_previous("cache_empty", use)
+                    elif cutlass.const_expr(c == 0):
+                        barriers.wait_previous("cache_empty", n)
+                    rows.convert(columns, loaded, stage * self.tile_bytes)
+                    # No proxy fence here: it would wait for the copies in flight.
+                    barriers.warp_arrives("cache_full", use)
+                    if following >= first:
+                        rows.start(sources, columns, loaded)
+                    cute.arch.cp_async_commit_group()
+                n += 1
+        return n
+
+    def pages_of(self, rows: Fp8Rows, work: LatentWork, key_tile: Any) -> tuple[Int32, ...]:
+        """The pages of a tile's rows; of tile 0 where there is no such tile."""
+        return rows.of_tile(cutlass.max(key_tile, 0), work.sequence, work.seqlen_k)
 
     # -- device: scores and softmax -----------------------------------------------------------
 
@@ -273,8 +394,8 @@ class Sm90LatentDecode(LatentKernel):
         spec = self.spec
         stage = self.stage(own.barriers, n) * self.tile_bytes
         scores: Any = None
-        for c in range(spec.chunks):
-            own.barriers.wait("cache_full", n * spec.chunks + c)
+        for c in self.order:
+            self.wait_chunk(own.barriers, n * spec.chunks + c)
             scores = start_scores(
                 self.dtype, own.shared.q, own.shared.cache + stage, tile_m=TILE_M, tile_n=TILE_N,
                 head_dim=spec.head_dim, columns=spec.chunk_columns[c], acc=scores,
@@ -340,6 +461,8 @@ class Sm90LatentDecode(LatentKernel):
         own.barriers.wait_previous("p_empty", used)
         stage = own.barriers.stage("p_empty", used) * (TILE_M * 4)
         inverses, log_sums = [x for x, _ in found], [x for _, x in found]
+        if cutlass.const_expr(own.descale is not None):
+            inverses = [x * own.descale for x in inverses]
         store_rows(own.warp, own.shared.factors + stage, inverses)
         store_rows(own.warp, own.shared.log_sums + stage, log_sums)
         for part in cutlass.range_constexpr(self.parts_of_p):
@@ -374,10 +497,10 @@ class Sm90LatentDecode(LatentKernel):
         if cutlass.const_expr(self.spec.early):
             # Chunks of the other warpgroup may be loaded again before this warpgroup looks.
             for c in cutlass.range_constexpr(self.spec.chunks // OUTPUT_GROUPS):
-                own.barriers.wait("cache_full", self.release(own, n, c))
+                self.wait_chunk(own.barriers, self.release(own, n, c))
         else:
             for c in cutlass.range_constexpr(self.spec.chunks):
-                own.barriers.wait("cache_full", n * self.spec.chunks + c)
+                self.wait_chunk(own.barriers, n * self.spec.chunks + c)
         own.barriers.wait("p_full", used * self.parts_of_p)
         stage = own.barriers.stage("p_empty", used)
         at = own.shared.moved + (stage * WARPGROUP_WARPS + own.warp) * 4

@@ -57,6 +57,7 @@ from ..even_pieces import LatentWork
 from ..spec import TILE_M, TILE_N, LatentTurnsSpec
 from .latent import (
     BOX_BYTES,
+    CHUNK,
     OUTPUT_GROUPS,
     WARP_ROWS,
     LatentKernel,
@@ -79,6 +80,7 @@ HELD = BOX  # columns of Q, the last ones, that stay in registers
 REGISTERS = (232, 40)  # of a thread in even and odd, and in queries and load
 
 MOVED, EXACT = 1, 2  # bits of a flag
+PART = "its half of its stage"  # what a warpgroup gives back
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,11 @@ class Sm90LatentDecodeTurns(LatentKernel):
         full, empty = 2 * self.spec.chunks, 2 * OUTPUT_GROUPS
         return (
             *TileQueue.edges(LOAD, WORKERS),
-            Edge("q_full", QUERIES, MATH, 1, Kind.WARPS, payload="Q"),
+            Edge("q_full", QUERIES, MATH, 1, self.of_queries, payload="Q"),
             Edge("q_empty", MATH, QUERIES, 1, Kind.WARPS, payload="all columns but the last 64"),
             Edge("last_empty", MATH, QUERIES, 1, Kind.WARPS, payload="the last 64 columns"),
-            Edge("cache_full", LOAD, MATH, full, Kind.BYTES, payload="a chunk of a cache tile"),
-            Edge("cache_empty", COLUMNS, LOAD, empty, Kind.WARPS, payload="its half of its stage"),
+            Edge("cache_full", self.loaders, MATH, full, self.of_cache, payload=CHUNK),
+            Edge("cache_empty", COLUMNS, self.loaders, empty, Kind.WARPS, payload=PART),
             Edge("p_full", OWN, OTHER, 2, Kind.WARPS, payload="P, and the rows' references"),
             Edge("p_empty", OTHER, OWN, 2, Kind.WARPS, payload="its stage"),
         )
@@ -240,7 +242,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
 
     @cute.jit
     def load_tiles(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         visible: HeadsVisibility, n: Int32,
     ) -> Int32:  # fmt: skip
         """Load a piece's tiles of the cache, from the last to the first. Bit 0 of `n` is the parity
@@ -258,23 +260,44 @@ class Sm90LatentDecodeTurns(LatentKernel):
         return even + 2 * odd
 
     def load_tile(
-        self, x: Operands, smem: list[cute.Tensor], barriers: Barriers, work: LatentWork,
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
         key_tile: Int32, use: Int32, parity: int,
     ) -> None:  # fmt: skip
-        """Load a tile of the cache, in the order in which its stage becomes free."""
-        found = x.pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.rows)
+        """Load a tile of the cache."""
+        self.load_found(x, smem, barriers, self.found(x, key_tile, work), use, parity)
+
+    @cute.jit
+    def gather_tiles(
+        self, x: Operands, smem: Any, barriers: Barriers, work: LatentWork,
+        visible: HeadsVisibility, n: Int32,
+    ) -> Int32:  # fmt: skip
+        first, end = self.key_tiles(visible, work)
+        count = end - first
+        even, odd = n & 1, n >> 1
+        if count > 0:
+            following = self.found(x, end - 1, work)
+            for pair in cutlass.range((count + 1) // 2, unroll=1):
+                key_tile = end - 1 - 2 * pair
+                found = following
+                of_odd = self.found(x, cutlass.max(key_tile - 1, first), work)
+                self.load_found(x, smem, barriers, found, even + pair, EVEN)
+                following = self.found(x, cutlass.max(key_tile - 2, first), work)
+                if key_tile > first:
+                    self.load_found(x, smem, barriers, of_odd, odd + pair, ODD)
+        even, odd = (even + (count + 1) // 2) & 1, (odd + count // 2) & 1
+        return even + 2 * odd
+
+    def load_found(
+        self, x: Operands, smem: Any, barriers: Barriers, found: Any, use: Int32, parity: int
+    ) -> None:
+        """Load a tile whose rows `found` tells, in the order in which its stage becomes free."""
         for chunk in self.order[parity]:
             of_half = self.spec.chunks // OUTPUT_GROUPS
             if chunk % of_half == 0:
                 n = self.empty(use, parity, chunk // of_half)
                 barriers.wait_previous("cache_empty", n)
-            columns, n = self.spec.chunk_columns[chunk], self.full(use, parity, chunk)
-            with cute.arch.elect_one():
-                barriers.expect("cache_full", n, 2 * TILE_N * len(columns))
-            x.pages.load(
-                x.cache_tma, x.cache, self.rows, found, Int32(0), smem[chunk], barriers,
-                "cache_full", n, columns.start, Int32(parity),
-            )  # fmt: skip
+            n = self.full(use, parity, chunk)
+            self.load_chunk(x, smem, barriers, found, chunk, n, Int32(parity))
 
     def full(self, use: Int32, parity: int, chunk: int) -> Any:
         """The use of the edge `cache_full`."""
@@ -396,7 +419,7 @@ class Sm90LatentDecodeTurns(LatentKernel):
         cache = own.shared.cache + parity * self.tile_bytes
         for chunk in chunks:
             columns = spec.chunk_columns[chunk]
-            own.barriers.wait("cache_full", self.full(piece.use(parity, pair), parity, chunk))
+            self.wait_chunk(own.barriers, self.full(piece.use(parity, pair), parity, chunk))
             middle = max(columns.start, min(columns.stop, last))
             for part in (range(columns.start, middle), range(middle, columns.stop)):
                 if len(part):
