@@ -1,4 +1,4 @@
-"""The tables of mla_decode.md, mla_turns.md and mla_rows.md are those of the kernels."""
+"""The tables of the pages of the latent decode are those of the kernels."""
 
 from __future__ import annotations
 

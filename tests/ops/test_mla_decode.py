@@ -428,14 +428,6 @@ def test_plans_depend_on_tiles_of_rows():
     assert plan_mla_decode(ARCH, heads=1) == plan_mla_decode(ARCH, heads=64) == [one]
     assert plan_mla_decode(ARCH, queries=3, heads=44) == [several, few]
     assert plan_mla_decode(ARCH, page_size=128) == [one]
-    (gathered,) = plan_mla_decode(ARCH, page_size=1)
-    assert gathered[0] == one[0] and gathered[1].page_rows == GATHERED
-    assert plan_mla_decode(ARCH, page_size=24) == plan_mla_decode(ARCH, page_size=2) == [gathered]
-    fp8 = {"kv_dtype": "float8_e4m3fn"}
-    (eight,) = plan_mla_decode(ARCH, page_size=1, **fp8)
-    assert plan_mla_decode(ARCH, page_size=64, **fp8) == [eight]
-    (eight,) = plan_mla_decode(ARCH, heads=128, **fp8)
-    assert eight[0] == table.SM90_LATENT_DECODE
     assert plan_mla_decode(ARCH, queries=2, heads=128) == [several, few]
     assert few == plan_mla_decode(ARCH, queries=4)[0]
     many, same = plan_mla_decode(ARCH, heads=128)
@@ -443,6 +435,14 @@ def test_plans_depend_on_tiles_of_rows():
     assert plan_mla_decode(ARCH, heads=65) == [many, same]
     assert plan_mla_decode(ARCH, heads=128, sequences=65) == [one]
     assert plan_mla_decode(ARCH, heads=128, sequences=66) == [many]
+    (gathered,) = plan_mla_decode(ARCH, page_size=1)
+    assert gathered[0] == one[0] and gathered[1].page_rows == GATHERED
+    assert plan_mla_decode(ARCH, page_size=24) == plan_mla_decode(ARCH, page_size=2) == [gathered]
+    fp8 = {"kv_dtype": "float8_e4m3fn"}
+    (eight,) = plan_mla_decode(ARCH, page_size=1, **fp8)
+    assert plan_mla_decode(ARCH, page_size=64, **fp8) == [eight]
+    assert plan_mla_decode(ARCH, heads=128, **fp8) == [eight]
+    assert eight[0] == table.SM90_LATENT_DECODE
     (narrow,) = plan_mla_decode(ARCH, heads=128, head_dim=320)
     assert narrow[0] == table.SM90_LATENT_DECODE
 
