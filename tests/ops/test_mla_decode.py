@@ -57,6 +57,7 @@ def same(x: Any, y: Any) -> bool:
 CASES = {
     "16 heads": Case((130, 0, 5)),
     # The first queries of the first sequence see no token.
+    "2 tiles, 66 rows, pages of 1": Case((1, 70), queries=3, heads=22, page_size=1),
     "2 tiles, 66 rows": Case((1, 70), queries=3, heads=22, page_size=16),
     "2 tiles, causal, pages of 16": Case((150, 0, 3), queries=2, heads=40, page_size=16),
     "2 tiles, 128 heads": Case((200, 0, 5), heads=128),
@@ -112,8 +113,10 @@ def test_splits_and_groups_of_pieces(emulator: Emulator):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case((70, 0, 3), heads=3, page_size=1), id="pages of 1"),
         pytest.param(Case((70, 0, 3), heads=3, page_size=16, fp8=True, descale=0.3), id="fp8"),
+        pytest.param(
+            Case((70, 0, 3), heads=3, page_size=1), id="pages of 1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gathered_rows(emulator: Emulator, case: Case):
@@ -141,6 +144,7 @@ def test_gathered_rows_alone_in_the_batch(emulator: Emulator, more: dict[str, An
         assert same([x[i : i + 1] for x in found], run(alone, num_splits=splits))
 
 
+@pytest.mark.slow
 def test_all_page_sizes_of_a_pool_agree(emulator: Emulator):
     """One pool of rows, read as pages of 1 token and as pages of 16 by TMA: the bits are equal."""
     args = Case((70, 0, 3), heads=3, page_size=16).arguments()

@@ -47,6 +47,7 @@ def latent_decode_spec(
         rows: pairs of a query and a head of a sequence.
         sequences: where the kernel may depend on the number of sequences, this number.
         fp8: the cache's dtype if it is fp8.
+        descale: whether an argument has the factor of an fp8 cache.
     """
     blocks = -(-rows // TILE_M)
     many = sequences is None or sequences * blocks >= FEWEST_TILES
