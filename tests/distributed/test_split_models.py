@@ -124,8 +124,8 @@ def test_a_loss_is_of_all_ranks_and_has_the_gradient_of_own_tokens(
     [
         ({}, ValueError, "needs input_ids or inputs_embeds, and got neither"),
         ({"use_cache": True}, NotImplementedError, "no cache over ranks: use_cache is given"),
-        ({"past_key_values": object()}, NotImplementedError, "past_key_values is given"),
-        ({"cp": object()}, NotImplementedError, "makes the plan itself: cp is given"),
+        ({"past_key_values": ()}, NotImplementedError, "past_key_values is given"),
+        ({"cp": "plan"}, NotImplementedError, "makes the plan itself: cp is given"),
         ({"output_router_logits": True}, NotImplementedError, "no loss of a router"),
         ({"attention_mask": torch.eye(6)[:1]}, NotImplementedError, "no padding: attention_mask"),
         ({"logits_to_keep": 1}, NotImplementedError, "logits_to_keep is 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -94,6 +95,21 @@ def outputs_start_as_zeros() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sums_of_dq_start_as_zeros() -> Iterator[None]:
+    """In a fixed order the first tile of keys stores its part of dQ by a bulk copy, which initcheck
+    does not see either. The emulator sees bulk copies."""
+    new_empty = Tensor.new_empty
+
+    def empty(x: Tensor, *size: Any, **more: Any) -> Tensor:
+        found = new_empty(x, *size, **more)
+        is_sums = found.dtype == torch.float32 and found.shape[-1] == x.shape[-1]
+        return found.zero_() if is_sums else found
+
+    with mock.patch.object(Tensor, "new_empty", empty):
+        yield
+
+
 def attention_gradients(device: str) -> Iterator[Named]:
     target = attention_cases.target()
     for name, case in GRADIENTS.items():
@@ -107,7 +123,7 @@ def attention_gradients(device: str) -> Iterator[Named]:
         if name != DETERMINISTIC:
             continue
         call = differentiate(function, given | {"deterministic": True}, ATTENTION_INPUTS)
-        always = outputs_start_as_zeros()(call)
+        always = sums_of_dq_start_as_zeros()(outputs_start_as_zeros()(call))
         yield f"{title}, deterministic", always
         if table.has("backward_ds_dq", target.arch, target.head_dim, target.head_dim_v):
             with workspace(0):

@@ -65,7 +65,8 @@ RINGS = (
     "Sm90DkDv", "Sm90Hd64Backward", "Sm90Hd128Backward", "Sm90WideDkDv",  # lse and delta
     "Sm90LatentDecode",  # q
 )  # fmt: skip
-STORES = ("Sm90WideDkDv",)
+STORES = ("Sm90WideDkDv", "Sm90LatentDecode")
+FACTORS = ("HeadForward", "HeadPoolForward")
 ZEROS = ("HeadAdjointPass",)
 FIRST_ARRIVALS = ("KdaGradients", "GatedDeltaGradients")
 
@@ -74,17 +75,20 @@ def is_settled(race: list[tuple[str, str, str, str]]) -> bool:
     """Whether a race of racecheck's is one of those whose cause is known:
 
     - a copy into a stage that its readers have given back;
-    - the same of P', stored by the warps of one warpgroup for those of another, which receive and
-      give back a stage in that way;
+    - the same of P', or of factors of rows, stored by the warps of one warpgroup for those of
+      another, which receive and give back a stage in that way;
+    - the same of the factors of a chunk's tokens, which warps that prepare store for the state's;
     - zeros that the lanes of a warp store, before one lane of the warp signals other warps;
     - one thread's initialisation of an mbarrier, and its own arrival there.
     """
     memory, pipeline = "kernels/common/ptx/memory.py", "kernels/common/pipeline.py"
     copies = lines_of("kernels/common/ptx/async_copy.py", "copy_async", "copy_bulk")
     matrices = lines_of("kernels/common/ptx/matrices.py", "load_matrices")
+    scores = "kernels/delta/chunk/per_head/head_scores.py"
     settled = (  # kernels, lines that write, and lines that read: None for all others
         (RINGS, copies, None),
         (STORES, lines_of(memory, "_store"), lines_of(memory, "_load")),
+        (FACTORS, lines_of(scores, "store_factors"), lines_of(memory, "_load")),
         (ZEROS, lines_of(memory, "_store"), matrices),
         (FIRST_ARRIVALS, lines_of(pipeline, "init"), lines_of(pipeline, "expect")),
     )
