@@ -253,7 +253,8 @@ def test_calls_in_a_graph(world: int) -> None:
 
 
 def does_not_grow(steps: int) -> None:
-    """Memory after many steps is no more than memory after a few."""
+    """Memory after many steps is no more than memory after a few. The host is at most 10 steps
+    ahead: memory that another stream has read is free again when the GPU is there."""
     plan = plan_of("zigzag", (1024,), False, None)
     inputs = leaves_of(plan.tokens, 8, 4)
     used = {}
@@ -261,8 +262,9 @@ def does_not_grow(steps: int) -> None:
         o, _ = cute_attn.flash_attn_func(*inputs, causal=True, cp=plan)
         o.sum().backward()
         del o
-        if step in (20, steps - 1):
+        if step % 10 == 0 or step == steps - 1:
             torch.cuda.synchronize()
+        if step in (20, steps - 1):
             used[step] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     few, many = used[20], used[steps - 1]
     assert all(a <= b for a, b in zip(many, few, strict=True)), (few, many)
