@@ -34,7 +34,7 @@ from ...common.tma import BOX
 LANES = BOX // VECTOR_BYTES  # that copy a row's part of a box
 AT_ONCE = WARP_SIZE // LANES  # rows that a warp copies at a time
 UNITS = WARP_SIZE * VECTOR_BYTES  # bytes that a warp copies at a time
-READS = 2  # units of a lane whose loads from the ring are in flight together
+READS = 4  # units of a lane whose loads from the ring are in flight together
 LINE_BYTES = 2 * BOX  # of a row of a box of the products' type
 
 

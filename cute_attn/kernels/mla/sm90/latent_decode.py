@@ -82,7 +82,7 @@ WORKERS = Role("softmax, outputs and queries", range(0, 15))
 
 # Registers of a thread in the warpgroups of softmax, outputs, and queries and load.
 REGISTERS = (120, 176, 40)
-REGISTERS_WITH_FP8 = (104, 176, 56)  # warps that convert hold more
+REGISTERS_WITH_FP8 = (96, 176, 64)  # warps that convert hold more
 
 
 @dataclass(frozen=True)
