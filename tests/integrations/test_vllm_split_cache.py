@@ -220,7 +220,7 @@ def decode_over_ranks(
         pages, table, used = cache_of(own)
         impl = object.__new__(cls)
         impl.kv_lora_rank, impl.qk_rope_head_dim, impl.scale = latent, rope, scale
-        impl.need_to_return_lse_for_decode = True
+        impl.need_to_return_lse_for_decode, impl.kv_cache_dtype = True, "auto"
         decode = SimpleNamespace(block_table=table, seq_lens=used)
         step = SimpleNamespace(num_decodes=len(own), decode=decode)
         parts.append(impl.forward_mqa(q, pages, step, None))
