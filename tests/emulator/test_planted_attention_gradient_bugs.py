@@ -60,8 +60,10 @@ ADD_UP_DQ = ("fused", "hd128", "short", "two", "ordered")
 # With one, the ring of K goes round.
 CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2, "ordered": 2}
 HEADS_K = 2
-QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
-KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700}
+# "ordered" has more tiles of keys than CTAs, and one query head to a K/V head: both CTAs add to a
+# sum on every schedule.
+QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2), "ordered": (200, 2)}
+KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700, "ordered": 400}
 PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
