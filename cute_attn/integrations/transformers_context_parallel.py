@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SplitSequences", "use_context_parallel"]
 
+MOST_PLANS = 64  # that a model keeps: packed batches have new lengths at each step
 IGNORED = -100  # the label of a token that the loss leaves out
 SOFTMAX_LAYERS = ("full_attention", "sliding_attention")
 GRADIENTS = ("sum", "mean")
@@ -51,7 +53,8 @@ class SplitSequences:
         self.group, self.layout, self.mode, self.gradients = group, layout, mode, gradients
         self._model = model
         self._names = list(inspect.signature(model.forward).parameters)
-        self._plans: dict[tuple[int, ...], ContextParallel] = {}
+        # All ranks see the same lengths, so all ranks forget the same plans.
+        self._plan_of = functools.lru_cache(maxsize=MOST_PLANS)(self._new_plan)
         self._has_loss = False
         self._hooks = [
             model.register_forward_pre_hook(self._split, with_kwargs=True),
@@ -69,18 +72,12 @@ class SplitSequences:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def plan_of(self, lengths: tuple[int, ...], *, packed: bool) -> ContextParallel:
-        """The plan for sequences of these lengths. The first call with new lengths compares the
-        lengths of all ranks."""
-        key = (packed, *lengths)
-        if key not in self._plans:
-            given: dict[str, Any] = {"seqlen": lengths[0]}
-            if packed:
-                given = {"cu_seqlens": [sum(lengths[:i]) for i in range(len(lengths) + 1)]}
-            self._plans[key] = context_parallel(
-                self.group, layout=self.layout, mode=self.mode, **given
-            )
-        return self._plans[key]
+    def _new_plan(self, lengths: tuple[int, ...], packed: bool) -> ContextParallel:
+        """A plan for sequences of these lengths, which compares the lengths of all ranks."""
+        given: dict[str, Any] = {"seqlen": lengths[0]}
+        if packed:
+            given = {"cu_seqlens": [0, *accumulate(lengths)]}
+        return context_parallel(self.group, layout=self.layout, mode=self.mode, **given)
 
     def _split(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,7 +97,7 @@ class SplitSequences:
         self._check(given, tokens)
         lengths = _packed_lengths(given, tokens)
         packed = lengths is not None
-        plan = self.plan = self.plan_of(lengths or (tokens.shape[1],), packed=packed)
+        plan = self.plan = self._plan_of(lengths or (tokens.shape[1],), packed)
         self._has_loss = given.get("labels") is not None
         if self._has_loss:
             _shift(given)

@@ -43,16 +43,15 @@ def cases(world: int) -> tuple[DeltaCase, ...]:
     """The table for W ranks; the number of tokens grows with W."""
     tokens = TOKENS_OF_RANK * world
 
-    def case(function: str, heads: int, gates: str = "usual") -> DeltaCase:
-        name = f"{function} {heads}/32, {tokens // 1024}k"
-        if gates == "usual":
-            return DeltaCase(name, function, tokens, heads)
-        return DeltaCase(
-            f"{name}, {gates} gates", function, tokens, heads, 32, gates, forward=0, both=0
-        )
+    def case(function: str, heads: int) -> DeltaCase:
+        return DeltaCase(f"{function} {heads}/32, {tokens // 1024}k", function, tokens, heads)
 
-    kda, gdn = ("chunk_kda", 32), ("chunk_gated_delta_rule", 16)
-    return case(*kda), case(*kda, "weak"), case(*gdn), case(*gdn, "weak")
+    def weak(usual: DeltaCase) -> DeltaCase:
+        name = f"{usual.name}, weak gates"
+        return usual._replace(name=name, gates="weak", forward=0, both=0)
+
+    kda, gdn = case("chunk_kda", 32), case("chunk_gated_delta_rule", 16)
+    return kda, weak(kda), gdn, weak(gdn)
 
 
 def arguments(case: DeltaCase, tokens: int) -> dict[str, Any]:

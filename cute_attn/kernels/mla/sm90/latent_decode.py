@@ -245,14 +245,7 @@ class Sm90LatentDecode(LatentKernel):
         first, end = self.key_tiles(visible, work)
         for i in cutlass.range(end - first, unroll=1):
             found = self.found(x, end - 1 - i, work)
-            if cutlass.const_expr(not self.spec.early):
-                barriers.wait_previous("cache_empty", n)
-            stage = self.stage(barriers, n)
-            for c in cutlass.range_constexpr(self.spec.chunks):
-                use = n * self.spec.chunks + c
-                if cutlass.const_expr(self.spec.early):
-                    barriers.wait_previous("cache_empty", use)
-                self.load_chunk(x, smem, barriers, found, c, use, stage)
+            self.load_found(x, smem, barriers, found, n)
             n += 1
         return n
 
@@ -267,16 +260,20 @@ class Sm90LatentDecode(LatentKernel):
             for i in cutlass.range(end - first, unroll=1):
                 found = following
                 following = self.found(x, cutlass.max(end - 2 - i, first), work)
-                if cutlass.const_expr(not self.spec.early):
-                    barriers.wait_previous("cache_empty", n)
-                stage = self.stage(barriers, n)
-                for c in cutlass.range_constexpr(self.spec.chunks):
-                    use = n * self.spec.chunks + c
-                    if cutlass.const_expr(self.spec.early):
-                        barriers.wait_previous("cache_empty", use)
-                    self.load_chunk(x, smem, barriers, found, c, use, stage)
+                self.load_found(x, smem, barriers, found, n)
                 n += 1
         return n
+
+    def load_found(self, x: Operands, smem: Any, barriers: Barriers, found: Any, n: Int32) -> None:
+        """Load use n, a tile whose rows `found` tells."""
+        if not self.spec.early:
+            barriers.wait_previous("cache_empty", n)
+        stage = self.stage(barriers, n)
+        for c in range(self.spec.chunks):
+            use = n * self.spec.chunks + c
+            if self.spec.early:
+                barriers.wait_previous("cache_empty", use)
+            self.load_chunk(x, smem, barriers, found, c, use, stage)
 
     def ring(self, storage: Pointers, pages: Pages) -> Any:
         if self.fp8 is None:
