@@ -69,6 +69,12 @@ class Case:
             self.arguments["cu_seqlens"] = torch.tensor([0, 30, 30, tokens], device=device)
         self.arguments |= changes
 
+    @property
+    def of_definition(self) -> dict[str, Any]:
+        """The arguments that decide the results."""
+        others = ("chunk_size", "disable_recompute")
+        return {name: x for name, x in self.arguments.items() if name not in others}
+
     def weights(self, results: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Random gradients of o and of the final state, in the dtypes of these results."""
         generator = torch.Generator().manual_seed(8)
@@ -80,9 +86,8 @@ class Case:
         return do, dfinal_state
 
     def assert_agrees(self, o: torch.Tensor, final_state: torch.Tensor) -> None:
-        given = {name: x for name, x in self.arguments.items() if name != "chunk_size"}
-        exact = reference.kda_chunk_reference(**given)
-        plain = reference.kda_chunk_reference(**given, **PLAIN)
+        exact = reference.kda_chunk_reference(**self.of_definition)
+        plain = reference.kda_chunk_reference(**self.of_definition, **PLAIN)
         assert o.dtype == DTYPE
         assert_no_worse(o, plain.o.to(DTYPE), exact.o)
         assert_no_worse(final_state, plain.states.final_state, exact.states.final_state)
@@ -288,7 +293,7 @@ def test_gradients_are_ours(
     ours = gradients(case, call)
     assert reached == {"chunk_kda": 1}
     do, dfinal_state = case.weights()
-    of = case.arguments | {"do": do, "dfinal_state": dfinal_state}
+    of = case.of_definition | {"do": do, "dfinal_state": dfinal_state}
     found = (
         reference.kda_gradients(**of),
         reference.kda_chunk_gradients(**of, **PLAIN),
@@ -354,8 +359,9 @@ def test_a_training_step(
     theirs = step()
     assert reached.total() == before
     do, dfinal_state = case.weights()
-    given = {name: x for name, x in case.arguments.items() if name != "disable_recompute"}
-    of = reference.kda_chunk_gradients(**given, do=do, dfinal_state=dfinal_state, **PLAIN)
+    of = reference.kda_chunk_gradients(
+        **case.of_definition, do=do, dfinal_state=dfinal_state, **PLAIN
+    )
     plain = [getattr(of, f"d{leaf}").to(x.dtype) for leaf, x in zip(LEAVES, ours, strict=True)]
     exact = [x.double() for x in exact]
     farther = [
