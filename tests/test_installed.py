@@ -348,15 +348,13 @@ def prebuilt(default: Environment) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(default: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What docs/installation.md says for servers, but for the runtime library. The files of the
-    wheel are those of the default install."""
+def server(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What docs/installation.md says for servers, but for the runtime library."""
     requirements = PYPROJECT["project"]["dependencies"]
     names = required(r for r in requirements if Requirement(r).name not in COMPILER)
     assert not [name for name in names if name.startswith("nvidia-cutlass-dsl")]
     environment = Environment(tmp_path_factory.mktemp("server"), names)
-    for installed in default.packages.glob("cute_attn*"):
-        (environment.packages / installed.name).symlink_to(installed)
+    environment.install(wheel)
     return environment
 
 
