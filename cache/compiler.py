@@ -89,7 +89,11 @@ def compile_kernel(
             with _path_in_options(scratch) as path:
                 options = _options(kernel, key.arch, path)
                 with _source_locations(wanted=bool(key.options)):
-                    compiled = compile_function(instance, *arguments, options=options)
+                    # A JIT engine would compile the host code a second time: the cache loads the
+                    # exported file.
+                    compiled = compile_function(
+                        instance, *arguments, options=options, no_jit_engine=True
+                    )
                 _use_baseline_cpu(compiled.ir_module)
                 if scratch is None:
                     files = {OBJECT: _export_to_memory(compiled)}

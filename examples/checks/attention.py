@@ -24,13 +24,13 @@ def attention(head_dim: int, device: str, heads: int) -> Errors:
         for rows, heads in ((70, group), (130, 1), (130, 1))
     )
     do = torch.randn_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, _ = cute_attn.flash_attn_func(*leaves, causal=True)
+    gradients = torch.autograd.grad(o, leaves, do)
     exact, _ = attention_reference(q, k, v, causal=True)
     plain, _ = attention_in_low_precision(q, k, v, causal=True)
     exact_gradients = attention_gradients(q, k, v, do, causal=True)
     plain_gradients = attention_gradients_in_low_precision(q, k, v, do, causal=True)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o, _ = cute_attn.flash_attn_func(*leaves, causal=True)
-    gradients = torch.autograd.grad(o, leaves, do)
     return relative_errors(
         o=(o, plain, exact),
         dq=(gradients[0], plain_gradients.dq, exact_gradients.dq),

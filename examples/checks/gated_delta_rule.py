@@ -40,9 +40,9 @@ def gdn_recurrent(device: str, heads: int) -> Errors:
         "use_beta_sigmoid_in_kernel": True,
         "cu_seqlens": torch.tensor([0, 5, 7], device=device),
     }
+    o, state = cute_attn.fused_recurrent_gated_delta_rule(**call, output_final_state=True)
     exact = gated_delta_rule_reference(**call)
     plain = gated_delta_rule_reference(**call, dtype=torch.float32)
-    o, state = cute_attn.fused_recurrent_gated_delta_rule(**call, output_final_state=True)
     return relative_errors(
         o=(o, plain.o.to(o.dtype), exact.o),
         state=(state, plain.final_state, exact.final_state),
@@ -82,8 +82,8 @@ def gdn_prefill(device: str, heads: int) -> Errors:
     """Three packed sequences; `plain` is the chunked formula with bfloat16 between its stages."""
     call = gdn_inputs(device, max(1, heads // 2), 1, 150) | IN_KERNEL
     call |= {"cu_seqlens": torch.tensor([0, 70, 71, 150], device=device)}
-    exact, plain = (gated_delta_rule_chunk_reference(**call, **options) for options in ({}, PLAIN))
     o, state = cute_attn.chunk_gated_delta_rule(**call, output_final_state=True)
+    exact, plain = (gated_delta_rule_chunk_reference(**call, **options) for options in ({}, PLAIN))
     exact_state, plain_state = exact.states.final_state, plain.states.final_state
     return relative_errors(
         o=(o, plain.o.to(o.dtype), exact.o), state=(state, plain_state, exact_state)
@@ -95,12 +95,12 @@ def gdn_backward(device: str, heads: int) -> Errors:
     inputs = gdn_inputs(device, max(1, heads // 2), 1, 70)
     do = torch.randn_like(inputs["v"])
     call = inputs | IN_KERNEL
-    exact = gated_delta_rule_gradients(**call, do=do)
-    plain = gated_delta_rule_chunk_gradients(**call, do=do, **PLAIN)
     names = ("q", "k", "v", "g", "beta")
-    leaves = {name: inputs[name].requires_grad_() for name in names}
+    leaves = {name: inputs[name].detach().requires_grad_() for name in names}
     o, _ = cute_attn.chunk_gated_delta_rule(**call | leaves)
     gradients = torch.autograd.grad(o, list(leaves.values()), do)
+    exact = gated_delta_rule_gradients(**call, do=do)
+    plain = gated_delta_rule_chunk_gradients(**call, do=do, **PLAIN)
     found = {f"d{name}": x for name, x in zip(names, gradients, strict=True)}
     return relative_errors(
         **{

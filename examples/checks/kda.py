@@ -41,9 +41,9 @@ def kda_prefill(device: str, heads: int) -> Errors:
         "use_beta_sigmoid_in_kernel": True,
         "cu_seqlens": torch.tensor([0, 70, 71, 150], device=device),
     }
+    o, state = cute_attn.chunk_kda(**call, output_final_state=True)
     exact = kda_chunk_reference(**call)
     plain = kda_chunk_reference(**call, dtype=torch.float32, stage_dtype=torch.bfloat16)
-    o, state = cute_attn.chunk_kda(**call, output_final_state=True)
     exact_state, plain_state = exact.states.final_state, plain.states.final_state
     return relative_errors(
         o=(o, plain.o.to(o.dtype), exact.o), state=(state, plain_state, exact_state)
@@ -60,12 +60,12 @@ def kda_backward(device: str, heads: int) -> Errors:
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
     }
-    exact = kda_gradients(**call, do=do)
-    plain = kda_chunk_gradients(**call, do=do, dtype=torch.float32, stage_dtype=torch.bfloat16)
     names = ("q", "k", "v", "g", "beta")
-    leaves = {name: inputs[name].requires_grad_() for name in names}
+    leaves = {name: inputs[name].detach().requires_grad_() for name in names}
     o, _ = cute_attn.chunk_kda(**call | leaves)
     gradients = torch.autograd.grad(o, list(leaves.values()), do)
+    exact = kda_gradients(**call, do=do)
+    plain = kda_chunk_gradients(**call, do=do, dtype=torch.float32, stage_dtype=torch.bfloat16)
     return relative_errors(
         **{
             f"d{name}": (
@@ -87,8 +87,8 @@ def kda_recurrent(device: str, heads: int) -> Errors:
         "use_beta_sigmoid_in_kernel": True,
         "cu_seqlens": torch.tensor([0, 5, 7], device=device),
     }
-    exact, plain = kda_reference(**call), kda_reference(**call, dtype=torch.float32)
     o, state = cute_attn.fused_recurrent_kda(**call, output_final_state=True)
+    exact, plain = kda_reference(**call), kda_reference(**call, dtype=torch.float32)
     return relative_errors(
         o=(o, plain.o.to(o.dtype), exact.o),
         state=(state, plain.final_state, exact.final_state),

@@ -22,6 +22,12 @@ from tests.sweeps import FULL
 
 Run = Callable[..., Process]
 
+# To others a process that compiles, which takes its lock and imports no compiler.
+HOLD = """
+from cute_attn.cache import compiler
+stop_at(compiler, "compile_kernel")
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+"""
 GET = "cache.get(SCALE, ScaleSpec(), 'sm_90a')\ntell(**cache.stats()._asdict())\n"
 
 
@@ -68,12 +74,8 @@ tell(cutlass="cutlass" in sys.modules, **cache.stats()._asdict())
 
 
 def test_different_kernels_compile_at_the_same_time(run: Run) -> None:
-    first = run("""
-from cute_attn.cache import compiler
-stop_at(compiler, "_export")
-cache.get(SCALE, ScaleSpec(), "sm_90a")
-""")
-    assert first.hear() == {"reached": "_export"}
+    first = run(HOLD)
+    assert first.hear() == {"reached": "compile_kernel"}
     second = run("cache.get(SCALE, ScaleSpec(3.0), 'sm_90a')\ntell(**cache.stats()._asdict())")
     assert second.result()["compiles"] == 1
 
@@ -108,7 +110,7 @@ def test_a_process_killed_while_it_compiles_stores_or_loads_leaves_nothing(
 
 
 def test_a_waiting_process_takes_over_from_one_that_is_killed(run: Run, root: Path) -> None:
-    victim = run(COMPILE_AND_STOP.format(module="compiler", name="_export", call=1))
+    victim = run(HOLD)
     victim.hear()
     waiter = run(GET, CUTE_ATTN_LOG="info")
     time.sleep(1.5)  # it has begun to wait, or will find the lock free
@@ -154,11 +156,7 @@ def test_a_process_killed_during_quarantine_leaves_nothing_that_is_loaded(
     run: Run, filled_root: Path, entry_path: Path
 ) -> None:
     (entry_path / "kernel.so").write_bytes(b"damaged")
-    victim = run("""
-from cute_attn.cache import compiler
-stop_at(compiler, "compile_kernel")
-cache.get(SCALE, ScaleSpec(), "sm_90a")
-""")
+    victim = run(HOLD)
     victim.hear()
     victim.kill()
     cache.get(SCALE, ScaleSpec(), ARCH)
@@ -245,16 +243,16 @@ def test_processes_killed_at_random_leave_nothing(run: Run, root: Path) -> None:
         assert list((root / "v1" / "staging").iterdir()) == []
 
 
-# A thread that has begun to compile, and stops in the middle of it until `go_on` is set.
+# A thread that has begun to compile, and stops in a function of it until `go_on` is set.
 COMPILE_IN_A_THREAD = """
 import threading
 from cute_attn.cache import compiler
-export, reached, go_on = compiler._export, threading.Event(), threading.Event()
+go_further, reached, go_on = compiler.{name}, threading.Event(), threading.Event()
 def stopping(*args):
     reached.set()
     go_on.wait()
-    return export(*args)
-compiler._export = stopping
+    return go_further(*args)
+compiler.{name} = stopping
 thread = threading.Thread(target=cache.get, args=(SCALE, ScaleSpec(), "sm_90a"), daemon=True)
 thread.start()
 reached.wait()
@@ -262,7 +260,7 @@ reached.wait()
 
 
 def test_a_child_forked_while_a_thread_compiles_gets_its_kernels(run: Run) -> None:
-    parent = run(f"""{COMPILE_IN_A_THREAD}
+    parent = run(f"""{COMPILE_IN_A_THREAD.format(name="_export")}
 from dataclasses import dataclass
 @dataclass(frozen=True)
 class OnlyHere:
@@ -292,7 +290,7 @@ tell(status=os.waitpid(child, 0)[1])
 
 
 def test_nobody_waits_for_the_forked_child_of_a_killed_process(run: Run, root: Path) -> None:
-    victim = run(f"""{COMPILE_IN_A_THREAD}
+    victim = run(f"""{COMPILE_IN_A_THREAD.format(name="_import")}
 child = os.fork()
 if child == 0:
     for fd in (1, 2):
@@ -361,7 +359,7 @@ tell(images=len(images), files=len(os.listdir("/proc/self/fd")), **cache.stats()
 
 
 def test_who_waits_says_whom_for(run: Run, root: Path) -> None:
-    holder = run(COMPILE_AND_STOP.format(module="compiler", name="_export", call=1))
+    holder = run(HOLD)
     holder.hear()
     holder.stop()
     waiter = run(f"from cute_attn.cache import store\nstore._SILENT_WAIT_SECONDS = 0.2\n{GET}")

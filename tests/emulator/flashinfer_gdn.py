@@ -6,32 +6,22 @@ FLASHINFER is the folder `flashinfer` of an unpacked wheel. Only the kernel's ow
 imported. One sequence has 128 tokens and two heads.
 """
 
-import importlib
 import sys
-import types
 from pathlib import Path
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
+from bare_packages import module_of
 from cutlass.cute.runtime import from_dlpack
 
+MODULE = "flashinfer.gdn_kernels.blackwell.gated_delta_net_chunked"
 ARCH, TOKENS, HEADS, DIM, SMS = "sm_100a", 128, 2, 128, 2
 
 
-def kernel_class(folder: Path) -> type:
-    """The kernel's class. FlashInfer's own packages import a driver that is not there."""
-    for name in ("flashinfer", "flashinfer.gdn_kernels", "flashinfer.gdn_kernels.blackwell"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
-        sys.modules[name] = package
-    module = importlib.import_module("flashinfer.gdn_kernels.blackwell.gated_delta_net_chunked")
-    return module.GatedDeltaNetChunkedKernel
-
-
 def main() -> None:
-    kernel = kernel_class(Path(sys.argv[1]))
+    kernel = module_of(Path(sys.argv[1]), MODULE).GatedDeltaNetChunkedKernel
     torch.manual_seed(0)
     q, k = torch.nn.functional.normalize(torch.randn(2, TOKENS, HEADS, DIM), dim=-1).half()
     v = (0.1 * torch.randn(TOKENS, HEADS, DIM)).half()

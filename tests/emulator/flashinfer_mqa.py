@@ -6,32 +6,22 @@ FLASHINFER is the folder `flashinfer` of an unpacked wheel. Only the kernel's ow
 imported. Two sequences have 512 and 256 keys, and two CTAs share the work.
 """
 
-import importlib
 import sys
-import types
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 import torch
+from bare_packages import module_of
 
+MODULE = "flashinfer.attn_scores.kernels.fp8_paged_mqa_logits"
 ARCH, PAGE, HEADS, DIM, CTAS, KEYS = "sm_100a", 64, 64, 128, 2, 512
 LENGTHS = (512, 256)
 
 
-def kernel_class(folder: Path) -> type:
-    """The kernel's class. FlashInfer's own packages import a driver that is not there."""
-    for name in ("flashinfer", "flashinfer.attn_scores", "flashinfer.attn_scores.kernels"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
-        sys.modules[name] = package
-    module = importlib.import_module("flashinfer.attn_scores.kernels.fp8_paged_mqa_logits")
-    return module.FP8MQALogitsKernel
-
-
 def compiled(folder: Path):
     """The kernel with FlashInfer's own choice of arguments."""
-    kernel = kernel_class(folder)(
+    kernel = module_of(folder, MODULE).FP8MQALogitsKernel(
         block_kv=128, phys_block_kv=PAGE, num_heads=HEADS, head_dim=DIM, next_n=1, num_sms=CTAS,
         epi_dtype=cutlass.Float32, acc_dtype=cutlass.Float32, output_dtype=cutlass.Float32,
         arch=ARCH,

@@ -331,6 +331,11 @@ class Bug:
     severity: str = "error"
 
 
+def name_of(bug: Bug) -> str:
+    """The bug's name among the bugs of all kernels."""
+    return f"{bug.kernel}: {bug.name}"
+
+
 def reported(bug: Bug, run: Run, lines: set[int], right: bool) -> bool:
     def names(finding: Finding) -> set[int | None]:
         if finding.check == "deadlock":

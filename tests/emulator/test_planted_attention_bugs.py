@@ -20,6 +20,7 @@ from cute_attn.kernels.attention.configs import PART_COLUMNS, forward
 from cute_attn.kernels.attention.sm90.forward import Sm90Forward
 from cute_attn.kernels.attention.spec import GATHERED, Sm90ForwardSpec
 from cute_attn.kernels.attention.table import SM90_FORWARD
+from tests.sweeps import slow_but
 
 from .mutations import (
     ADVERSARIAL,
@@ -44,6 +45,7 @@ from .mutations import (
     found_on,
     launch_recorded,
     lines_of,
+    name_of,
     operand,
     record,
 )
@@ -734,14 +736,6 @@ QUICK = {
 }
 
 
-def name_of(bug: Bug) -> str:
-    return f"{bug.kernel}: {bug.name}"
-
-
-def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
-    return [] if name_of(bug) in QUICK else [pytest.mark.slow]
-
-
 # Under "adversarial" a CTA looks for the other's rows of warp 1 only after the other has left, which
 # orders all that came before.
 HIDDEN = {("pieces: a piece arrives before its last results", ADVERSARIAL)}
@@ -762,10 +756,7 @@ def test_the_kernel_is_clean(name: str) -> None:
         assert done.findings == [] and right, (schedule, seed)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [pytest.param(bug, id=name_of(bug), marks=marks_of(bug)) for bug in BUGS],
-)
+@pytest.mark.parametrize("bug", slow_but(BUGS, lambda bug: name_of(bug) in QUICK, name_of))
 def test_the_bug_is_found(bug: Bug) -> None:
     assert list(found_on(bug, kernel(bug.kernel), seeds_of(bug, SEEDS))) == []
 

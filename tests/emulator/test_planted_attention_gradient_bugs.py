@@ -47,6 +47,7 @@ from .mutations import (
     found_on,
     launch_recorded,
     lines_of,
+    name_of,
     operand,
     record,
 )
@@ -613,10 +614,6 @@ for planted in (dq, *of_keys):
 
 
 BUGS = [bug for planter in (dq, *of_keys, short, two, ordered) for bug in planter.bugs]
-
-
-def name_of(bug: Bug) -> str:
-    return f"{bug.kernel}: {bug.name}"
 
 
 @pytest.mark.slow

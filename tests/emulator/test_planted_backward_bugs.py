@@ -20,6 +20,7 @@ from cute_attn.kernels.attention.spec import Hd256BackwardSpec
 from cute_attn.kernels.attention.statistics import DELTA, LSE, padded_rows
 from cute_attn.kernels.attention.table import HD256_BACKWARD_DKDV, HD256_BACKWARD_DQ
 from cute_attn.reference.attention import attention_in_low_precision
+from tests.sweeps import slow_but
 
 from .mutations import (
     COMMIT_MMA,
@@ -38,6 +39,7 @@ from .mutations import (
     Prepared,
     Recorded,
     launch_recorded,
+    name_of,
     operand,
     record,
     reported,
@@ -309,22 +311,12 @@ def test_the_kernel_is_clean(kernel: str) -> None:
         assert done.errors == [] and right, (schedule, seed)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(
-            bug,
-            id=f"{bug.kernel}: {bug.name}",
-            marks=() if bug.name == QUICK else pytest.mark.slow,
-        )
-        for bug in BUGS
-    ],
-)
+@pytest.mark.parametrize("bug", slow_but(BUGS, lambda bug: bug.name == QUICK, name_of))
 def test_the_bug_is_reported(bug: Bug) -> None:
     check(bug, SEEDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
+@pytest.mark.parametrize("bug", BUGS, ids=name_of)
 def test_the_bug_is_reported_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS)

@@ -21,6 +21,7 @@ import torch
 
 from cute_attn.emulator.machine import Run
 from cute_attn.emulator.runner import Buffer, run_ptx
+from tests.sweeps import slow_but
 
 from . import planted_kernels as small
 from .mutations import (
@@ -46,6 +47,7 @@ from .mutations import (
     Recorded,
     address,
     launch_recorded,
+    name_of,
     operand,
     record,
     record_capture,
@@ -1135,12 +1137,12 @@ def _(p: Ptx) -> Planted:
 BUGS = [*SMALL_BUGS, *WHOLE_BUGS]
 
 
-def by_kernel(kernel: str) -> Any:
-    """Marks: `make test` runs only a few bugs in peers' kernels, whose pipelines are alike."""
-    return pytest.mark.slow if kernel in PEERS and kernel not in QUICK_PEERS else ()
+def is_quick(kernel: str) -> bool:
+    """`make test` runs only a few bugs in peers' kernels, whose pipelines are alike."""
+    return kernel not in PEERS or kernel in QUICK_PEERS
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(name, marks=by_kernel(name)) for name in KERNELS])
+@pytest.mark.parametrize("kernel", slow_but(KERNELS, is_quick, str))
 def test_the_kernel_is_clean(kernel: str) -> None:
     _, launch = kernel_of(kernel)
     run = launch(None)
@@ -1177,19 +1179,13 @@ def check(bug: Bug, seeds: Iterable[tuple[int, int]]) -> None:
         assert reported(bug, done, set(lines), right), f"{(schedule, seed)}: {found}"
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(bug, id=f"{bug.kernel}: {bug.name}", marks=by_kernel(bug.kernel))
-        for bug in BUGS
-    ],
-)
+@pytest.mark.parametrize("bug", slow_but(BUGS, lambda bug: is_quick(bug.kernel), name_of))
 def test_the_bug_is_reported(bug: Bug) -> None:
     check(bug, SEEDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
+@pytest.mark.parametrize("bug", BUGS, ids=name_of)
 def test_the_bug_is_reported_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS)
     if bug.kernel in SMALL:

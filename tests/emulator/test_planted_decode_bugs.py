@@ -15,8 +15,9 @@ import cute_attn
 from cute_attn.emulator import Emulator, Finding, FindingsError
 from cute_attn.emulator.emulator import SCHEDULES
 from tests.ops import kda_decode_cases as decode
+from tests.sweeps import slow_but
 
-from .mutations import MORE_SEEDS, SEEDS, Bug, Planted, Planter, Ptx, reported
+from .mutations import MORE_SEEDS, SEEDS, Bug, Planted, Planter, Ptx, name_of, reported
 
 # Two CTAs, of the value heads of a group, read the same windows of q and k.
 KERNELS = {
@@ -151,22 +152,14 @@ def _shown(findings: list[Finding]) -> str:
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(
-            bug,
-            id=f"{bug.kernel}: {bug.name}",
-            marks=() if (bug.kernel, bug.name) in QUICK else pytest.mark.slow,
-        )
-        for bug in BUGS
-    ],
+    "bug", slow_but(BUGS, lambda bug: (bug.kernel, bug.name) in QUICK, name_of)
 )
 def test_the_bug_is_found(bug: Bug) -> None:
     check(bug, SEEDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
+@pytest.mark.parametrize("bug", BUGS, ids=name_of)
 def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS[::6])
 

@@ -25,6 +25,7 @@ from cute_attn.emulator.emulator import SCHEDULES
 from cute_attn.kernels.delta.chunk import heuristics
 from cute_attn.kernels.delta.chunk.backward.gradients import KdaGradients
 from cute_attn.kernels.delta.chunk.spec import AdjointPassSpec
+from tests.sweeps import slow_but
 
 from .mutations import (
     EXPECT,
@@ -33,6 +34,7 @@ from .mutations import (
     Bug,
     Edged,
     Planted,
+    name_of,
     operand,
     reported,
 )
@@ -555,21 +557,13 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(
-            bug,
-            id=f"{bug.kernel}: {bug.name}",
-            marks=() if (bug.kernel, bug.name) in QUICK else pytest.mark.slow,
-        )
-        for bug in BUGS
-    ],
+    "bug", slow_but(BUGS, lambda bug: (bug.kernel, bug.name) in QUICK, name_of)
 )
 def test_the_bug_is_found(bug: Bug) -> None:
     check(bug, SEEDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
+@pytest.mark.parametrize("bug", BUGS, ids=name_of)
 def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
     check(bug, MORE_SEEDS[::6])

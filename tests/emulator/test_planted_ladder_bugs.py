@@ -15,6 +15,7 @@ from cute_attn import cache
 from cute_attn.kernels.ladder.heuristics import spec_of
 from cute_attn.kernels.ladder.step10_persistent import FmhaStep10
 from cute_attn.kernels.ladder.table import find
+from tests.sweeps import slow_but
 
 from .mutations import (
     EXPECT,
@@ -166,11 +167,7 @@ def test_the_kernel_is_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(bug, id=bug.name, marks=() if bug.name in QUICK else pytest.mark.slow)
-        for bug in planted.bugs
-    ],
+    "bug", slow_but(planted.bugs, lambda bug: bug.name in QUICK, lambda bug: bug.name)
 )
 def test_the_bug_is_found(bug: Bug) -> None:
     assert list(found_on(bug, kernel(), SEEDS)) == []

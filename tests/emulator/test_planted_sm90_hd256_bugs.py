@@ -43,6 +43,7 @@ from .mutations import (
     found_on,
     launch_recorded,
     lines_of,
+    name_of,
     operand,
     record,
 )
@@ -303,10 +304,6 @@ def _(p: Edged) -> Planted:
 
 
 BUGS = [*dq.bugs, *dkdv.bugs, *ds_dq.bugs]
-
-
-def name_of(bug: Bug) -> str:
-    return f"{bug.kernel}: {bug.name}"
 
 
 @pytest.mark.slow

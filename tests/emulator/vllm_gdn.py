@@ -6,7 +6,6 @@ VLLM is the folder `vllm` of an unpacked wheel. Only the kernels' own modules ar
 sequences have 70 and 130 tokens.
 """
 
-import importlib
 import importlib.util
 import itertools
 import sys
@@ -14,30 +13,26 @@ import types
 from pathlib import Path
 
 import torch
+from bare_packages import bare_package, module_of
 
+MODULE = "vllm.model_executor.layers.mamba.ops.gdn_chunk_cutedsl"
 HEADS, VALUE_HEADS, DIM, STARTS = 2, 4, 128, (0, 70, 200)
 
 
-def module_of(folder: Path):
+def kernels(folder: Path):
     """The module of the kernels. The packages around them import much that is not there."""
-    where = ["vllm", "model_executor", "layers", "mamba", "ops", "gdn_chunk_cutedsl"]
-    paths = {".".join(where[:n]): folder.joinpath(*where[1:n]) for n in range(1, len(where))}
     quack = importlib.util.find_spec("quack")
     if quack is None or quack.origin is None:
         raise ImportError("vLLM's kernels need quack-kernels")
-    paths["quack"] = Path(quack.origin).parent
-    for name, path in paths.items():
-        package = types.ModuleType(name)
-        package.__path__ = [str(path)]
-        sys.modules[name] = package
+    bare_package("quack", Path(quack.origin).parent)
     utilities = types.ModuleType("vllm.triton_utils")
     utilities.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))
     sys.modules[utilities.__name__] = utilities
-    return importlib.import_module(".".join(where))
+    return module_of(folder, MODULE)
 
 
 def main() -> None:
-    module = module_of(Path(sys.argv[1]))
+    module = kernels(Path(sys.argv[1]))
     torch.manual_seed(0)
     tokens = STARTS[-1]
     q, k = torch.nn.functional.normalize(torch.randn(2, tokens, HEADS, DIM), dim=-1).bfloat16()

@@ -5,7 +5,6 @@ The rule for errors is that of `lightning_cases`.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from cute_attn.ops.gated_delta_rule import plan_gated_delta_rule_decode
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.reference.gated_delta_rule import gated_delta_rule_decode_reference
 from cute_attn.reference.kda import KdaRecords, kda_decode_reference
+from tests.sweeps import FULL
 
 from .lightning_cases import assert_no_worse
 
@@ -27,7 +27,6 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 RECORDS = ("record_k", "record_g", "record_u")
 POOLS = (*RECORDS, "conv_state", "draft_states", "draft_windows")  # besides the states'
 TAPS = 4
-FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 
 
 @dataclass(frozen=True)

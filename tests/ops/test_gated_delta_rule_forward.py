@@ -30,12 +30,14 @@ from cute_attn.reference.gated_delta_rule import (
     gated_delta_rule_chunk_reference,
     gated_delta_rule_reference,
 )
+from tests.sweeps import slow
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-def slow(**case: Any) -> Any:
-    return pytest.param(case, marks=pytest.mark.slow)
+def more(**case: Any) -> Any:
+    """A case of the sweep."""
+    return slow(case)
 
 
 def gates(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -171,18 +173,18 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
     "case",
     [
         {"lengths": [130], "gate": "mixed", "heads": (1, 4)},
-        slow(lengths=[1, 1], gate="weak", l2norm=False, sigmoid=False, initial=False),
+        more(lengths=[1, 1], gate="weak", l2norm=False, sigmoid=False, initial=False),
         {"lengths": [70, 0, 64, 1, 130], "packed": True, "gate": "raw", "v_first": True},
-        slow(lengths=[65], dtype=torch.float16, gate="mixed"),
-        slow(lengths=[192], similar=True, gate="weak"),
+        more(lengths=[65], dtype=torch.float16, gate="mixed"),
+        more(lengths=[192], similar=True, gate="weak"),
         {"lengths": [100], "dims": (128, 128), "heads": (2, 2), "gate": "strong"},
-        slow(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
-        slow(lengths=[200], dims=(128, 128), heads=(1, 8), gate="weak", dtype=torch.float16),
-        slow(lengths=[63], dims=(128, 64), heads=(1, 9), gate="raw", g_dtype=torch.bfloat16),
-        slow(lengths=[64, 64], dims=(64, 128), gate="none", scale=3.0),
-        slow(lengths=[64], dims=(128, 256), gate="middle"),
-        slow(lengths=[0, 200, 0, 1, 63, 65, 0], packed=True, dims=(128, 128), gate="mixed"),
-        slow(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
+        more(lengths=[200], dims=(128, 128), heads=(2, 4), gate="mixed"),
+        more(lengths=[200], dims=(128, 128), heads=(1, 8), gate="weak", dtype=torch.float16),
+        more(lengths=[63], dims=(128, 64), heads=(1, 9), gate="raw", g_dtype=torch.bfloat16),
+        more(lengths=[64, 64], dims=(64, 128), gate="none", scale=3.0),
+        more(lengths=[64], dims=(128, 256), gate="middle"),
+        more(lengths=[0, 200, 0, 1, 63, 65, 0], packed=True, dims=(128, 128), gate="mixed"),
+        more(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
     ],
 )
 def test_the_fast_path(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,11 +219,11 @@ def two_kernels(x: dict[str, Any], spec: HeadForwardSpec, results: Results) -> N
 @pytest.mark.parametrize(
     "case",
     [
-        slow(lengths=[1, 0, 140], packed=True, dims=(128, 128), heads=(1, 1)),
-        slow(lengths=[700], dims=(128, 128), gate="raw"),
-        slow(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
-        slow(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),
-        slow(lengths=[200], dims=(128, 256), gate="weak", dtype=torch.float16, sigmoid=False),
+        more(lengths=[1, 0, 140], packed=True, dims=(128, 128), heads=(1, 1)),
+        more(lengths=[700], dims=(128, 128), gate="raw"),
+        more(lengths=[129, 129], dims=(128, 64), gate="mixed", v_first=True),
+        more(lengths=[200], dims=(64, 128), gate="strong", l2norm=False),
+        more(lengths=[200], dims=(128, 256), gate="weak", dtype=torch.float16, sigmoid=False),
     ],
 )
 def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
@@ -299,16 +301,14 @@ def test_the_whole_forward_refuses(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
-        pytest.param(
+        slow(
             {"lengths": [70, 0, 64], "packed": True, "gate": "raw", "heads": (1, 2)},
             "sm_100a",
-            marks=pytest.mark.slow,
         ),
-        pytest.param({"lengths": [130], "gate": "mixed"}, "sm_80", marks=pytest.mark.slow),
-        pytest.param(
+        slow({"lengths": [130], "gate": "mixed"}, "sm_80"),
+        slow(
             {"lengths": [100], "gate": "raw", "dims": (128, 128), "g_dtype": torch.bfloat16},
             "sm_120a",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -319,10 +319,10 @@ def test_kdas_kernels_with_one_decay_a_head(case: dict[str, Any], arch: str) -> 
 @pytest.mark.parametrize(
     "case",
     [
-        slow(lengths=[330], gate="weak"),  # test_segments_from_zero has quick cases
-        slow(lengths=[500], dims=(128, 128), gate="mixed", heads=(1, 1)),
-        slow(lengths=[400, 0, 129, 64, 1], packed=True, dims=(128, 64), gate="middle"),
-        slow(lengths=[200, 200], dims=(64, 128), gate="strong", v_first=True),
+        more(lengths=[330], gate="weak"),  # test_segments_from_zero has quick cases
+        more(lengths=[500], dims=(128, 128), gate="mixed", heads=(1, 1)),
+        more(lengths=[400, 0, 129, 64, 1], packed=True, dims=(128, 64), gate="middle"),
+        more(lengths=[200, 200], dims=(64, 128), gate="strong", v_first=True),
     ],
 )
 def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_a_sequence_in_segments(case: dict[str, Any], monkeypatch: pytest.Monkey
     check(inputs(**case), "sm_90a", split=True)
 
 
-@pytest.mark.parametrize("one", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("one", [True, slow(False)])
 def test_rows_of_other_sequences_do_not_leak(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past a sequence's end may hold anything."""
     monkeypatch.setattr(chunk_forward, "in_one_kernel", lambda *_, **__: one)
@@ -353,9 +353,9 @@ def test_rows_of_other_sequences_do_not_leak(one: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("dims", "split"),
     [
-        pytest.param((64, 64), False, marks=pytest.mark.slow),
-        pytest.param((128, 128), False, marks=pytest.mark.slow),
-        pytest.param((128, 128), True, marks=pytest.mark.slow),
+        slow((64, 64), False),
+        slow((128, 128), False),
+        slow((128, 128), True),
     ],
 )
 def test_states_in_a_pool(
