@@ -41,16 +41,17 @@ def test_the_main_process_records_the_outcomes_of_its_workers(monkeypatch: pytes
     for features in ({"a": passed, "b": passed}, {"a": failed, "c": passed}):
         worker, output = results.Recorder("vllm"), {}
         worker.features, worker.left_out = features, {"c"}
-        worker.pytest_sessionfinish(session(workeroutput=output))
+        worker.pytest_sessionfinish(session(workeroutput=output), 0)
         nodes.append(SimpleNamespace(workeroutput=output))
     assert written == []
     main = results.Recorder("vllm")
     for node in nodes:
         main.pytest_testnodedown(node)
-    main.pytest_sessionfinish(session())
+    main.pytest_sessionfinish(session(), 2)  # interrupted
+    main.pytest_sessionfinish(session(), 1)
     assert written == [{"a": {"outcome": "failed", "tests": 3}, "b": passed}]
     main.pytest_testnodedown(SimpleNamespace())  # a worker that died
-    main.pytest_sessionfinish(session())
+    main.pytest_sessionfinish(session(), 1)
     assert len(written) == 1
 
 

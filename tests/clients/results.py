@@ -98,12 +98,13 @@ class Recorder:
         for feature, row in features.items():
             self.add(feature, row)
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if (output := getattr(session.config, "workeroutput", None)) is not None:
             output["clients"] = self.features, sorted(self.left_out)
             return
         found = {name: row for name, row in self.features.items() if name not in self.left_out}
-        if found and self.whole:
+        to_the_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if found and self.whole and to_the_end:
             write(self.client, found)
 
 
