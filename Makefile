@@ -56,9 +56,11 @@ test: $(call installed,test) ## set up, then run the tests, without a GPU if nee
 test-full: $(call installed,test) ## also the full sweeps, with more random examples: HOURS
 	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest $(PYTEST_ARGS)
 
-# The old platformdirs lacks the plugin for pytest that the new one has registered.
+# The old platformdirs lacks the plugin for pytest that the new one has registered. Some tests run
+# pytest themselves.
 test-oldest: $(call installed,test) $(OLDEST)/.installed ## the tests at the oldest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest -p no:platformdirs $(PYTEST_ARGS) -m "not slow"
+	PYTEST_ADDOPTS="-p no:platformdirs $$PYTEST_ADDOPTS" \
+	  $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
 test-beside: $(call installed,test) ## does pip find versions for us beside vLLM and SGLang? (needs a network)
 	$(PYTHON) -m pytest -n 2 tests/test_installed.py -k beside

@@ -3,8 +3,9 @@ module needs SGLang.
 
 SGLang multiplies by W_UK and W_UV, and keeps a token's latent vector and rotated key in a pool of
 slots. In each layer, a step of decode or of verification is one call of `mla_decode`, which reads
-the pool in place. A pool in float8_e4m3fn holds rounded vectors, without a factor. Prompts run in
-the expanded form: SGLang gathers and expands a cached prefix in parts. `flash_attn_varlen_func`
+the pool in place. A pool in float8_e4m3fn holds rounded vectors. SGLang's pool does not divide the
+vectors by a checkpoint's factor (`k_scale`), so no factor multiplies them here. Prompts run in the
+expanded form: SGLang gathers and expands a cached prefix in parts. `flash_attn_varlen_func`
 computes o and lse of each part, and SGLang merges the parts.
 """
 
@@ -185,9 +186,15 @@ def missing(runner: Any) -> list[str]:
     found = [what for what, given in cases.items() if given] + missing_for_server(runner)
     dims = forward_head_dims(runner.req_to_token_pool.req_to_token.device)
     latent = config.kv_lora_rank + config.qk_rope_head_dim
+    # Triton's backend divides what it writes by a layer's k_scale; SGLang's pool does not.
+    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn
+    backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
     for layer in layers_of(runner):
         absorbed = layer.tp_k_head_num == 1 and layer.qk_head_dim == latent
         found += missing_for_layer(layer, SHAPES if absorbed else dims)
         if absorbed and layer.tp_q_head_num > MOST_HEADS:
             found.append(f"{layer.tp_q_head_num} heads of MLA on a GPU, at most {MOST_HEADS}")
+        scaled = fp8 and layer.k_scale_float not in (None, 1.0)
+        if absorbed and scaled and len(backends) > 1:
+            found.append("fp8 latents with a factor, k_scale, in two backends (one for all modes)")
     return found

@@ -51,12 +51,14 @@ def features(client: str) -> Iterator[str]:
 
 class Recorder:
     """A plugin of pytest that writes a client's outcomes at the end of a run. Features of which the
-    run left out tests, or had no GPU for some, are not recorded."""
+    run left out tests, or had no GPU for some, are not recorded. The workers of pytest-xdist hand
+    their outcomes to the main process."""
 
     def __init__(self, client: str):
         self.client = client
         self.features: dict[str, dict[str, Any]] = {}
         self.left_out: set[str] = set()
+        self.whole = True
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         markers = (item.get_closest_marker("clients") for item in items)
@@ -70,17 +72,39 @@ class Recorder:
             return report
         if report.skipped and item.get_closest_marker("gpu") and not torch.cuda.is_available():
             self.left_out.add(marker.args[0])
-        row = self.features.setdefault(marker.args[0], {"outcome": "passed", "tests": 0})
-        row["tests"] += 1
+        row = {"outcome": "passed", "tests": 1}
         if hasattr(report, "wasxfail"):
             row.update(outcome="does not work", why=report.wasxfail.removeprefix("reason: "))
         elif report.outcome != "passed":
             row["outcome"] = report.outcome
+        self.add(marker.args[0], row)
         return report
 
-    def pytest_sessionfinish(self) -> None:
+    def add(self, feature: str, found: dict[str, Any]) -> None:
+        """Count tests of a feature, which passed only if all its tests passed."""
+        row = self.features.setdefault(feature, {"outcome": "passed", "tests": 0})
+        tests = row["tests"] + found["tests"]
+        row.update(found if found["outcome"] != "passed" else {}, tests=tests)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take a worker's outcomes. A worker that died has none, and then nothing is recorded."""
+        outcomes = getattr(node, "workeroutput", {}).get("clients")
+        if outcomes is None:
+            self.whole = False
+            return
+        features, left_out = outcomes
+        self.left_out |= set(left_out)
+        for feature, row in features.items():
+            self.add(feature, row)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["clients"] = self.features, sorted(self.left_out)
+            return
         found = {name: row for name, row in self.features.items() if name not in self.left_out}
-        if found:
+        to_the_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if found and self.whole and to_the_end:
             write(self.client, found)
 
 

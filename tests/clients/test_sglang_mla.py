@@ -128,25 +128,44 @@ def test_pages_of_one_token(start: Start, calls: list[Any], monkeypatch: pytest.
 
 
 @pytest.mark.clients("MLA: fp8 latent caches (e4m3)")
-@pytest.mark.parametrize("page_size", [None, 64], ids=["pages of 1", "pages of 64"])
-def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, page_size: int | None):
-    """SGLang rounds the vectors, and every step's attention is right for what its pool then holds.
-    SGLang's CPU platform allocates no pool of fp8, so its pool becomes one here."""
+@pytest.mark.parametrize(
+    ("page_size", "factor"),
+    [(None, None), (64, 1.0), (64, 0.25)],
+    ids=["pages of 1", "pages of 64, a factor of 1", "pages of 64, a checkpoint's factor"],
+)
+def test_fp8_caches(
+    start: Start, monkeypatch: pytest.MonkeyPatch, page_size: int | None, factor: float | None
+):
+    """SGLang rounds the vectors, and every step's attention is right for what its pool then holds:
+    the pool does not divide by a layer's factor. SGLang's CPU platform allocates no pool of fp8, so
+    its pool becomes one here."""
     from cute_attn.integrations import sglang_mla_backend as backend
 
     server = start("deepseek_v3", page_size=page_size).server
     monkeypatch.setattr(server.runner, "kv_cache_dtype", torch.float8_e4m3fn)
+    if factor is not None:  # as SGLang's BaseKVCacheMethod leaves a layer
+        for layer in server.runner.model.model.layers:
+            attention = layer.self_attn.attn_mqa
+            attention.k_scale = torch.nn.Parameter(torch.tensor(factor), requires_grad=False)
+            attention.v_scale, attention.k_scale_float = attention.k_scale, factor
+            attention.v_scale_float = factor
     assert backend.missing(server.runner) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(server.runner, "prefill_attention_backend_str", "triton")
+        found = ["fp8 latents with a factor, k_scale, in two backends (one for all modes)"]
+        assert backend.missing(server.runner) == (2 * found if factor == 0.25 else [])
     pool = server.runner.token_to_kv_pool
     pool.dtype, pool.store_dtype = torch.float8_e4m3fn, torch.uint8
     pool.kv_buffer[:] = [torch.full(x.shape, 0x7F, dtype=torch.uint8) for x in pool.kv_buffer]
     decode, write, seen = backend.mla_decode, pool.set_mla_kv_buffer, []
+    written_rows: list[int] = []
 
     def written(layer: Any, where: Any, latent: Tensor, rope: Tensor) -> None:
         write(layer, where, latent, rope)
         slots = getattr(where, "loc", where)
         found = pool.get_key_buffer(layer.layer_id).view(torch.uint8)[slots]
         wanted = torch.cat((latent, rope), -1).float()
+        written_rows.append(len(wanted))
         found = found.view(torch.float8_e4m3fn).float().view_as(wanted)
         torch.testing.assert_close(found, wanted, rtol=2.0**-3, atol=2.0**-9)
 
@@ -162,7 +181,7 @@ def test_fp8_caches(start: Start, monkeypatch: pytest.MonkeyPatch, page_size: in
     server.send(prompt(40), 3)
     server.send(prompt(7, 1), 4)
     server.run()
-    assert len(seen) >= 6 and set(seen) == {torch.float8_e4m3fn}
+    assert written_rows and len(seen) >= 6 and set(seen) == {torch.float8_e4m3fn}
 
 
 @pytest.mark.clients("MLA: speculative decoding (NGRAM), chains of draft tokens are verified")
