@@ -134,8 +134,10 @@ def flash_attn_combine(
         ValueError: wrong shapes or devices.
         NotImplementedError: another head dimension.
     """
-    name = "float32" if out_dtype is None else DTYPE_NAMES.get(out_dtype)
-    if name not in OUT_DTYPES:
+    name: Any = "float32"
+    if out_dtype is not None:
+        name = DTYPE_NAMES.get(out_dtype) if isinstance(out_dtype, torch.dtype) else out_dtype
+    if not isinstance(out_dtype, torch.dtype | None) or name not in OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}, must be one of {tuple(OUT_DTYPES)}")
     call = (
         COMBINATION.forward
