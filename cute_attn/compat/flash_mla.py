@@ -81,6 +81,13 @@ def flash_mla_with_kvcache(
     Returns:
         The pair (o, lse): o is `[batch, queries, heads, head_dim_v]`, lse float32 `[batch, heads,
         queries]`, natural logarithm, -inf for a query that sees no token.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: wrong shapes, strides, devices or alignment. Where `mla_decode` refuses q or
+            k_cache, the message says q_nope, q_rope and kv_cache.
+        NotImplementedError: an argument that has no kernel, as listed above, or that `mla_decode`
+            has no kernel for.
     """
     del tile_scheduler_metadata, num_splits
     refuse_given(
@@ -92,7 +99,7 @@ def flash_mla_with_kvcache(
         raise NotImplementedError(
             "is_fp8_kvcache is True: there is no kernel for sparse attention's FP8 caches"
         )
-    given_tensors({"q": q}, k_cache=k_cache)
+    given_tensors({"q": q, "k_cache": k_cache})
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}, must be [batch, queries, heads, head_dim]")
     check_length("head_dim_v", head_dim_v)

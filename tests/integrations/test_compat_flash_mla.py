@@ -76,6 +76,7 @@ def test_what_has_no_kernel_is_refused() -> None:
     [
         ({"q": torch.zeros(1, 1, 4, 512).bfloat16()}, ValueError, r"q has shape .* k_cache, 576"),
         ({"q": torch.zeros(1, 1, 4, 576)}, TypeError, "q has dtype torch.float32"),
+        ({"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
         ({"k_cache": torch.zeros(2, 64, 1, 576)}, TypeError, "k_cache has dtype torch.float32"),
         ({"k_cache": torch.zeros(2, 64, 2, 576).bfloat16()}, ValueError, "k_cache has shape"),
         ({"k_cache": torch.zeros(0, 64, 1, 576).bfloat16()}, ValueError, "k_cache has 0 pages"),
