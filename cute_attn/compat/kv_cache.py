@@ -84,7 +84,7 @@ def attend(
                 rotary = Rotary.of(q, rotary_cos, rotary_sin, rotary_interleaved)
                 local = any(b is not None and 0 <= b < cache.capacity for b in window_size)
                 steps = torch.arange(q.shape[1] if causal or local else 1, device=q.device)
-                if is_int(cache_seqlens):  # on a GPU, torch would end the process
+                if isinstance(cache_seqlens, int):  # on a GPU, torch would end the process
                     rotary.check_positions(cache_seqlens + max(len(steps), k.shape[1]))
                 q, k = rotary(q, cache.lengths[:, None].long() + steps), rotary(k, at)
             cache.write(k, v, at)
