@@ -30,8 +30,12 @@ _CLOSED_PIPE = 141  # a shell's status for a program killed by SIGPIPE
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
+        if "run" not in options:
+            parser.print_help()
+            return 0
         status: int = options.run(options)
         sys.stdout.flush()
         return status
@@ -49,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m cute_attn.cache",
         description="Look after the cache of compiled kernels, and build prebuilt ones.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary)

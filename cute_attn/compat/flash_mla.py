@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention.arguments import check_length
-from ..ops.checks import check_dtype, check_dtypes_are, check_has_slots
+from ..ops.checks import check_dtype, check_has_slots
 from ..ops.mla import DTYPES, mla_decode
 from .arguments import given_tensors, refuse_given, with_contiguous_rows
 
@@ -81,6 +81,13 @@ def flash_mla_with_kvcache(
     Returns:
         The pair (o, lse): o is `[batch, queries, heads, head_dim_v]`, lse float32 `[batch, heads,
         queries]`, natural logarithm, -inf for a query that sees no token.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: wrong shapes, strides, devices or alignment. Where `mla_decode` refuses q or
+            k_cache, the message says q_nope, q_rope and kv_cache.
+        NotImplementedError: an argument that has no kernel, as listed above, or that `mla_decode`
+            has no kernel for.
     """
     del tile_scheduler_metadata, num_splits
     refuse_given(
@@ -92,12 +99,15 @@ def flash_mla_with_kvcache(
         raise NotImplementedError(
             "is_fp8_kvcache is True: there is no kernel for sparse attention's FP8 caches"
         )
-    given_tensors({"q": q}, k_cache=k_cache)
+    given_tensors({"q": q, "k_cache": k_cache})
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}, must be [batch, queries, heads, head_dim]")
     check_length("head_dim_v", head_dim_v)
     check_dtype("q", q, DTYPES)
-    check_dtypes_are({"k_cache": k_cache}, ("k_cache",), q.dtype)
+    if k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        raise TypeError(
+            f"k_cache has dtype {k_cache.dtype}, must be q's, {q.dtype}, or {torch.float8_e4m3fn}"
+        )
     if k_cache.dim() not in (3, 4) or (k_cache.dim() == 4 and k_cache.shape[2] != 1):
         raise ValueError(
             f"k_cache has shape {list(k_cache.shape)}, must be [num_pages, page_size, 1, head_dim]"

@@ -14,7 +14,14 @@ from torch import Tensor
 from ..ops.attention import flash_attn_varlen_func, refuse_varlen
 from ..ops.attention.arguments import check_strides, is_fp8
 from ..ops.attention.support import page_step
-from ..ops.checks import check_dtype, check_dtypes_are, check_shapes, is_int
+from ..ops.checks import (
+    check_dtype,
+    check_dtypes_are,
+    check_flags,
+    check_not_expanded,
+    check_shapes,
+    is_int,
+)
 from .arguments import Window, given_tensors, window_of, with_contiguous_rows
 
 ROTARY_STEP = 16  # what FlashAttention's rotary_dim is a multiple of
@@ -48,6 +55,7 @@ def attend(
         cu_seqlens_q: for packed queries, which are not rotated.
         options: of `cute_attn.flash_attn_varlen_func`.
     """
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_lse)
     cache = _Cache.of(
         q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         cu_seqlens_q, k, v,
@@ -60,7 +68,7 @@ def attend(
             "max_seqlen_q": max_seqlen_q,
             "causal": causal,
             "window_size": window_of(window_size),
-            "return_lse": bool(return_lse),
+            "return_lse": return_lse,
             **options,
         }
         q = with_contiguous_rows(q)
@@ -76,6 +84,8 @@ def attend(
                 rotary = Rotary.of(q, rotary_cos, rotary_sin, rotary_interleaved)
                 local = any(b is not None and 0 <= b < cache.capacity for b in window_size)
                 steps = torch.arange(q.shape[1] if causal or local else 1, device=q.device)
+                if isinstance(cache_seqlens, int):  # on a GPU, torch would end the process
+                    rotary.check_positions(cache_seqlens + max(len(steps), k.shape[1]))
                 q, k = rotary(q, cache.lengths[:, None].long() + steps), rotary(k, at)
             cache.write(k, v, at)
         elif rotated:
@@ -151,6 +161,8 @@ class _Cache(NamedTuple):
         elif batch_idx is None:  # the first sequences of the cache
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
         new = _check_new(given, lengths, batch)
+        if new:
+            check_not_expanded(given, ("k_cache", "v_cache"))
         if is_int(lengths) and not 0 <= lengths <= capacity - new:
             raise ValueError(
                 f"cache_seqlens is {lengths}, must be from 0 to {capacity - new}: a sequence of "
@@ -240,6 +252,14 @@ class Rotary(NamedTuple):
             )
         check_shapes(given, {"rotary_sin": tuple(cos.shape)})
         return cls(cos, sin, interleaved)
+
+    def check_positions(self, needed: int) -> None:
+        """Raise ValueError unless there are angles for so many positions."""
+        if len(self.cos) < needed:
+            raise ValueError(
+                f"rotary_cos has {len(self.cos)} positions, must have at least {needed}, up to the "
+                "last appended key and query"
+            )
 
     def __call__(self, x: Tensor, at: Tensor) -> Tensor:
         """x, `[batch, tokens, heads, head_dim]`, rotated at positions `[batch, tokens or 1]`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -206,6 +206,18 @@ class Plan:
             return
         compare(self.all_ranks, dict(what), verb)
         self.agreed.add((what, verb))
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a copy of a model that holds the plan has the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a plan cannot be pickled, since its process groups belong to this process: call "
+            "context_parallel in each process"
+        )
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
         dim = (0 if self.packed else 1) if dim is None else dim

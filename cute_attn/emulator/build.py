@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -279,6 +280,20 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
     # Symbols bind within the library, because the real CUDA runtime, with equal names, may be
     # loaded.
     return _make(library, ["-shared", "-Wl,-Bsymbolic", *flags, *map(str, inputs), "-lm"])
+
+
+def load(library: Path, mode: int = os.RTLD_LOCAL | os.RTLD_NOW) -> ctypes.CDLL:
+    """A shared library, also from a file system from which nothing may be executed (noexec)."""
+    try:
+        return ctypes.CDLL(str(library), mode=mode)
+    except OSError:
+        if not os.statvfs(library).f_flag & os.ST_NOEXEC:
+            raise
+    # The dynamic loader tells libraries apart by path, so the descriptor stays open.
+    fd = os.memfd_create(library.name, os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as copy:
+        copy.write(library.read_bytes())
+    return ctypes.CDLL(f"/proc/self/fd/{fd}", mode=mode)
 
 
 @contextlib.contextmanager

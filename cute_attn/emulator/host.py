@@ -128,7 +128,7 @@ def _link(image: bytes) -> ctypes.CDLL:
         # The dynamic loader identifies a library by its file, so each library gets a new name.
         library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
         build.link(library, [object_file, build.object_file(STAND_IN)])
-        return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        return build.load(library)
 
 
 # -- tensors ------------------------------------------------------------------------------------
@@ -181,6 +181,8 @@ class _AsCuda:
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _CODES:
             raise TypeError(f"a tensor of {tensor.dtype} cannot be handed to an emulated kernel")
+        if tensor.is_meta:  # its address is 0
+            raise ValueError("a tensor on meta has no memory, give an emulated kernel CPU tensors")
         code, bits = _CODES[name]
         shape, strides, lanes = list(tensor.shape), list(tensor.stride()), 1
         if name == "float4_e2m1fn_x2":

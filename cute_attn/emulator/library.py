@@ -8,6 +8,7 @@ import importlib
 import struct
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import build
@@ -126,8 +127,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 class Engine:
     """The library with typed functions, and the engine's forms of instructions."""
 
-    def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path)
+    def __init__(self, path: Path) -> None:
+        self.library = build.load(path)
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self.library, name)
             function.restype, function.argtypes = result, arguments
@@ -181,7 +182,7 @@ def engine() -> Engine:
         EmulatorUnavailable: there is no C compiler to build the emulator with, or no pyelftools.
     """
     _check_elf_reader()  # fails before a build that takes a minute
-    return Engine(str(build.engine_library()))
+    return Engine(build.engine_library())
 
 
 def _check_elf_reader() -> None:

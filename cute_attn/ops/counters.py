@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ _counters: dict[tuple[int, int, int], Tensor] = {}
 _of_pools: dict[tuple[int, int, int], Tensor] = {}
 # device -> counters not yet given to a launch in a graph
 _spare: dict[int, list[Tensor]] = {}
+_taking = threading.Lock()  # two threads may capture graphs at once
 
 
 def counter_for(x: Tensor, device: int | None = None, count: int = 1) -> Tensor:
@@ -69,7 +72,8 @@ def _of_graph(x: Tensor, device: int, count: int) -> Tensor:
     """Counters for a captured launch. If too few spare counters are left, the graph sets new
     counters to 0."""
     spare = _spare.get(device)
-    if not spare or len(spare[0]) < count:
-        return x.new_zeros(count, dtype=torch.int32)
-    found, spare[0] = spare[0][:count], spare[0][count:]
-    return found
+    with _taking:
+        if spare and len(spare[0]) >= count:
+            found, spare[0] = spare[0][:count], spare[0][count:]
+            return found
+    return x.new_zeros(count, dtype=torch.int32)

@@ -49,6 +49,11 @@ def spec_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_help_without_a_command(capsys: Capture) -> None:
+    assert main([]) == 0
+    assert "prune" in capsys.readouterr().out
+
+
 def test_path(root: Path, capsys: Capture) -> None:
     assert main(["path"]) == 0
     assert capsys.readouterr().out == f"{root}\n"

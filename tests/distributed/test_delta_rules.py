@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -322,3 +324,10 @@ def test_a_convolution_over_ranks(two: Ranks, lengths: tuple[int, ...], layout: 
     for found in two.call("convolved", x=x, weight=weight, dy=dy, layout=of, **bounds):
         for one, other in zip(found, (y, leaves[0].grad, leaves[1].grad), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_a_plan_is_shared_by_copies_and_not_pickled(alone: Any) -> None:
+    """A copy of a model, as for averages of its weights, has the plan of the model."""
+    assert copy.deepcopy({"plan": alone})["plan"] is alone and copy.copy(alone) is alone
+    with pytest.raises(TypeError, match="call context_parallel in each process"):
+        pickle.dumps(alone)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,3 +137,24 @@ def test_the_engine_compiles_without_warnings() -> None:
     flags = ("-Wall", "-Wextra", "-fsyntax-only")
     done = build._run([*found.command, *found.flags, *flags, *map(str, sources)])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_library_loads_from_where_nothing_may_be_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a file system mounted noexec, whose files the dynamic loader refuses."""
+    source = tmp_path / "numbers.c"
+    source.write_text("int one(void) { return 1; }\n")
+    made = build.link(tmp_path / "numbers.so", [source])
+    load = ctypes.CDLL
+
+    def refusing(path: str, **options: int) -> ctypes.CDLL:
+        if Path(path).is_relative_to(tmp_path):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path, **options)
+
+    monkeypatch.setattr(ctypes, "CDLL", refusing)
+    with pytest.raises(OSError, match="failed to map"):  # for another reason
+        build.load(made)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert [build.load(made).one() for _ in range(2)] == [1, 1]

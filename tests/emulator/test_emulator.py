@@ -184,6 +184,9 @@ def test_host_code_checks_its_arguments(entry: cache.Entry):
     t["k"] = t["k"].to(torch.float16)
     with pytest.raises((TypeError, ValueError, RuntimeError), match="dtype"):
         function(*arguments(t))
+    t["k"] = torch.empty_like(t["q"], device="meta")  # its address is 0
+    with pytest.raises(ValueError, match="a tensor on meta has no memory"):
+        function(*arguments(t))
 
 
 def test_findings_raise_and_the_outputs_are_there(entry: cache.Entry, tmp_path: Path):

@@ -218,6 +218,20 @@ ANGLES = randn(ROWS, 16)
             r"^rotary_cos has shape \[32, 5\]",
         ),
         (
+            {"k": ROW, "v": ROW, "cache_seqlens": 3}
+            | dict.fromkeys(("rotary_cos", "rotary_sin"), ANGLES[:4]),
+            ValueError,
+            "^rotary_cos has 4 positions, must have at least 5",
+        ),
+        ({"rotary_interleaved": 0.5}, TypeError, "^rotary_interleaved must be a bool"),
+        ({"return_softmax_lse": ROW}, TypeError, "^return_softmax_lse must be a bool"),
+        (
+            {"k": ROW, "v": ROW, "cache_seqlens": 3}
+            | dict.fromkeys(("k_cache", "v_cache"), ROW[:, :1].expand(1, ROWS, 2, HEAD_DIM)),
+            ValueError,
+            "^k_cache is expanded",
+        ),
+        (
             {
                 "k_cache": randn(1, ROWS, HEAD_DIM, 2).mT,
                 "v_cache": randn(1, ROWS, HEAD_DIM, 2).mT,

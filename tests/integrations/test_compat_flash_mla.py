@@ -13,13 +13,20 @@ from tests.ops.mla_cases import ARCH, Case, assert_agrees
 
 
 @pytest.mark.parametrize(
-    ("queries", "page_size"),
-    [(1, 64), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 64), (1, 1), (2, 3)))],
+    ("queries", "page_size", "fp8"),
+    [
+        (1, 64, False),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((2, 64, False), (1, 1, False), (2, 3, False), (1, 64, True))
+        ),
+    ],
 )
-def test_the_calls_of_its_readme(queries: int, page_size: int) -> None:
+def test_the_calls_of_its_readme(queries: int, page_size: int, fp8: bool) -> None:
     args = Case(
-        (70, 3), queries=queries, heads=4, page_size=page_size, head_axis=True, scale=576**-0.5
-    )
+        (70, 3), queries=queries, heads=4, page_size=page_size, head_axis=True, scale=576**-0.5,
+        fp8=fp8,
+    )  # fmt: skip
     given = args.arguments()
     q = torch.cat([given["q_nope"], given["q_rope"]], -1)
     with cute_attn.emulated(ARCH):
@@ -30,6 +37,19 @@ def test_the_calls_of_its_readme(queries: int, page_size: int) -> None:
         )  # fmt: skip
     assert o.shape == (2, queries, 4, 512) and lse.shape == (2, 4, queries)
     assert_agrees(given, o, lse)
+
+
+def test_a_cache_in_fp8_is_taken() -> None:
+    """Here of no sequence, which needs no kernel."""
+    given = Case((70,), heads=4, head_axis=True, fp8=True).arguments()
+    q = torch.cat([given["q_nope"], given["q_rope"]], -1)[:0]
+    table, lengths = given["block_table"][:0], given["cache_seqlens"][:0]
+    with cute_attn.emulated(ARCH):
+        o, lse = flash_mla_with_kvcache(q, given["kv_cache"], table, lengths, 512)
+        assert o.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1)
+        other = given["kv_cache"].float().to(torch.float8_e5m2)
+        with pytest.raises(TypeError, match=r"k_cache has dtype torch.float8_e5m2, must be q's"):
+            flash_mla_with_kvcache(q, other, table, lengths, 512)
 
 
 def test_what_has_no_kernel_is_refused() -> None:
@@ -56,6 +76,7 @@ def test_what_has_no_kernel_is_refused() -> None:
     [
         ({"q": torch.zeros(1, 1, 4, 512).bfloat16()}, ValueError, r"q has shape .* k_cache, 576"),
         ({"q": torch.zeros(1, 1, 4, 576)}, TypeError, "q has dtype torch.float32"),
+        ({"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
         ({"k_cache": torch.zeros(2, 64, 1, 576)}, TypeError, "k_cache has dtype torch.float32"),
         ({"k_cache": torch.zeros(2, 64, 2, 576).bfloat16()}, ValueError, "k_cache has shape"),
         ({"k_cache": torch.zeros(0, 64, 1, 576).bfloat16()}, ValueError, "k_cache has 0 pages"),

@@ -280,6 +280,7 @@ def test_strides_are_free():
         ({"out_partial": torch.zeros(3, 2, 5, 4, 64).half()}, TypeError, "out_partial has dtype"),
         ({"lse_partial": torch.zeros(3, 2, 4, 5)}, ValueError, r"must be \[3, 2, 5, 4\]"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype is torch.int32"),
+        ({"out_dtype": ["float32"]}, TypeError, r"out_dtype is \['float32'\]"),
         ({"return_lse": "yes"}, TypeError, "return_lse"),
     ],
 )

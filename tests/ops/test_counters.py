@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,3 +34,20 @@ def test_a_launch_in_a_graph_may_have_several_counters(monkeypatch: pytest.Monke
     for number in (1, 2):
         counters._of_graph(x, 0, 3).fill_(number)
     assert spare.tolist() == [1, 1, 1, 0, 0]  # two are too few for the second launch
+
+
+def test_threads_that_capture_at_once_share_no_counter(monkeypatch: pytest.MonkeyPatch):
+    both = threading.Barrier(2)
+
+    class Meeting(list[torch.Tensor]):
+        """Where two threads may read the spare counters, they both do before one goes on."""
+
+        def __getitem__(self, i: Any) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+            return super().__getitem__(i)
+
+    monkeypatch.setattr(counters, "_spare", {0: Meeting([torch.zeros(4, dtype=torch.int32)])})
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: counters._of_graph(torch.empty(1), 0, 1), range(2)))
+    assert found[0].data_ptr() != found[1].data_ptr()

@@ -134,7 +134,8 @@ def flash_attn_combine(
         ValueError: wrong shapes or devices.
         NotImplementedError: another head dimension.
     """
-    name = "float32" if out_dtype is None else DTYPE_NAMES.get(out_dtype)
+    dtype: Any = torch.float32 if out_dtype is None else out_dtype
+    name = DTYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
     if name not in OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}, must be one of {tuple(OUT_DTYPES)}")
     call = (
