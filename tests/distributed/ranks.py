@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -21,6 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.checkpoint
 from torch import Tensor
+
+from ..growth import Held
 
 INPUTS = ("q", "k", "v", "learnable_sink")
 
@@ -189,6 +192,37 @@ def attention(
                 dist.all_reduce(total)
                 found[name] = total.to(gradient.dtype)
     return found
+
+
+def growth(args: dict[str, Any], do: Tensor, modes: Sequence[str], steps: int) -> str:
+    """What this process holds more after `steps` steps of each mode than after half of them."""
+    import cute_attn
+
+    plans = [plan_of("zigzag", mode, None, seqlen=2 * args["q"].shape[1]) for mode in modes]
+    leaves = [args[name].clone().requires_grad_() for name in ("q", "k", "v")]
+
+    def step() -> None:
+        with kernels(emulated=False):
+            for plan in plans:
+                for window in ((None, 0), (5, 0)):
+                    o, _ = cute_attn.flash_attn_func(*leaves, window_size=window, cp=plan)
+                    torch.autograd.grad(o, leaves, do)
+
+    tracemalloc.start()
+    try:
+        for _ in range(steps // 2):
+            step()
+        half = Held.now()
+        for _ in range(steps // 2):
+            step()
+        # An object, or 100 bytes of a line, for each step.
+        last = Held.now()
+    finally:
+        tracemalloc.stop()
+    lines = {name: n for name, n in (last.lines - half.lines).items() if n >= 50 * steps}
+    objects = {name: n for name, n in (last.objects - half.objects).items() if n >= steps // 2}
+    grew = last.tensors - half.tensors or lines or objects
+    return last.grew(half) if grew else ""
 
 
 def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) -> list[Tensor]:

@@ -306,6 +306,12 @@ def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
 
 
+def test_nothing_grows(two: Ranks) -> None:
+    args, do, _ = inputs((10,), dim=256, heads_k=2)
+    modes = ("gather", "ring", "heads")
+    assert two.call("growth", args=args, do=do, modes=modes, steps=8) == ["", ""]
+
+
 @settings(max_examples=100 if FULL else 12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
