@@ -22,7 +22,7 @@ class Held(NamedTuple):
             "resident on the host".
         tensors: live tensors by device, dtype and shape.
         objects: Python objects that the garbage collector knows, by type.
-        lines: bytes that lines of cute_attn.distributed have allocated and hold, if tracemalloc runs.
+        lines: bytes that each line of cute_attn.distributed holds, if tracemalloc runs.
     """
 
     memory: dict[str, int]

@@ -307,7 +307,7 @@ def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
 
 
 def test_nothing_grows(two: Ranks) -> None:
-    args, do, _ = inputs((10,), dim=256, heads_k=2)
+    args, do, _ = inputs((10,), heads_k=2)
     modes = ("gather", "ring", "heads")
     assert two.call("growth", args=args, do=do, modes=modes, steps=8) == ["", ""]
 
