@@ -49,13 +49,15 @@ class Held(NamedTuple):
             of_package = [tracemalloc.Filter(True, PACKAGE)]
             found = tracemalloc.take_snapshot().filter_traces(of_package).statistics("lineno")
             lines.update({str(x.traceback): x.size for x in found})
+        everything = gc.get_objects()
+        types = Counter(map(type, everything))
         objects: Counter[str] = Counter()
-        tensors: Counter[str] = Counter()
-        for x in gc.get_objects():
-            of_type = type(x)
-            objects[f"{of_type.__module__}.{of_type.__qualname__}"] += 1
-            if issubclass(of_type, Tensor):
-                tensors[f"{x.device.type} {x.dtype} {list(x.shape)}"] += 1
+        for of_type, count in types.items():
+            objects[f"{of_type.__module__}.{of_type.__qualname__}"] += count
+        kinds = {of_type for of_type in types if issubclass(of_type, Tensor)}
+        tensors = Counter(
+            f"{x.device.type} {x.dtype} {list(x.shape)}" for x in everything if type(x) in kinds
+        )
         return cls(memory, tensors, objects, lines)
 
     def grew(self, before: Held, least: int = 1) -> str:
