@@ -107,8 +107,9 @@ class _Attention(torch.autograd.Function):
             found = ring.backward(run.hops, run.plan.group, *tensors)
         else:
             found = gather.backward(
-                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None, kept
-            )
+                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None, kept,
+                run.mode == "ring",
+            )  # fmt: skip
         return (*found, None, None, None)
 
 

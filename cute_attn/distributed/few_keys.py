@@ -82,7 +82,7 @@ class FewKeys:
             for x, to in zip((k, v), sent.split_with_sizes(sizes, 1), strict=True):
                 torch.index_select(x.reshape(rows, -1), 0, index, out=to)
         memory = sent.new_empty(self.rows, sent.shape[1])
-        return memory, _exchange(group, sent, self.shown, memory, self.received)
+        return memory, exchange_rows(group, sent, self.shown, memory, self.received)
 
     def keys(self, memory: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The gathered K and V, `[1, rows, heads, dim]`; k and v are the rank's own."""
@@ -110,7 +110,7 @@ class FewKeys:
         else:
             sent = torch.cat([x.flatten(2)[0] for x in gathered], 1)
         parts = sent.new_empty(self.rows_shown, columns)
-        return parts, _exchange(group, sent, self.received, parts, self.shown)
+        return parts, exchange_rows(group, sent, self.received, parts, self.shown)
 
     def add(self, parts: Tensor, sums: list[Tensor], out: tuple[Tensor, Tensor]) -> None:
         """Write the sums of all parts of this rank's dK and dV to `out`: first `sums`, then the
@@ -126,7 +126,9 @@ class FewKeys:
         torch._foreach_copy_(list(out), sums)
 
 
-def _exchange(group: Any, sent: Tensor, to: list[int], memory: Tensor, of: list[int]) -> Messages:
+def exchange_rows(
+    group: Any, sent: Tensor, to: list[int], memory: Tensor, of: list[int]
+) -> Messages:
     """Start to send rows to all ranks, and to receive rows of all ranks. `to` and `of` have the
     number of rows for each rank."""
     options = AllToAllOptions()

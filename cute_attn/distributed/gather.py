@@ -142,11 +142,13 @@ def forward(
 def backward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, sink: Tensor | None, options: Options, used: Used | None = None,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None, after_ring: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries. `kept` are
-    the gathered keys of the forward."""
+    the gathered keys of the forward. With `after_ring`, the forward was by hops and kept none."""
     few = route.few if route.few is not None and route.few.takes(k, v) else None
+    if after_ring:
+        few = None
     keys = _Keys(route, group, (k, v)) if few is None else None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
