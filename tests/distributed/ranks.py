@@ -232,8 +232,11 @@ def growth(args: dict[str, Any], do: Tensor, modes: Sequence[str], steps: int) -
     return last.grew(half) if grew else ""
 
 
-def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) -> list[Tensor]:
-    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again."""
+def wrapped(
+    args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int
+) -> tuple[list[Tensor], list[list[str]]]:
+    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again; and
+    the operations of each compiled graph."""
     import cute_attn
 
     plan = plan_of("zigzag", mode, None, seqlen=seqlen)
@@ -242,16 +245,22 @@ def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) 
         o, _ = cute_attn.flash_attn_func(q * 2.0, k, v.sin(), causal=True, cp=plan)
         return o.cos() * 0.5
 
+    graphs: list[list[str]] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append([node.name for node in module.graph.nodes if node.op.startswith("call")])
+        return module.forward
+
     leaves = [plan.shard(args[name]).clone().requires_grad_() for name in ("q", "k", "v")]
     with kernels(emulated=False):
         if way == "compile":
-            o = torch.compile(layer, backend="eager")(*leaves)
+            o = torch.compile(layer, backend=backend)(*leaves)
         elif way == "checkpoint":
             o = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
         else:
             o = layer(*leaves)
         o.backward(plan.shard(do))
-    return [o.detach(), *(x.grad for x in leaves)]
+    return [o.detach(), *(x.grad for x in leaves)], graphs
 
 
 DELTA_TOKENS = ("q", "k", "v", "g", "beta")
