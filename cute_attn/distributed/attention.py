@@ -148,7 +148,7 @@ def attend(
         NotImplementedError: an argument of `unsupported` is given, or the mode takes no such call.
     """
     grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
+        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, learnable_sink)
     )
     key = None
     if not unsupported and seqused_q is seqused_k is None:
@@ -195,7 +195,7 @@ def _key(tensors: tuple[Any, ...], sink: Any, *options: Any) -> tuple[Any, ...] 
     arguments that a key cannot hold. Keys are compared with ==, and True == 1 == 1.0."""
     given = tensors if sink is None else (*tensors, sink)
     for x in given:
-        if type(x) not in PLAIN or x.is_nested or x.is_neg():
+        if type(x) not in PLAIN or x.is_nested or x.is_neg() or x._is_zerotensor():
             return None
     if forward_ad._current_level >= 0 or dispatch_mode_depth() or _interpreter() is not None:
         return None

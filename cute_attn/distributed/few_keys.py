@@ -20,6 +20,9 @@ from .layout import Layout, Needs, Range, shared_rows
 
 MOST_BYTES = 2**24  # of the keys that a rank sends or gathers; a pass over them takes about 10 us
 
+_OPTIONS = AllToAllOptions()
+_OPTIONS.asyncOp = True  # beside the kernels of the current stream
+
 
 class FewKeys:
     """Rows of gathered keys, in the order of the ranks that hold the keys.
@@ -131,12 +134,10 @@ def exchange_rows(
 ) -> Messages:
     """Start to send rows to all ranks, and to receive rows of all ranks. `to` and `of` have the
     number of rows for each rank."""
-    options = AllToAllOptions()
-    options.asyncOp = True
     on_host = sent.device.type == "cpu"
     if on_host:  # gloo supports few dtypes
         sent, memory = sent.view(torch.uint8), memory.view(torch.uint8)
-    work = group.alltoall_base(memory, sent, of, to, options)
+    work = group.alltoall_base(memory, sent, of, to, _OPTIONS)
     return Messages([work], (sent, memory), on_host=on_host)
 
 
