@@ -228,13 +228,13 @@ def _backward(
     batch, rows, _heads, _ = q.shape
     if len(of.rectangles) == 1 and counts is None:
         (r,) = of.rectangles
-        queries = slice(r.q, r.q_end)
-        call = BackwardArguments(
-            q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
-            do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
-            **shared,
-        )  # fmt: skip
-        return r, call, None
+        if (r.q, r.q_end) != (0, rows):  # a slice costs the host time
+            queries = slice(r.q, r.q_end)
+            q, o, do, lse = q[:, queries], o[:, queries], do[:, queries], lse[..., queries]
+            dlse = None if dlse is None else dlse[..., queries]
+        if (r.k, r.k_end) != (0, k.shape[1]):
+            k, v = k[:, r.k : r.k_end], v[:, r.k : r.k_end]
+        return r, BackwardArguments(q, k, v, o, do, lse, dlse, **shared), None
     sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
     flat_lse, flat_dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     assert flat_lse is not None

@@ -1,9 +1,8 @@
 """The exchange of few keys, such as the keys in reach of a short window.
 
 Such calls are short, so the host's time counts rather than bytes. K and V of a key are adjacent
-columns of one row of memory, and one collective call exchanges the rows of all ranks. A rank's own
-keys pass through it too. The gathered keys are kept for the backward, which so receives no keys
-again.
+columns of one row of memory, and one collective call exchanges the rows of all ranks. The gathered
+keys are kept for the backward, which so receives no keys again.
 """
 
 from __future__ import annotations
@@ -20,19 +19,28 @@ from .layout import Layout, Needs, Range, shared_rows
 
 MOST_BYTES = 2**24  # of the keys that a rank sends or gathers; a pass over them takes about 10 us
 
+_Part = tuple[Range, bool, Range]
+
 _OPTIONS = AllToAllOptions()
 _OPTIONS.asyncOp = True  # beside the kernels of the current stream
 
 
 class FewKeys:
-    """Rows of gathered keys, in the order of the ranks that hold the keys.
+    """Rows of gathered keys, in the order of the ranks that hold the keys, and after these the rows
+    of messages to other ranks.
+
+    If no rank gathers keys of a later rank, a rank's own keys are the last gathered rows, and the
+    rank copies them there. Otherwise the own keys pass through the collective call too.
 
     Attributes:
-        received: for each rank, how many gathered keys it holds.
-        shown: for each rank, how many of this rank's keys it gathers.
-        most_rows: the most rows that a rank sends or gathers.
+        rows, shown_rows: the number of gathered rows, and of the rows of messages.
+        copied: the number of own keys that the rank copies.
+        received: for each rank, how many rows it sends to this rank.
+        shown: for each rank, how many rows this rank sends to it.
+        most_rows: the most rows that a rank has.
         batches: the parts of gradients of this rank's keys, in the order in which they are added:
-            keys, and their rows in a message. No keys of a batch overlap.
+            keys, whether the part is a message, and its rows in the message, or else in the copied
+            rows. No keys of a batch overlap.
     """
 
     def __init__(self, layout: Layout, rank: int, needs: tuple[Needs, ...]) -> None:
@@ -40,18 +48,26 @@ class FewKeys:
         held, world = layout.ranges, range(layout.world)
         rows = [[shared_rows(held[of], needs[to].ranges)[0] for to in world] for of in world]
         counts = [[_count(x) for x in of_rank] for of_rank in rows]
-        self.received = [counts[of][rank] for of in world]
-        self.shown = counts[rank]
-        self.most_rows = max(*map(sum, counts), *map(sum, zip(*counts, strict=True)))
-        self.rows_shown, self.rows = sum(self.shown), sum(self.received)
-        self._packed = [row for ranges in rows[rank] for a, b in ranges for row in range(a, b)]
+        copies = not any(counts[of][to] for of in world for to in range(of))
+        self.rows = sum(counts[of][rank] for of in world)
+        self.most_rows = max(sum(counts[of][to] + counts[to][of] for of in world) for to in world)
+        self.copied = counts[rank][rank] if copies else 0
+        sent = {to: rows[rank][to] for to in world if to != rank or not copies}
+        self.received = [counts[of][rank] if of != rank or not copies else 0 for of in world]
+        self.shown = [_count(sent.get(to, ())) for to in world]
+        self.shown_rows = sum(self.shown)
+        packed = [*(rows[rank][rank] if copies else ()), *(x for of in sent.values() for x in of)]
+        self._packed = [row for a, b in packed for row in range(a, b)]
         self._index: dict[torch.device, Tensor] = {}
-        own = [(rank, x) for x in rows[rank][rank]]
-        others = [(to, x) for to in world if to != rank for x in rows[rank][to]]
-        firsts = list(accumulate(self.shown, initial=0))
-        self.batches = _disjoint(
-            [(x, (firsts[to], firsts[to] + x[1] - x[0])) for to, x in own + others]
-        )
+        parts: list[_Part] = []
+        ends = [0, *accumulate(self.shown)]
+        if copies:
+            ends[rank] = 0  # in the copied rows
+        for to in sorted(world, key=lambda to: to != rank):
+            for start, end in rows[rank][to]:
+                first, ends[to] = ends[to], ends[to] + end - start
+                parts.append(((start, end), to in sent, (first, ends[to])))
+        self.batches = _disjoint(parts)
 
     @classmethod
     def of(cls, layout: Layout, rank: int, needs: tuple[Needs, ...]) -> FewKeys | None:
@@ -61,7 +77,7 @@ class FewKeys:
             return None
         for of_rank in needs:
             found = [x for ranges in layout.ranges for x in shared_rows(ranges, of_rank.ranges)[1]]
-            if len(found) > layout.world or any(a[1] != b[0] for a, b in pairwise(found)):
+            if any(a[1] != b[0] for a, b in pairwise(found)):
                 return None
         return cls(layout, rank, needs)
 
@@ -73,19 +89,22 @@ class FewKeys:
         return self.most_rows * columns * k.element_size() <= MOST_BYTES
 
     def gather(self, group: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Messages]:
-        """Start to exchange keys. Returns memory of the gathered keys, `[rows, columns of K and
-        V]`, and the messages."""
+        """Start to exchange keys. Returns memory of all rows, `[rows, columns of K and V]`, and the
+        messages."""
         _, rows, heads, dim = k.shape
         sizes = heads * dim, heads * v.shape[3]
-        sent = k.new_empty(self.rows_shown, sum(sizes))
-        if self.rows_shown:
+        memory = k.new_empty(self.rows + self.shown_rows, sum(sizes))
+        received = self.rows - self.copied
+        if self._packed:
             index = self._index.get(k.device)
             if index is None:
                 index = self._index[k.device] = torch.tensor(self._packed).to(k.device)
-            for x, to in zip((k, v), sent.split_with_sizes(sizes, 1), strict=True):
+            packed = memory[received:].split_with_sizes(sizes, 1)
+            for x, to in zip((k, v), packed, strict=True):
                 torch.index_select(x.reshape(rows, -1), 0, index, out=to)
-        memory = sent.new_empty(self.rows, sent.shape[1])
-        return memory, exchange_rows(group, sent, self.shown, memory, self.received)
+        return memory, exchange_rows(
+            group, memory[self.rows :], self.shown, memory[:received], self.received
+        )
 
     def keys(self, memory: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The gathered K and V, `[1, rows, heads, dim]`; k and v are the rank's own."""
@@ -99,9 +118,9 @@ class FewKeys:
 
     def give_back(
         self, group: Any, gathered: list[Tensor] | None, like: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Messages]:
-        """Start to send gradients of gathered keys to the ranks that hold the keys. Returns memory
-        of the parts of this rank's gradients, and the messages.
+    ) -> tuple[tuple[Tensor, Tensor], Messages]:
+        """Start to send gradients of gathered keys to the ranks that hold the keys. Returns the
+        parts of this rank's gradients: of copied rows, and memory of messages; and the messages.
 
         Args:
             gathered: dK and dV in float32; None without gathered keys.
@@ -111,20 +130,25 @@ class FewKeys:
         if gathered is None:
             sent = like[0].new_empty(0, columns, dtype=torch.float32)
         else:
-            sent = torch.cat([x.flatten(2)[0] for x in gathered], 1)
-        parts = sent.new_empty(self.rows_shown, columns)
-        return parts, exchange_rows(group, sent, self.received, parts, self.shown)
+            sent = torch.cat([x.view(self.rows, -1) for x in gathered], 1)
+        parts = sent.new_empty(self.shown_rows, columns)
+        copied = self.rows - self.copied
+        messages = exchange_rows(group, sent[:copied], self.received, parts, self.shown)
+        return (sent[copied:], parts), messages
 
-    def add(self, parts: Tensor, sums: list[Tensor], out: tuple[Tensor, Tensor]) -> None:
+    def add(
+        self, parts: tuple[Tensor, Tensor], sums: list[Tensor], out: tuple[Tensor, Tensor]
+    ) -> None:
         """Write the sums of all parts of this rank's dK and dV to `out`: first `sums`, then the
         rank's part of gathered keys, then the other parts by rank. `sums` are overwritten."""
         if self.batches:
-            of_sums = [x.flatten(2)[0] for x in sums]
-            of_parts = parts.split_with_sizes([x.shape[1] for x in of_sums], 1)
+            of_sums = [x.view(x.shape[1], -1) for x in sums]
+            sizes = [x.shape[1] for x in of_sums]
+            of_parts = [x.split_with_sizes(sizes, 1) for x in parts]
             for batch in self.batches:
                 torch._foreach_add_(
-                    [x[a:b] for (a, b), _ in batch for x in of_sums],
-                    [x[a:b] for _, (a, b) in batch for x in of_parts],
+                    [x[a:b] for (a, b), _, _ in batch for x in of_sums],
+                    [x[a:b] for _, sent, (a, b) in batch for x in of_parts[sent]],
                 )
         torch._foreach_copy_(list(out), sums)
 
@@ -145,12 +169,12 @@ def _count(ranges: tuple[Range, ...]) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def _disjoint(parts: list[tuple[Range, Range]]) -> list[list[tuple[Range, Range]]]:
-    """Parts in the same order, in batches in which no two first ranges overlap."""
-    found: list[list[tuple[Range, Range]]] = []
+def _disjoint(parts: list[_Part]) -> list[list[_Part]]:
+    """Parts in the same order, in batches in which no two ranges of keys overlap."""
+    found: list[list[_Part]] = []
     for part in parts:
-        (start, end), _ = part
-        if not found or any(start < b and a < end for (a, b), _ in found[-1]):
+        start, end = part[0]
+        if not found or any(start < b and a < end for (a, b), *_ in found[-1]):
             found.append([])
         found[-1].append(part)
     return found

@@ -63,10 +63,10 @@ from ...kernels.attention.statistics import (
     num_tiles,
     padded_rows,
 )
-from ...settings import settings
+from ...settings import on_reload, settings
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
-from ..operator import Operator
+from ..operator import MOST_READY, Operator
 from .arguments import (
     MAX_SEQLEN,
     Arguments,
@@ -272,6 +272,9 @@ def _parts_with_ds(x: _Sizes, splits: int) -> Parts:
     )
 
 
+_SCALARS = BackwardArguments._fields.index("softmax_scale")
+
+
 class _Ready(NamedTuple):
     """Loaded kernels (None for kernels that are not needed), and values that all calls with one key
     share."""
@@ -403,7 +406,31 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
+    def __init__(self) -> None:
+        super().__init__()
+        # All that `key` of a call on a GPU without lengths depends on -> the key. Calls of a model
+        # are few, and `key` takes longer than a launch.
+        self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        on_reload(self._keys.clear)
+
     def key(self, a: BackwardArguments) -> tuple[Any, ...]:
+        if not a.q.is_cuda or not (
+            a.cu_seqlens_q is a.cu_seqlens_k is a.seqused_q is a.seqused_k is None
+        ):
+            return self._key(a)
+        call = (
+            a.q.shape, a.k.shape, a.v.shape, a.q.dtype, a.q.get_device(), a.dlse is None,
+            None if a.learnable_sink is None else a.learnable_sink.dtype,
+            torch.are_deterministic_algorithms_enabled(), a[_SCALARS:],
+        )  # fmt: skip
+        found = self._keys.get(call)
+        if found is None:
+            if len(self._keys) >= MOST_READY:
+                self._keys.clear()
+            found = self._keys[call] = self._key(a)
+        return found
+
+    def _key(self, a: BackwardArguments) -> tuple[Any, ...]:
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         parts = a.parts
         return (
