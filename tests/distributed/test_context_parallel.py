@@ -308,6 +308,7 @@ def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
         assert graphs == ([["mul", "sin"], ["cos", "mul"]] if way == "compile" else [])
 
 
+@pytest.mark.slow
 def test_nothing_grows(two: Ranks) -> None:
     args, do, _ = inputs((10,), heads_k=2)
     modes = ("gather", "ring", "heads")
