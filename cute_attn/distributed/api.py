@@ -16,6 +16,9 @@ from .delta import chunk_delta_rule
 from .layout import Layout, Range
 from .plan import Plan, compare
 
+# A graph break: torch.compile cannot trace messages. The wrapper costs time in each call.
+attend_in_graph = torch.compiler.disable(attend)
+
 LayoutOf = str | Sequence[Sequence[Range]]
 
 
@@ -25,8 +28,6 @@ class ContextParallel(Plan):
     `Plan` describes the attributes.
     """
 
-    # A graph break: torch.compile cannot trace messages.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attention over ranks. The public functions call this method if they get `cp`.
 
@@ -39,7 +40,8 @@ class ContextParallel(Plan):
         Returns:
             The pair (o, lse) of this rank's queries.
         """
-        return attend(self, q, k, v, **options)
+        run = attend_in_graph if torch.compiler.is_dynamo_compiling() else attend
+        return run(self, q, k, v, **options)
 
     # A graph break: torch.compile cannot trace messages.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,32 +12,40 @@ from torch.autograd.function import once_differentiable
 from .. import launch
 from ..kernels.attention.heuristics import has_fused_dq
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
-from ..ops.attention.arguments import Arguments, check_scalars, check_values
+from ..ops.attention.arguments import Arguments, check_values
 from ..ops.checks import check_tensors, is_int
+from ..ops.operator import PLAIN, dispatch_mode_depth, forward_ad
 from . import gather, ring
 from .calls import Options
 from .choose import Shape, choose
 from .gather import Route
-from .heads import swapped
+from .heads import Swap, swapped
 from .layout import Window
 from .plan import Plan
 from .used import Used, takes
 
+MOST_CALLS = 1024  # calls of a plan that are kept, which numbers in keys would let grow forever
+_interpreter = torch._C._functorch.peek_interpreter_stack
 
-class Run(NamedTuple):
-    """A call over the ranks that split tokens: the plan of the exchange, and the options."""
 
-    plan: Plan
-    options: Options
-    mode: str
-    need_lse: bool
-    whole: bool  # whether ranks gather whole sequences
+class Run:
+    """A call over the ranks that split tokens: the plan of the exchange, and the options.
 
-    @property
+    Attributes:
+        whole: whether ranks gather whole sequences.
+    """
+
+    def __init__(
+        self, plan: Plan, options: Options, mode: str, need_lse: bool, whole: bool
+    ) -> None:
+        self.plan, self.options, self.mode, self.need_lse = plan, options, mode, need_lse
+        self.whole = whole
+
+    @cached_property
     def route(self) -> Route:
         return self.plan.route(self.options.window, whole=self.whole)
 
-    @property
+    @cached_property
     def hops(self) -> ring.Ring:
         return self.plan.ring(self.options.window.right == 0)
 
@@ -49,11 +58,28 @@ class Run(NamedTuple):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, used: Used | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """o, lse, and gathered keys for the backward."""
         tensors = q, k, v, sink, self.options, self.need_lse
         if self.mode == "ring":
-            return ring.forward(self.hops, self.plan.group, *tensors)
+            return *ring.forward(self.hops, self.plan.group, *tensors), None
         return gather.forward(self.route, self.plan.group, *tensors, used)
+
+
+class Call(NamedTuple):
+    """How calls run whose arguments have been checked, and are equal on all ranks.
+
+    Attributes:
+        options: as for the kernels.
+        swap: the exchange of tokens for heads before and after the call; None: no exchange.
+        run: the call over the ranks that split tokens; None: a rank then has all tokens.
+        grad: whether a backward follows.
+    """
+
+    options: Options
+    swap: Swap | None
+    run: Run | None
+    grad: bool
 
 
 class _Attention(torch.autograd.Function):
@@ -63,15 +89,15 @@ class _Attention(torch.autograd.Function):
         used_q: Tensor | None, used_k: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.run, ctx.used = run, used_q is not None or used_k is not None
-        o, lse = run.forward(q, k, v, sink, Used(used_q, used_k) if ctx.used else None)
-        ctx.save_for_backward(q, k, v, o, lse, sink, used_q, used_k)
+        o, lse, kept = run.forward(q, k, v, sink, Used(used_q, used_k) if ctx.used else None)
+        ctx.save_for_backward(q, k, v, o, lse, sink, kept, used_q, used_k)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, o, lse, sink, *used = ctx.saved_tensors
+        q, k, v, o, lse, sink, kept, *used = ctx.saved_tensors
         run: Run = ctx.run
         if do is None:
             do = torch.zeros_like(o)
@@ -81,8 +107,9 @@ class _Attention(torch.autograd.Function):
             found = ring.backward(run.hops, run.plan.group, *tensors)
         else:
             found = gather.backward(
-                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None
-            )
+                run.route, run.plan.group, *tensors, Used(*used) if ctx.used else None, kept,
+                run.mode == "ring",
+            )  # fmt: skip
         return (*found, None, None, None)
 
 
@@ -120,16 +147,25 @@ def attend(
         ValueError: a tensor does not fit the plan, or ranks call with different arguments.
         NotImplementedError: an argument of `unsupported` is given, or the mode takes no such call.
     """
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, learnable_sink)
+    )
+    key = None
+    if not unsupported and seqused_q is seqused_k is None:
+        key = _key(
+            (q, k, v), learnable_sink, packed, softmax_scale, causal, window_size, softcap,
+            deterministic, scheduler, return_lse, batch_invariant, grad,
+        )  # fmt: skip
+        call = plan.calls.get(key)
+        if call is not None:
+            return _run(plan, call, q, k, v, learnable_sink, return_lse, None)
     for name, value in unsupported.items():
         if value is not None:
             raise NotImplementedError(f"{name} is given with cp, which has no {name}")
     window = _window(causal, window_size)
     _check(plan, q, k, v, packed)
-    _check_values(plan, q, k, v, window, softmax_scale, learnable_sink, softcap, scheduler)
+    _check_values(q, k, v, window, softmax_scale, learnable_sink, softcap, scheduler)
     used = _used(plan, q, seqused_q, seqused_k)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
-    )
     plan.agree(
         (
             ("batch", 1 if packed else q.shape[0]),
@@ -146,55 +182,99 @@ def attend(
         )
     )
     options = Options(window, softmax_scale, softcap, scheduler, deterministic, batch_invariant)
-    if packed:
+    call = _call(plan, q, k, v, options, return_lse, grad, used)
+    if key is not None:
+        if len(plan.calls) >= MOST_CALLS:
+            plan.calls.clear()
+        plan.calls[key] = call
+    return _run(plan, call, q, k, v, learnable_sink, return_lse, used)
+
+
+def _key(tensors: tuple[Any, ...], sink: Any, *options: Any) -> tuple[Any, ...] | None:
+    """All that the checks of a call depend on; None for tensors that may intercept a call, and for
+    arguments that a key cannot hold. Keys are compared with ==, and True == 1 == 1.0."""
+    given = tensors if sink is None else (*tensors, sink)
+    for x in given:
+        if type(x) not in PLAIN or x.is_nested or x.is_neg() or x._is_zerotensor():
+            return None
+    if forward_ad._current_level >= 0 or dispatch_mode_depth() or _interpreter() is not None:
+        return None
+    key = (
+        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in given],
+        sink is None,
+        options,
+        *map(type, options),
+        *map(type, options[3] if type(options[3]) is tuple else ()),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _call(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, grad: bool,
+    used: Used | None,
+) -> Call:  # fmt: skip
+    """Choose the mode of a call with checked arguments."""
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    batch = 1 if plan.packed else q.shape[0]
+    shape = _shape(plan, batch, heads, heads_k, (q.shape[-1], v.shape[-1]), options, grad)
+    mode = plan.mode or choose(shape, mesh=plan.by_heads > 1)
+    if used is not None and plan.mode is None and not takes(*options.window):
+        # With other numbers of heads, or with a mesh, `_over_tokens` refuses the call.
+        mode = "gather" if heads % plan.world or heads_k % plan.world else "heads"
+    swap = plan.swap if plan.by_heads > 1 else plan.all_heads if mode == "heads" else None
+    if swap is None:
+        return Call(options, None, _over_tokens(plan, options, mode, return_lse, grad, used), grad)
+    ranks = len(swap.rows)
+    for name, number in (("q", heads), ("k", heads_k)):
+        if number % ranks:
+            raise NotImplementedError(
+                f"{name} has {number} heads for {ranks} ranks: an exchange of heads needs a "
+                f"multiple of {ranks}; take mode 'gather' or 'ring', or another mesh"
+            )
+    run = None
+    if plan.by_heads > 1 and plan.by_tokens > 1:
+        run = _over_tokens(plan, options, mode, return_lse, grad, used)
+    return Call(options, swap, run, grad)
+
+
+def _run(
+    plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    return_lse: bool, used: Used | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run a call. If the call exchanges tokens for heads, ranks do so before and after."""
+    if plan.packed:
         q, k, v = q[None], k[None], v[None]
-    o, lse = _by_heads(plan, q, k, v, learnable_sink, options, return_lse, grad, used)
-    if packed:
+    swap, run = call.swap, call.run
+    if swap is not None:
+        if sink is not None:
+            sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
+        q, k, v = swapped(swap, q, k, v, to_heads=True)
+    if run is None:
+        o, lse = _whole(plan, q, k, v, sink, call.options, return_lse, used)
+    elif call.grad:
+        o, lse = _Attention.apply(q, k, v, sink, run, *(used or (None, None)))
+    else:
+        o, lse, _ = run.forward(q, k, v, sink, used)
+    if not return_lse:
+        lse = None
+    if swap is not None:
+        if lse is None:
+            (o,) = swapped(swap, o, to_heads=False)
+        else:
+            o, lse = swapped(swap, o, lse.transpose(1, 2)[..., None], to_heads=False)
+            lse = lse[..., 0].transpose(1, 2)
+    if plan.packed:
         return o[0], None if lse is None else lse[0]
     return o, lse
 
 
-def _by_heads(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
-    return_lse: bool, grad: bool, used: Used | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention on 4-dimensional tensors. If the mode or the mesh asks for it, ranks exchange
-    tokens for heads before and after."""
-    mode = plan.mode or choose(_shape(plan, q, k, v, options, grad), mesh=plan.by_heads > 1)
-    if used is not None and plan.mode is None and not takes(*options.window):
-        # With other numbers of heads, or with a mesh, `_by_tokens` refuses the call.
-        mode = "gather" if q.shape[2] % plan.world or k.shape[2] % plan.world else "heads"
-    if plan.by_heads > 1:
-        swap = plan.swap
-    elif mode == "heads":
-        swap = plan.all_heads
-    else:
-        return _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad, used)
-    ranks = len(swap.rows)
-    for name, heads in (("q", q.shape[2]), ("k", k.shape[2])):
-        if heads % ranks:
-            raise NotImplementedError(
-                f"{name} has {heads} heads for {ranks} ranks: an exchange of heads needs a "
-                f"multiple of {ranks}; take mode 'gather' or 'ring', or another mesh"
-            )
-    if sink is not None:
-        sink = sink[swap.heads(swap.rank, q.shape[2])].contiguous()
-    q, k, v = swapped(swap, q, k, v, to_heads=True)
-    if plan.by_heads > 1 and plan.by_tokens > 1:
-        o, lse = _by_tokens(plan, q, k, v, sink, options, mode, return_lse, grad, used)
-    else:
-        o, lse = _whole(plan, q, k, v, sink, options, return_lse, used)
-    if lse is None:
-        (o,) = swapped(swap, o, to_heads=False)
-        return o, None
-    o, lse = swapped(swap, o, lse.transpose(1, 2)[..., None], to_heads=False)
-    return o, lse[..., 0].transpose(1, 2)
-
-
-def _by_tokens(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: Options,
-    mode: str, return_lse: bool, grad: bool, used: Used | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _over_tokens(
+    plan: Plan, options: Options, mode: str, return_lse: bool, grad: bool, used: Used | None
+) -> Run:
     window = options.window
     if used is not None and not takes(*window):
         raise NotImplementedError(
@@ -203,12 +283,7 @@ def _by_tokens(
         )
     by_hops = mode == "ring" and window.left is None and window.right in (None, 0) and used is None
     whole = used is not None and not used.equal
-    run = Run(plan, options, "ring" if by_hops else "gather", return_lse or grad, whole)
-    if grad:
-        o, lse = _Attention.apply(q, k, v, sink, run, *(used or (None, None)))
-    else:
-        o, lse = run.forward(q, k, v, sink, used)
-    return o, lse if return_lse else None
+    return Run(plan, options, "ring" if by_hops else "gather", return_lse or grad, whole)
 
 
 def _whole(
@@ -232,19 +307,22 @@ def _whole(
     return o[None], None if lse is None else lse[None]
 
 
-def _shape(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, grad: bool) -> Shape:
+def _shape(
+    plan: Plan, batch: int, heads: int, heads_k: int, dims: tuple[int, int], options: Options,
+    grad: bool,
+) -> Shape:  # fmt: skip
+    """What the choice of a mode depends on. `dims` are head_dim and head_dim_v."""
     window = options.window
-    batch, whole = q.shape[0], window.left is None and window.right in (None, 0)
+    whole = window.left is None and window.right in (None, 0)
     pairs = sum(n * n for n in plan.lengths) // (2 if window.right == 0 else 1)
     return Shape(
         plan.by_tokens,
         -(-plan.layout.total // plan.by_tokens) * batch,
         plan.received(window) * batch if whole else 0,
         pairs // plan.by_tokens * batch,
-        q.shape[2] // plan.by_heads,
-        k.shape[2] // plan.by_heads,
-        q.shape[3],
-        v.shape[3],
+        heads // plan.by_heads,
+        heads_k // plan.by_heads,
+        *dims,
         not whole,
         grad,
     )
@@ -287,7 +365,7 @@ def _used(plan: Plan, q: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | N
 
 
 def _check_values(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, window: Window, softmax_scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, window: Window, softmax_scale: float | None,
     sink: Tensor | None, softcap: float, scheduler: str | None,
 ) -> None:  # fmt: skip
     """Raise what a call on one GPU raises, before the first message: other ranks would wait for a
@@ -297,12 +375,7 @@ def _check_values(
         q, k, v, softmax_scale=softmax_scale, window_left=window.left, window_right=window.right,
         learnable_sink=sink, softcap=softcap, scheduler=scheduler,
     )  # fmt: skip
-    check_scalars(a)
-    given = check_tensors({"q": q, "k": k, "v": v}, {"learnable_sink": sink})
-    called = "values", *((x.shape, x.dtype) for x in given.values())
-    if called not in plan.agreed:
-        check_values(a, given)
-        plan.agreed.add(called)
+    check_values(a, check_tensors({"q": q, "k": k, "v": v}, {"learnable_sink": sink}))
 
 
 def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

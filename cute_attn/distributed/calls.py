@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from ..ops.attention.arguments import Arguments
 from ..ops.attention.backward import BACKWARD, BackwardArguments
+from ..ops.attention.call import attend as attend_with
 from ..ops.attention.partial import attend_partial
 from .layout import Pass, Rectangle, Window
 
@@ -106,35 +106,35 @@ def attend(
 ) -> None:  # fmt: skip
     """Write out and lse of the pass's queries; other rows keep their values. With `counts`, rows
     of queries that are not used are undefined."""
-    shared: dict[str, Any] = {
-        **_shared(of, options),
-        "batch_invariant": options.batch_invariant,
-        "learnable_sink": sink,
-        "return_lse": lse is not None,
-    }
+    left, right = of.window
+    scale, cap, scheduler = options.softmax_scale, options.softcap, options.scheduler
+    invariant, need_lse = options.batch_invariant, lse is not None
     if len(of.rectangles) == 1 and counts is None:
         ((first, end, first_k, end_k),) = of.rectangles
-        queries, keys = slice(first, end), slice(first_k, end_k)
-        _, found = flash_attn_func(
-            q[:, queries], k[:, keys], v[:, keys], out=out[:, queries], **shared
-        )
-        if lse is not None and found is not None:
-            lse[..., first:end].copy_(found)
+        if (first, end) != (0, q.shape[1]):
+            q, out = q[:, first:end], out[:, first:end]
+            lse = None if lse is None else lse[..., first:end]
+        if (first_k, end_k) != (0, k.shape[1]):
+            k, v = k[:, first_k:end_k], v[:, first_k:end_k]
+        attend_with(
+            q, k, v, out, None, None, None, None, None, None, None, None, None, None, scale, False,
+            left, right, sink, cap, scheduler, 1, need_lse, False, invariant, lse,
+        )  # fmt: skip
         return
     batch, rows, heads, _ = q.shape
     sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
-    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-    _, found = flash_attn_varlen_func(
-        flat_q,
-        flat_k,
-        flat_v,
-        out=out.view(batch * rows, *out.shape[2:]),
-        **sequences._asdict(),
-        **shared,
-    )
-    if lse is not None and found is not None:
+    # The kernel writes lse in place if no other rows keep their values.
+    whole = sequences.seqused_q is None
+    given = lse[0] if lse is not None and batch == 1 and whole else None
+    _, found = attend_with(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.view(-1, *out.shape[2:]),
+        sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.max_seqlen_q,
+        sequences.max_seqlen_k, sequences.seqused_q, sequences.seqused_k, None, None, None, None,
+        scale, False, left, right, sink, cap, scheduler, 1, need_lse, False, invariant, given,
+    )  # fmt: skip
+    if lse is not None and found is not None and given is None:
         by_batch = found.view(heads, batch, rows).transpose(0, 1)
-        _copy(of, lse, by_batch, -1, whole=sequences.seqused_q is None)
+        _copy(of, lse, by_batch, -1, whole=whole)
 
 
 def attend_in_float32(
@@ -228,13 +228,13 @@ def _backward(
     batch, rows, _heads, _ = q.shape
     if len(of.rectangles) == 1 and counts is None:
         (r,) = of.rectangles
-        queries = slice(r.q, r.q_end)
-        call = BackwardArguments(
-            q[:, queries], k[:, r.k : r.k_end], v[:, r.k : r.k_end], o[:, queries],
-            do[:, queries], lse[..., queries], None if dlse is None else dlse[..., queries],
-            **shared,
-        )  # fmt: skip
-        return r, call, None
+        if (r.q, r.q_end) != (0, rows):  # a slice costs the host time
+            queries = slice(r.q, r.q_end)
+            q, o, do, lse = q[:, queries], o[:, queries], do[:, queries], lse[..., queries]
+            dlse = None if dlse is None else dlse[..., queries]
+        if (r.k, r.k_end) != (0, k.shape[1]):
+            k, v = k[:, r.k : r.k_end], v[:, r.k : r.k_end]
+        return r, BackwardArguments(q, k, v, o, do, lse, dlse, **shared), None
     sequences = packed(of, batch, rows, k.shape[1], q.device, counts)
     flat_lse, flat_dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
     assert flat_lse is not None

@@ -317,8 +317,7 @@ def chunk_delta_rule(
         *options.values(), initial_state is not None, grad,
     )  # fmt: skip
     if called not in run.held.checked:
-        if plan.tokens:
-            rule.operator._validate(_plain(run, given, options))
+        rule.operator._validate(_plain(run, given, options))
         plan.agree(
             (
                 ("batch", batch),

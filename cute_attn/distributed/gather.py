@@ -20,6 +20,7 @@ from torch import Tensor
 from ..ops.attention.arguments import readable_or_copied
 from .calls import Counts, Options, attend, gradients
 from .exchange import Messages, Rows, beside, copy_rows, event, flat, send, wait_for
+from .few_keys import FewKeys
 from .layout import Layout, Needs, Pass, Window, shared_rows
 from .used import Used, UsedRows
 
@@ -34,12 +35,15 @@ class Route:
             no such rows.
         sent: other rank -> the rows of this rank's keys that the other rank gathers.
         received: other rank -> the rows of gathered keys that the other rank sends.
+        few: the exchange of these keys for calls with few keys; None: there is no such exchange.
     """
 
     def __init__(self, layout: Layout, rank: int, window: Window, *, whole: bool = False) -> None:
         """`whole` is as for `Layout.needs`."""
         self.layout, self.held = layout, layout.ranges[rank]
-        self.needs: Needs = layout.needs(rank, window, whole=whole)
+        needs = tuple(layout.needs(other, window, whole=whole) for other in range(layout.world))
+        self.needs: Needs = needs[rank]
+        self.few = FewKeys.of(layout, rank, needs)
         self._used: dict[Any, UsedRows] = {}
         self.rows = sum(end - start for start, end in self.needs.ranges)
         self.own: tuple[Rows, Rows] | None = None
@@ -50,9 +54,7 @@ class Route:
                 held, gathered = shared_rows(layout.ranges[rank], self.needs.ranges)
                 self.own = (Rows(held), Rows(gathered)) if held else None
                 continue
-            rows, _ = shared_rows(
-                layout.ranges[rank], layout.needs(other, window, whole=whole).ranges
-            )
+            rows, _ = shared_rows(layout.ranges[rank], needs[other].ranges)
             if rows:
                 self.sent[other] = Rows(rows)
             _, rows = shared_rows(layout.ranges[other], self.needs.ranges)
@@ -101,12 +103,27 @@ class _Keys:
         return self.rows
 
 
+class _FewKeys:
+    """The gathered K and V of few keys. The constructor starts the messages."""
+
+    def __init__(self, few: FewKeys, group: Any, own: tuple[Tensor, Tensor]) -> None:
+        self.few, self.own = few, own
+        self.memory, self.messages = few.gather(group, *own)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """K and V, for later work of the current stream."""
+        self.messages.wait()
+        return self.few.keys(self.memory, *self.own)
+
+
 def forward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
     options: Options, need_lse: bool, used: Used | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(o, lse) of the rank's queries."""
-    keys = _Keys(route, group, (k, v))
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(o, lse) of the rank's queries, and gathered keys that the backward takes, if they are few
+    and there are any."""
+    few = route.few if route.few is not None and route.few.takes(k, v) else None
+    keys = _Keys(route, group, (k, v)) if few is None else _FewKeys(few, group, (k, v))
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32) if need_lse else None
@@ -119,15 +136,20 @@ def forward(
     for of in route.needs.remote.forward:
         counts = route.counts(of, used, seen_k, local=False)
         attend(of, q, seen_k, seen_v, out, lse, sink, options, counts)
-    return out, lse
+    return out, lse, keys.memory if isinstance(keys, _FewKeys) and route.rows else None
 
 
 def backward(
     route: Route, group: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, sink: Tensor | None, options: Options, used: Used | None = None,
+    kept: Tensor | None = None, after_ring: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries."""
-    keys = _Keys(route, group, (k, v))
+    """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries. `kept` are
+    the gathered keys of the forward. With `after_ring`, the forward was by hops and kept none."""
+    few = route.few if route.few is not None and route.few.takes(k, v) else None
+    if after_ring:
+        few = None
+    keys = _Keys(route, group, (k, v)) if few is None else None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dsink = None if sink is None else torch.zeros_like(sink)
@@ -145,16 +167,35 @@ def backward(
         if dsink is not None and of_sink is not None:
             dsink.add_(of_sink)
 
-    if route.needs.local.backward:
-        own_k, own_v = readable_or_copied(k), readable_or_copied(v)
-        for of in route.needs.local.backward:
-            add(local, of, own_k, own_v)
-    seen_k, seen_v = keys.wait()
-    for of in route.needs.remote.backward:
-        add(gathered, of, seen_k, seen_v)
+    def add_local() -> None:
+        if route.needs.local.backward:
+            own_k, own_v = readable_or_copied(k), readable_or_copied(v)
+            for of in route.needs.local.backward:
+                add(local, of, own_k, own_v)
+
+    if few is None:
+        assert keys is not None
+        add_local()
+        seen_k, seen_v = keys.wait()
+        for of in route.needs.remote.backward:
+            add(gathered, of, seen_k, seen_v)
+        if first:
+            dq.zero_()
+        _return(route, group, local, gathered.values(seen_k, seen_v), (dk, dv))
+        return dq, dk, dv, dsink
+    # The keys are here already, so their gradients return beside the local calls.
+    of_keys = None
+    if kept is not None:
+        seen_k, seen_v = few.keys(kept, k, v)
+        for of in route.needs.remote.backward:
+            add(gathered, of, seen_k, seen_v)
+        of_keys = gathered.values(seen_k, seen_v)
+    parts, messages = few.give_back(group, of_keys, (k, v))
+    add_local()
     if first:
         dq.zero_()
-    _return(route, group, local, gathered.values(*keys.rows), (dk, dv))
+    messages.wait()
+    few.add(parts, local.values(k, v), (dk, dv))
     return dq, dk, dv, dsink
 
 

@@ -47,6 +47,7 @@ class Plan:
         self.token_rank = dist.get_rank(group)
         self.head_rank = 0 if heads_group is None else dist.get_rank(heads_group)
         self.agreed: set[Any] = set()
+        self.calls: dict[Any, Any] = {}  # see `attention.Call`
         self._routes: dict[tuple[Window, bool], Route] = {}
         self._rings: dict[bool, Ring] = {}
         self.kept: dict[Any, Any] = {}  # what other modules compute once for a plan

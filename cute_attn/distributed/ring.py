@@ -46,6 +46,11 @@ class Ring:
         # rank's keys that the queries of the rank `targets[hop]` see; (0, 0) for none.
         self.targets = [(rank + hop) % layout.world for hop in range(layout.world)]
         self.seen = [keys_of(passes) for passes in self.hops]
+        # The calls of each hop, whose keys are rows of `seen`.
+        self.of_seen = [
+            tuple(_moved(of, first) for of in passes)
+            for passes, (first, _) in zip(self.hops, self.seen, strict=True)
+        ]
         self.shown = [keys_of(layout.hop(target, rank, causal)) for target in self.targets]
 
 
@@ -57,39 +62,50 @@ def keys_of(passes: tuple[Pass, ...]) -> Range:
     return min(r.k for r in rectangles), max(r.k_end for r in rectangles)
 
 
+def _moved(of: Pass, first: int) -> Pass:
+    """The pass if rows of keys count from `first`."""
+    rectangles = [r._replace(k=r.k - first, k_end=r.k_end - first) for r in of.rectangles]
+    return Pass(tuple(rectangles), of.window)
+
+
 class _Hops:
-    """K and V of every hop in turn."""
+    """K and V of every hop in turn. Received K and V share one buffer, so they go on as one
+    message."""
 
     def __init__(self, ring: Ring, group: Any, k: Tensor, v: Tensor) -> None:
         self.ring, self.group = ring, group
-        most = max(ring.rows)
-        buffers = min(BUFFERS, ring.world - 1)
-        self.memory = [
-            [x.new_empty(x.shape[0] * most, *x.shape[2:]) for x in (k, v)] for _ in range(buffers)
-        ]
+        self.rows_of = [x.shape[2:] for x in (k, v)]
+        self.columns = [x.shape[2] * x.shape[3] for x in (k, v)]
+        most = k.shape[0] * max(ring.rows) * sum(self.columns)
+        self.memory = [k.new_empty(most) for _ in range(min(BUFFERS, ring.world - 1))]
         self.keys: list[list[Tensor]] = [[k, v]]
+        self.sent: list[Tensor] = []  # the messages of the next hop, without the first hop's
         self.begin = event(k.device)
         self.computed: list[Any] = []  # after each hop's kernels, an event
         self.messages: list[Messages] = []
 
     def start(self, hop: int) -> None:
         """Start to receive the keys of a hop, beside the kernels of the previous hop."""
-        if hop >= self.ring.world:
+        world, rank = self.ring.world, self.ring.rank
+        if hop >= world:
             return
-        rows, batch = self.ring.rows[hop], self.keys[0][0].shape[0]
-        memory = self.memory[hop % len(self.memory)]
-        into = [x[: batch * rows].unflatten(0, (batch, rows)) for x in memory]
+        batch, rows = self.keys[0][0].shape[0], self.ring.rows[hop]
+        sizes = [batch * rows * columns for columns in self.columns]
+        flat = self.memory[hop % len(self.memory)][: sum(sizes)]
+        parts = zip(flat.split_with_sizes(sizes), self.rows_of, strict=True)
+        into = [x.view(batch, rows, *shape) for x, shape in parts]
         # The kernels of hop `reader` were the last to read this buffer. Hop 0 reads no buffer.
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin
-        with beside(into[0].device, after):
+        with beside(flat.device, after):
             if self.messages:
                 self.messages[-1].wait()
-            before = [x.contiguous() for x in self.keys[hop - 1]]
-            world, rank = self.ring.world, self.ring.rank
-            sent = send(self.group, {(rank + 1) % world: before}, {(rank - 1) % world: into})
+            before = self.sent or [x.contiguous() for x in self.keys[0]]
+            received = into if hop == 1 else [flat]
+            sent = send(self.group, {(rank + 1) % world: before}, {(rank - 1) % world: received})
         self.messages.append(sent)
         self.keys.append(into)
+        self.sent = [flat]
 
     def wait(self, hop: int) -> list[Tensor]:
         if hop:
@@ -272,12 +288,9 @@ def _hop(
     dlse: Tensor | None, options: Options, sums: list[_Sums], halves: list[tuple[slice, slice]],
 ) -> list[Tensor]:  # fmt: skip
     """Add the parts of dQ of a hop. Return dK and dV of the hop's keys."""
-    first, _ = ring.seen[hop]
     k, v = keys
     parts: list[Tensor] = []
-    for of in ring.hops[hop]:
-        moved = [r._replace(k=r.k - first, k_end=r.k_end - first) for r in of.rectangles]
-        of = Pass(tuple(moved), of.window)
+    for of in ring.of_seen[hop]:
         rows, dq, *found, _ = float32_gradients(of, q, k, v, o, lse, do, dlse, None, options)
         for (heads, _), of_half in zip(halves, sums, strict=True):
             of_half.add_queries((rows.q, rows.q_end), dq[:, :, heads])

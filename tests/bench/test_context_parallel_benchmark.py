@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from cute_attn.bench.__main__ import main
+from cute_attn.bench.attention import context_parallel
 from cute_attn.bench.attention.context_parallel import MODES, Case, cases, takes
 
 
@@ -37,6 +41,38 @@ def test_modes_take_cases_whose_heads_they_can_share_out() -> None:
     few = case._replace(heads_k=2)
     assert [mode for mode in MODES if takes(few, mode, 4)] == ["gather", "ring", "mesh"]
     assert not takes(case, "mesh", 2)
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, seconds: float = 1.0, **options: Any) -> list[Any]:
+    """(case, mode) of each row of a table whose cases take `seconds` each."""
+    now = [0.0]
+
+    def rows(case: Any, modes: tuple[str, ...] = ("states",), *_: Any) -> Iterator[Any]:
+        now[0] += seconds
+        yield from ((getattr(case, "name", "decode"), mode) for mode in modes)
+
+    monkeypatch.setattr(context_parallel.time, "time", lambda: now[0])
+    monkeypatch.setattr(context_parallel, "measured", rows)
+    monkeypatch.setattr(context_parallel, "decoded", lambda *_: rows(None, ("calls",)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return list(context_parallel.table(tiny=True, short=False, **options))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_chosen_modes_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rows_of(monkeypatch, modes=("ring", "chosen"), budget=1e9)
+    names = ["GQA", "window", "documents"]
+    chosen = [*((name, "chosen") for name in names), ("decode", "calls")]
+    assert found == [*chosen, *((name, "ring") for name in names)]
+    assert rows_of(monkeypatch, modes=("chosen",), budget=1e9, wanted=("ind", "deco")) == [
+        ("window", "chosen"), ("decode", "calls"),
+    ]  # fmt: skip
+
+
+def test_no_case_begins_that_would_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(rows_of(monkeypatch, modes=("chosen",), budget=2.5)) == 2
 
 
 @pytest.mark.slow

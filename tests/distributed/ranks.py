@@ -10,17 +10,21 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.checkpoint
 from torch import Tensor
+
+from ..growth import Held
 
 INPUTS = ("q", "k", "v", "learnable_sink")
 
@@ -191,8 +195,48 @@ def attention(
     return found
 
 
-def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) -> list[Tensor]:
-    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again."""
+def growth(args: dict[str, Any], do: Tensor, modes: Sequence[str], steps: int) -> str:
+    """What this process holds more after `steps` steps of each mode than after half of them. No
+    kernel runs."""
+    import cute_attn
+    from cute_attn import launch
+
+    plans = [plan_of("zigzag", mode, None, seqlen=2 * args["q"].shape[1]) for mode in modes]
+    leaves = [args[name].clone().requires_grad_() for name in ("q", "k", "v")]
+
+    def no_kernel(*_: Any) -> Callable[..., None]:  # a Mock would keep each call
+        return lambda *_: None
+
+    def step() -> None:
+        with cute_attn.emulated("sm_90a"), mock.patch.object(launch, "get_for", no_kernel):
+            for plan in plans:
+                for window in ((None, 0), (5, 0)):
+                    o, _ = cute_attn.flash_attn_func(*leaves, window_size=window, cp=plan)
+                    torch.autograd.grad(o, leaves, do)
+
+    for _ in range(steps // 2):
+        step()
+    tracemalloc.start()
+    try:
+        Held.now()  # the first may import modules
+        half = Held.now()
+        for _ in range(steps // 2):
+            step()
+        # An object, or 100 bytes of a line, for each step.
+        last = Held.now()
+    finally:
+        tracemalloc.stop()
+    lines = {name: n for name, n in (last.lines - half.lines).items() if n >= 50 * steps}
+    objects = {name: n for name, n in (last.objects - half.objects).items() if n >= steps // 2}
+    grew = last.tensors - half.tensors or lines or objects
+    return last.grew(half) if grew else ""
+
+
+def wrapped(
+    args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int
+) -> tuple[list[Tensor], list[list[str]]]:
+    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again; and
+    the operations of each compiled graph."""
     import cute_attn
 
     plan = plan_of("zigzag", mode, None, seqlen=seqlen)
@@ -201,16 +245,22 @@ def wrapped(args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int) 
         o, _ = cute_attn.flash_attn_func(q * 2.0, k, v.sin(), causal=True, cp=plan)
         return o.cos() * 0.5
 
+    graphs: list[list[str]] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append([node.name for node in module.graph.nodes if node.op.startswith("call")])
+        return module.forward
+
     leaves = [plan.shard(args[name]).clone().requires_grad_() for name in ("q", "k", "v")]
     with kernels(emulated=False):
         if way == "compile":
-            o = torch.compile(layer, backend="eager")(*leaves)
+            o = torch.compile(layer, backend=backend)(*leaves)
         elif way == "checkpoint":
             o = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
         else:
             o = layer(*leaves)
         o.backward(plan.shard(do))
-    return [o.detach(), *(x.grad for x in leaves)]
+    return [o.detach(), *(x.grad for x in leaves)], graphs
 
 
 DELTA_TOKENS = ("q", "k", "v", "g", "beta")

@@ -300,10 +300,19 @@ def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
     """torch.compile breaks its graph at the call, and activation checkpointing calls twice."""
     args, do, _ = inputs((22,), dim=256, heads_k=2)
     shared: dict[str, Any] = {"args": args, "do": do, "mode": mode, "seqlen": 22}
-    for plain, other in zip(
+    for (plain, _), (other, graphs) in zip(
         *(two.call("wrapped", way=x, **shared) for x in ("", way)), strict=True
     ):
         assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
+        # The layer's operations before and after the call are compiled.
+        assert graphs == ([["mul", "sin"], ["cos", "mul"]] if way == "compile" else [])
+
+
+@pytest.mark.slow
+def test_nothing_grows(two: Ranks) -> None:
+    args, do, _ = inputs((10,), heads_k=2)
+    modes = ("gather", "ring", "heads")
+    assert two.call("growth", args=args, do=do, modes=modes, steps=8) == ["", ""]
 
 
 @settings(max_examples=100 if FULL else 12, deadline=None)

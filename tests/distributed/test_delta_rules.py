@@ -297,6 +297,26 @@ def test_wrong_arguments_are_named(alone: Any) -> None:
         assert message in str(raised.value)
 
 
+def test_a_rank_without_tokens_checks_arguments(alone: Any) -> None:
+    """Such a rank launches no kernel, and refuses what other ranks refuse."""
+    plan = context_parallel(seqlen=0)
+    args = Case(SMALL_BF16, (8,)).arguments("cpu")
+    for name in ("q", "k", "v", "g", "beta"):
+        args[name] = args[name][:, :0]
+    with cute_attn.emulated("sm_90a"):
+        o, _ = cute_attn.chunk_kda(**{**args, "cp": plan})
+        assert o.shape == args["v"].shape
+        for changes, error, message in (
+            ({"v": args["v"].float()}, TypeError, "v has dtype torch.float32"),
+            ({"beta": args["beta"][:, :, :1]}, ValueError, "beta has shape [1, 0, 1], must be"),
+            ({"A_log": args["A_log"][:1]}, ValueError, "A_log has shape [1], must have HV = 2"),
+            ({"scale": "1"}, TypeError, "scale must be a float, got str"),
+        ):
+            with pytest.raises(error) as raised:
+                cute_attn.chunk_kda(**{**args, "cp": plan, **changes})
+            assert message in str(raised.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "listed"])
 @pytest.mark.parametrize("lengths", [(20,), (1, 0, 13, 2, 9)], ids=str)

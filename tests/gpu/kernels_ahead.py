@@ -65,7 +65,7 @@ def without_messages(rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a group, in which no messages arrive."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from cute_attn.distributed import api, exchange, gather, heads, plan, ring, spans
+    from cute_attn.distributed import api, exchange, few_keys, gather, heads, plan, ring, spans
 
     def send(*_: Any) -> exchange.Messages:
         return exchange.Messages([], None)
@@ -75,6 +75,7 @@ def without_messages(rank: int, world: int) -> Iterator[None]:
         with ExitStack() as patches:
             for module in (gather, heads, plan, ring, spans):
                 patches.enter_context(mock.patch.object(module, "send", send))
+            patches.enter_context(mock.patch.object(few_keys, "exchange_rows", send))
             for module in (api, plan):
                 patches.enter_context(mock.patch.object(module, "compare"))
             yield

@@ -18,10 +18,12 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,7 +101,7 @@ def tiny_cases(world: int) -> tuple[Case, ...]:
     )
 
 
-DECODE_KEYS = 2**18
+DECODE_KEYS, DECODE_KEYS_OF_TINY = 2**18, 64
 DECODE_SHARE = 0.85  # W ranks decode 0.85 W times as fast as one
 
 
@@ -248,7 +250,7 @@ def decoded(
                 calls = {name: replays(call) for name, call in calls.items()}
             times = clock.times(calls, 0.03)
             yield {
-                "case": f"decode, {keys // 1024}k keys",
+                "case": decode_name(keys),
                 "mode": mode,
                 "gpus": world,
                 "base_ms": times["base"] / world,
@@ -257,6 +259,10 @@ def decoded(
                 **dict.fromkeys(("base_both_ms", "both_ms", "share_of_ideal_both")),
                 **dict.fromkeys(("forward_peak_mib", "both_peak_mib")),
             }
+
+
+def decode_name(keys: int) -> str:
+    return f"decode, {keys // 1024}k keys"
 
 
 def replays(call: Callable[[], Any]) -> Callable[[], None]:
@@ -270,31 +276,52 @@ def replays(call: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def table(modes: tuple[str, ...], *, tiny: bool, short: bool, budget: float) -> Iterator[Row]:
-    """All rows, on every rank. No case begins after `budget` seconds."""
+def table(
+    modes: tuple[str, ...], *, tiny: bool, short: bool, budget: float, wanted: tuple[str, ...] = ()
+) -> Iterator[Row]:
+    """All rows, on every rank: first the chosen mode of each case, delta rules and decode, then
+    other modes. No case begins that would, if it takes as long as the longest case so far, end
+    after `budget` seconds.
+
+    Args:
+        wanted: only cases whose name contains one of these words; all cases without words.
+    """
     import torch
     import torch.distributed as dist
 
     begin, world = time.time(), dist.get_world_size()
     device = torch.device("cpu") if tiny else torch.device("cuda", torch.cuda.current_device())
-
-    def late() -> bool:
-        """Whether rank 0 says that the budget is spent."""
-        found = torch.tensor([float(time.time() - begin > budget)], device=device)
-        dist.broadcast(found, 0)
-        return bool(found.item())
-
     todo = tiny_cases(world) if tiny else cases(world)
-    for case in todo[: 1 if short else None]:
-        if late():
+    of_deltas = () if tiny else delta_rules_over_ranks.cases(world)
+    keys = DECODE_KEYS_OF_TINY if tiny else DECODE_KEYS
+    last = 1 if short else None
+    parts: list[tuple[str, Callable[[], Iterator[Row]]]] = []
+    first = modes[:1] if "chosen" not in modes else ("chosen",)
+    for names in (first, tuple(mode for mode in modes if mode not in first)):
+        if names:
+            parts += [(case.name, partial(measured, case, names, device)) for case in todo[:last]]
+        if names == first:
+            for delta_case in of_deltas[:last]:
+                rows = partial(delta_rules_over_ranks.measured, delta_case, Clock(device))
+                parts.append((delta_case.name, partial(_one, rows)))
+            shape = (64, 2, 1, 64) if tiny else ()
+            parts.append((decode_name(keys), partial(decoded, device, *shape)))
+    longest = 0.0
+    for name, rows_of in parts:
+        if wanted and not any(word in name for word in wanted):
+            continue
+        now = time.time()
+        # Rank 0 says whether the budget is spent, so all ranks agree.
+        late = torch.tensor([float(now - begin + longest > budget)], device=device)
+        dist.broadcast(late, 0)
+        if late.item():
             return
-        yield from measured(case, modes, device)
-    for delta_case in () if tiny else delta_rules_over_ranks.cases(world)[: 1 if short else None]:
-        if late():
-            return
-        yield delta_rules_over_ranks.measured(delta_case, Clock(device))
-    if not late():
-        yield from decoded(device, *((64, 2, 1, 64) if tiny else ()))
+        yield from rows_of()
+        longest = max(longest, time.time() - now)
+
+
+def _one(row: Callable[[], Row]) -> Iterator[Row]:
+    yield row()
 
 
 def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any]) -> None:
@@ -359,7 +386,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--budget", type=float, default=600.0, metavar="SECONDS",
-        help="begin no case after so many seconds",
+        help="begin no case that would probably end after so many seconds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="WORD",
+        help="only cases whose name contains one of these words, such as window, chunk or decode",
     )  # fmt: skip
     parser.add_argument(
         "--tiny", action="store_true",
@@ -369,26 +400,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     import torch
-    from torch.multiprocessing.spawn import spawn
 
     gpus = torch.cuda.device_count()
     options = {
         "modes": tuple(args.modes), "tiny": args.tiny, "short": args.short, "budget": args.budget,
+        "wanted": tuple(args.cases),
     }  # fmt: skip
     started = "RANK" in os.environ  # by torchrun
     world = int(os.environ["WORLD_SIZE"]) if started else 2 if args.tiny else gpus
     if not args.tiny and (world < 2 or not gpus):
         raise Unavailable(f"{gpus} GPUs and {world} processes, and context parallelism needs 2")
-    with tempfile.TemporaryDirectory() as folder:
-        file = str(Path(folder) / "rows.json")
-        if started:
-            rank = int(os.environ["RANK"])
-            worker(rank, world, 0, file, options)
-            if rank:
-                raise SystemExit(0)
-        else:
-            spawn(worker, (world, free_port(), file, options), nprocs=world)
-        rows: list[Row] = json.loads(Path(file).read_text())
+    with tempfile.TemporaryDirectory() as folder, _ends_by_exception():
+        path = Path(folder) / "rows.json"
+        try:
+            if started:
+                rank = int(os.environ["RANK"])
+                worker(rank, world, 0, str(path), options)
+                if rank:
+                    raise SystemExit(0)
+            else:
+                _spawn(world, str(path), options)
+        except Exception as error:  # what has run is reported
+            if not path.exists():
+                raise
+            print(f"ended early: {type(error).__name__}: {error}", flush=True)
+        if not path.exists():
+            raise Unavailable(f"no case has one of the words {args.cases} in its name")
+        rows: list[Row] = json.loads(path.read_text())
     args.tag = "-".join(filter(None, (args.tag, f"{world}-gpus")))  # a file for each number
     return Report(
         benchmark="context-parallel",
@@ -398,6 +436,38 @@ def run(args: argparse.Namespace) -> Report:
         rows=rows,
         verdicts=[] if args.tiny else list(_verdicts(rows, world)),
     )
+
+
+def _spawn(world: int, file: str, options: dict[str, Any]) -> None:
+    """Run the ranks, which end with this function."""
+    from torch.multiprocessing.spawn import spawn
+
+    ranks = spawn(worker, (world, free_port(), file, options), nprocs=world, join=False)
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.terminate()
+
+
+class _Ended(Exception):
+    """The process got SIGTERM, as from `timeout`."""
+
+
+@contextlib.contextmanager
+def _ends_by_exception() -> Iterator[None]:
+    """Within it, SIGTERM raises an exception."""
+
+    def end(*_: Any) -> None:
+        raise _Ended("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _verdicts(rows: list[Row], world: int) -> list[Verdict]:

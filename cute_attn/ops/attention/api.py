@@ -289,12 +289,14 @@ def _over_ranks(
         causal=causal, deterministic=deterministic, return_lse=return_lse,
         batch_invariant=batch_invariant,
     )  # fmt: skip
+    if num_splits not in (0, 1):
+        unsupported["num_splits"] = num_splits
     found: tuple[Tensor, Tensor | None] = cp.attend(
         q, k, v, packed=packed, softmax_scale=softmax_scale, causal=bool(causal),
         window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
         deterministic=deterministic, scheduler=scheduler, return_lse=bool(return_lse),
         batch_invariant=batch_invariant, seqused_q=used[0], seqused_k=used[1],
-        unsupported={**unsupported, "num_splits": None if num_splits in (0, 1) else num_splits},
+        unsupported={name: x for name, x in unsupported.items() if x is not None},
     )  # fmt: skip
     return found
 

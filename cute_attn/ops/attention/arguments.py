@@ -216,6 +216,8 @@ def with_strides_for_tma(x: Tensor) -> Tensor:
 
 def readable_or_copied(x: Tensor) -> Tensor:
     """x, or a view or copy of x that kernels can read in place."""
+    if x.is_contiguous() and not (x.shape[-1] % _vector(x) or x.data_ptr() % ALIGNMENT):
+        return x  # the usual case
     if not has_readable_strides(x):
         return x.contiguous()
     if x.data_ptr() % ALIGNMENT:

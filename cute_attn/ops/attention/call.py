@@ -59,8 +59,10 @@ def attend(
     return_lse: Any,
     deterministic: bool,
     batch_invariant: Any,
+    given_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The public functions, with the arguments of both operators."""
+    """The public functions, with the arguments of both operators. `given_lse` is memory for lse,
+    with any strides, of a call with `out` and `return_lse`."""
     # One test costs a dense call less than a test for each argument.
     dense = (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is max_seqlen_q
@@ -144,7 +146,9 @@ def attend(
                         else empty_o(q, columns) if columns
                         else _empty_like(q, memory_format=_contiguous)
                     )  # fmt: skip
-                    lse = empty_lse(q) if return_lse else None
+                    lse = given_lse
+                    if lse is None and return_lse:
+                        lse = empty_lse(q)
                     if combine is None:
                         written, of_lse, sink = o, lse, learnable_sink
                     else:
@@ -192,7 +196,7 @@ def attend(
     if not usual and (plain or not is_dynamo_compiling()):
         check_scalars(a)
     if out is not None:
-        return _attend_into(a, out, plain, plan)
+        return _attend_into(a, out, plain, plan, given_lse)
     if not plain:
         result: tuple[Tensor, Tensor | None] = FORWARD.routed(*a)
         return result
@@ -203,10 +207,9 @@ def attend(
 
 
 def _attend_into(
-    a: Arguments, out: Tensor, plain: bool, plan: tuple[Any, ...] | None
+    a: Arguments, out: Tensor, plain: bool, plan: tuple[Any, ...] | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    lse = None
-    if a.return_lse is not False:
+    if lse is None and a.return_lse is not False:
         check_flags(return_lse=a.return_lse)
         if a.return_lse:
             # An invalid q is refused, or handles the call, below.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ..checks import (
-    check_contiguous,
     check_dtype,
     check_dtypes_are,
     check_not_expanded,
@@ -79,7 +78,6 @@ class Into(Attention[IntoArguments]):
         check_strides(given, ("out",))
         if "lse" in given:
             check_dtype("lse", given["lse"], ("float32",))
-            check_contiguous(given, ("lse",))
 
     def check_memory(self, a: IntoArguments) -> None:
         super().check_memory(a)
