@@ -79,18 +79,18 @@ def test_fused_causal_groups_are_split_where_it_was_the_fastest(
 ) -> None:
     """16k tokens on an H100, see docs/log/sm90_backward.md. Splits made no
     dense call faster by more than noise."""
-    for right, ordered, expected in ((0, False, in_any_order), (0, True, in_order)):
+    for order, expected in (("any", in_any_order), ("alternating", in_order)):
         assert expected == splits(
-            seqlen, heads=heads, heads_k=heads_k, batch=16384 // seqlen, window_right=right,
-            clusters=132, ordered=ordered, **FUSED[head_dim],
+            seqlen, heads=heads, heads_k=heads_k, batch=16384 // seqlen, window_right=0,
+            clusters=132, order=order, **FUSED[head_dim],
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("order", ["any", "rising"])
 @pytest.mark.parametrize("seqlen", [512, 4096, 16384])
-def test_fused_dense_groups_that_fill_the_gpu_are_not_split(seqlen: int, ordered: bool) -> None:
+def test_fused_dense_groups_that_fill_the_gpu_are_not_split(seqlen: int, order: str) -> None:
     found = splits(
-        seqlen, heads=16, heads_k=4, batch=16384 // seqlen, clusters=132, ordered=ordered,
+        seqlen, heads=16, heads_k=4, batch=16384 // seqlen, clusters=132, order=order,
         **FUSED[128],
     )  # fmt: skip
     assert found == 1
