@@ -423,7 +423,6 @@ bugs_of_an_edge(ordered, "dq", SHARED, ADD)
 bug_of_a_stage(ordered, "dq", SHARED, ADD)
 
 
-
 def bugs_of_an_order(planted: Planter) -> None:
     @planted("the staging is free before the addition has read it", "race")
     def _(p: Edged) -> Planted:

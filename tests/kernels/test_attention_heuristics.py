@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_attn.kernels.attention import configs
-from cute_attn.kernels.attention.heuristics import num_splits
+from cute_attn.kernels.attention.heuristics import fixed_order, fixed_orders, num_splits
 
 CLUSTERS = 37  # of four CTAs, on 148 SMs
 
@@ -114,3 +114,26 @@ def test_fused_groups_fill_an_idle_gpu() -> None:
 def test_tiles_of_few_rows_have_as_many_keys(row: configs.ForwardRow):
     """A row's bits would depend on the tile otherwise."""
     assert row.few is None or row.few.n == row.tile.n
+
+
+def order(head_dim: int, seqlen_q: int, group: int, **more: bool) -> str:
+    window = {"window_left": False, "window_right": True, "batch_invariant": False} | more
+    packed = window.pop("packed", False)
+    found = fixed_order(head_dim, packed=packed, seqlen_q=seqlen_q, group=group, **window)
+    assert found in fixed_orders(head_dim, **window)  # of which plans name the kernels
+    return found
+
+
+def test_orders_of_additions_are_those_that_were_the_fastest() -> None:
+    """See docs/log/sm90_backward.md."""
+    for head_dim in (64, 128):
+        assert order(head_dim, 2048, 8) == order(head_dim, 4096, 1) == "alternating"
+        assert order(head_dim, 4096, 8) == order(head_dim, 4096, 2) == "by_head"
+        assert order(head_dim, 4096, 8, packed=True) == "alternating"
+    assert [order(128, 16384, group) for group in (4, 8)] == ["by_head", "alternating"]
+    assert order(64, 16384, 4) == "alternating"
+
+
+@pytest.mark.parametrize("change", ["window_left", "batch_invariant", "window_right"])
+def test_only_causal_calls_have_other_orders_than_rising(change: str) -> None:
+    assert order(128, 4096, 8, **{change: change != "window_right"}) == "rising"

@@ -9,8 +9,8 @@ import pytest
 
 from cute_attn.kernels.attention.parts.visibility import Visibility
 from cute_attn.kernels.attention.parts.work import TileMap
-from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.kernels.attention.sm90.uses import FixedOrder, HeadsInside, QueryOrder, Walk
+from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.kernels.common.sequences import Sequences
 
 TILE_M, TILE_N = 64, 128

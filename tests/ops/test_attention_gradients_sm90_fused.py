@@ -128,8 +128,8 @@ def test_no_schedule_changes_a_bit_in_a_fixed_order(case: Case, order: str):
     args = case.arguments()
     do, dlse = Upstream(of_lse=True).gradients(args)
     with (
-        mock.patch.object(backward, "fixed_order", lambda *_, **__: order),
-        mock.patch.object(backward, "num_splits", lambda **_: 1),
+        mock.patch.object(backward, "fixed_order", return_value=order),
+        mock.patch.object(backward, "num_splits", return_value=1),
     ):
         for num_sms in (1, 2, 4):
             first = None

@@ -88,8 +88,8 @@ FIXED_ORDERS = {
     64: ((3072, 6144, 1 << 30, "by_head"),),
     128: ((3072, 6144, 1 << 30, "by_head"), (12288, 1 << 30, 4, "by_head")),
 }
-# The lag of `SplitCosts`, by order of additions: the share of its value. By a simulation, short_first
-# waits half as long as alternating.
+# By order of additions, the share of `SplitCosts.lag`. By a simulation, short_first waits half as
+# long as alternating.
 _LAGS = {"alternating": 1.0, "short_first": 0.5}
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
@@ -432,7 +432,8 @@ def fixed_orders(
     """The orders that `fixed_order` chooses from."""
     if window_left or not window_right or batch_invariant:
         return ("rising",)
-    return tuple(dict.fromkeys(("alternating", *(row[-1] for row in FIXED_ORDERS.get(head_dim, ())))))
+    rows = FIXED_ORDERS.get(head_dim, ())
+    return tuple(dict.fromkeys(("alternating", *(order for *_, order in rows))))
 
 
 def fixed_order(
