@@ -110,12 +110,12 @@ def time_in_order(name: str, tokens: int, heads: int, clusters: int) -> int:
 
 @pytest.mark.parametrize("of_cluster", [2, 4])
 def test_ctas_in_short_first_wait_only_at_the_start(of_cluster: int) -> None:
-    """One addition for each CTA of a K/V head before the last one."""
+    """At most one addition for each CTA of a K/V head before the last one."""
     blocks, groups, heads = 8, 2, 2
     call = blocks * TILE_N, groups * heads, heads * blocks // of_cluster
     even_share = groups * of_cluster * 4 * (blocks + 1)  # two tiles of queries to 128 keys
     waits = time_in_order("short_first", *call) - even_share
-    assert waits == blocks // of_cluster - 1
+    assert 0 < waits <= blocks // of_cluster - 1
     assert time_in_order("alternating", *call) - even_share > 2 * waits
 
 
