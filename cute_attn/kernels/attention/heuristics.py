@@ -80,14 +80,10 @@ LEAST_BOX_ROWS, BOX_STEP = 32, 16
 LEAST_PIECE = 512 * 1024
 
 # Fixed orders of additions for causal calls of several query heads to a K/V head, by head_dim and
-# mean queries of a sequence: from, below, the most query heads to a K/V head, the order. The first
-# row that fits counts; all other calls take "alternating". From docs/log/sm90_backward.md, on an
-# H100, 2026-11-26: by_head was 1.02 to 1.07 times as fast at 4096, and 1.04 to 1.07 times with 4
-# query heads to a K/V head at 16384 and head_dim 128.
-FIXED_ORDERS = {
-    64: ((3072, 6144, 1 << 30, "by_head"),),
-    128: ((3072, 6144, 1 << 30, "by_head"), (12288, 1 << 30, 4, "by_head")),
-}
+# queries of a sequence: from, below, the most query heads to a K/V head, the order. The first row
+# that fits counts; all other calls take "alternating". Measured on an H100, 2026-11-27, 16k tokens
+# (docs/log/sm90_backward.md): by_head was 1.02 to 1.16 times as fast at 4096, 1.04 times at 8192.
+FIXED_ORDERS = {64: ((3072, 12288, 1 << 30, "by_head"),)}
 # By order of additions, the share of `SplitCosts.lag`. By a simulation, short_first waits half as
 # long as alternating.
 _LAGS = {"alternating": 1.0, "short_first": 0.5}

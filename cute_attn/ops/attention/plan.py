@@ -280,7 +280,7 @@ def plan_attention_backward(
         short: True for sequences of at most 1024 queries on average, False for longer ones, None
             for both: these are two kernels on Hopper at head_dim 64 and 128.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on. On Hopper
-            at head_dim 64 and 128, causal calls take one of two kernels, by lengths and heads.
+            at head_dim 64, causal calls take one of two kernels, by their lengths and heads.
         batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
         float32_dq: whether dq is float32, as calls with `cp` in hops need it.
