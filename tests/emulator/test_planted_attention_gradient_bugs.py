@@ -4,8 +4,8 @@ each of them.
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
 "hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short", and two CTAs
-in "two". With at most two tiles of keys, sums of dQ have the same bits in any order. "ordered" is the
-kernel of head_dim 128 that adds in a fixed order.
+in "two". With at most two tiles of keys, sums of dQ have the same bits in any order. "ordered",
+"by_head" and "short_first" are kernels of head_dim 128 that add in a fixed order, see ORDER.
 """
 
 from __future__ import annotations
@@ -53,18 +53,21 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
+ORDER = {"ordered": "alternating", "by_head": "by_head", "short_first": "short_first"}
 HEAD_DIM = {
-    "dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128, "ordered": 128,
+    "dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128,
+    **dict.fromkeys(ORDER, 128),
 }  # fmt: skip  # by kernel
 KERNELS = tuple(HEAD_DIM)
-ADD_UP_DQ = ("fused", "hd128", "short", "two", "ordered")
+ADD_UP_DQ = ("fused", "hd128", "short", "two", *ORDER)
 # With one, the ring of K goes round.
-CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2, "ordered": 2}
+CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2} | dict.fromkeys(ORDER, 2)
 HEADS_K = 2
-# "ordered" has more tiles of keys than CTAs, and one query head to a K/V head: both CTAs add to a
-# sum on every schedule.
-QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2), "ordered": (200, 2)}
-KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700, "ordered": 400}
+# Kernels of a fixed order have more tiles of keys than CTAs, and one query head to a K/V head: both
+# CTAs add to a sum on every schedule.
+QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
+QUERIES_AND_HEADS |= dict.fromkeys(ORDER, (200, 2))
+KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700} | dict.fromkeys(ORDER, 400)
 PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
@@ -94,10 +97,10 @@ def early_release(p: Edged, release: int) -> str:
 
 
 def spec_of(name: str) -> Sm90BackwardSpec:
-    order = {"order": "alternating"} if name == "ordered" else {}
     spec = backward_spec(
-        ARCH, HEAD_DIM[name], of_keys=name != "dq", fused=name in ADD_UP_DQ, **PLAIN, **order
-    )
+        ARCH, HEAD_DIM[name], of_keys=name != "dq", fused=name in ADD_UP_DQ, **PLAIN,
+        order=ORDER.get(name, "any"),
+    )  # fmt: skip
     assert isinstance(spec, Sm90BackwardSpec)
     return replace(spec, tile_m=64) if name == "fused" else spec
 
@@ -149,7 +152,8 @@ def kernel(name: str, num_sms: int | None = None) -> tuple[Edged, Prepared]:
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-dq, dkdv, fused, hd128, short, two, ordered = (Planter(name) for name in KERNELS)
+dq, dkdv, fused, hd128, short, two, *in_order = (Planter(name) for name in KERNELS)
+ordered = in_order[0]
 of_keys = (dkdv, fused, hd128)
 add_up_dq = (fused, hd128)
 
@@ -420,33 +424,33 @@ bugs_of_an_edge(ordered, "dq", SHARED, ADD)
 bug_of_a_stage(ordered, "dq", SHARED, ADD)
 
 
-@ordered("the staging is free before the addition has read it", "race")
-def _(p: Edged) -> Planted:
-    return p.drop(*p.all(r"bulk\.wait_group\.read")), [*adds(p), *p.all(STAGE)]
+def bugs_of_an_order(planted: Planter) -> None:
+    @planted("the staging is free before the addition has read it", "race")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.all(r"bulk\.wait_group\.read")), [*adds(p), *p.all(STAGE)]
+
+    @planted("an addition is not counted", "deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.all(COUNTED)[-1:]), all_waits(p)
+
+    @planted("an addition is counted twice", "deadlock")
+    def _(p: Edged) -> Planted:
+        line = p.all(COUNTED)[-1]
+        return p.swap(line, r", (%r\d+|1);", ", 2;"), all_waits(p)
+
+    @planted("an addition counts without a release", "race")
+    def _(p: Edged) -> Planted:
+        line = p.all(COUNTED)[0]
+        return p.swap(line, "release", "relaxed"), [*adds(p), *p.all(STAGE)]
+
+    @planted("a count is read without an acquire", "race")
+    def _(p: Edged) -> Planted:
+        line = p.all(r"ld\.acquire")[0]
+        return p.swap(line, "acquire", "relaxed"), [*adds(p), *p.all(STAGE)]
 
 
-@ordered("an addition is not counted", "deadlock")
-def _(p: Edged) -> Planted:
-    return p.drop(*p.all(COUNTED)[-1:]), all_waits(p)
-
-
-@ordered("an addition is counted twice", "deadlock")
-def _(p: Edged) -> Planted:
-    line = p.all(COUNTED)[-1]
-    return p.swap(line, r", (%r\d+|1);", ", 2;"), all_waits(p)
-
-
-@ordered("an addition counts without a release", "race")
-def _(p: Edged) -> Planted:
-    line = p.all(COUNTED)[0]
-    return p.swap(line, "release", "relaxed"), [*adds(p), *p.all(STAGE)]
-
-
-@ordered("a count is read without an acquire", "race")
-def _(p: Edged) -> Planted:
-    line = p.all(r"ld\.acquire")[0]
-    return p.swap(line, "acquire", "relaxed"), [*adds(p), *p.all(STAGE)]
-
+for planted in in_order:
+    bugs_of_an_order(planted)
 
 # -- storing
 
@@ -613,7 +617,7 @@ for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [bug for planter in (dq, *of_keys, short, two, ordered) for bug in planter.bugs]
+BUGS = [bug for planter in (dq, *of_keys, short, two, *in_order) for bug in planter.bugs]
 
 
 @pytest.mark.slow
@@ -627,7 +631,7 @@ def test_the_kernel_is_clean(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two", "ordered"])
+@pytest.mark.parametrize("name", ["two", *ORDER])
 def test_no_cta_waits_for_one_that_has_not_started(name: str) -> None:
     """On one SM, the second begins when the first has ended."""
     _, prepare = kernel(name, num_sms=1)

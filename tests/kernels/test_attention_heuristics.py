@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_attn.kernels.attention import configs
-from cute_attn.kernels.attention.heuristics import num_splits
+from cute_attn.kernels.attention.heuristics import fixed_order, fixed_orders, num_splits
 
 CLUSTERS = 37  # of four CTAs, on 148 SMs
 
@@ -79,18 +79,18 @@ def test_fused_causal_groups_are_split_where_it_was_the_fastest(
 ) -> None:
     """16k tokens on an H100, see docs/log/sm90_backward.md. Splits made no
     dense call faster by more than noise."""
-    for right, ordered, expected in ((0, False, in_any_order), (0, True, in_order)):
+    for order, expected in (("any", in_any_order), ("alternating", in_order)):
         assert expected == splits(
-            seqlen, heads=heads, heads_k=heads_k, batch=16384 // seqlen, window_right=right,
-            clusters=132, ordered=ordered, **FUSED[head_dim],
+            seqlen, heads=heads, heads_k=heads_k, batch=16384 // seqlen, window_right=0,
+            clusters=132, order=order, **FUSED[head_dim],
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("order", ["any", "rising"])
 @pytest.mark.parametrize("seqlen", [512, 4096, 16384])
-def test_fused_dense_groups_that_fill_the_gpu_are_not_split(seqlen: int, ordered: bool) -> None:
+def test_fused_dense_groups_that_fill_the_gpu_are_not_split(seqlen: int, order: str) -> None:
     found = splits(
-        seqlen, heads=16, heads_k=4, batch=16384 // seqlen, clusters=132, ordered=ordered,
+        seqlen, heads=16, heads_k=4, batch=16384 // seqlen, clusters=132, order=order,
         **FUSED[128],
     )  # fmt: skip
     assert found == 1
@@ -114,3 +114,25 @@ def test_fused_groups_fill_an_idle_gpu() -> None:
 def test_tiles_of_few_rows_have_as_many_keys(row: configs.ForwardRow):
     """A row's bits would depend on the tile otherwise."""
     assert row.few is None or row.few.n == row.tile.n
+
+
+def order(head_dim: int, seqlen_q: int, group: int, **more: bool) -> str:
+    window = {"window_left": False, "window_right": True, "batch_invariant": False} | more
+    packed = window.pop("packed", False)
+    found = fixed_order(head_dim, packed=packed, seqlen_q=seqlen_q, group=group, **window)
+    assert found in fixed_orders(head_dim, **window)  # of which plans name the kernels
+    return found
+
+
+def test_orders_of_additions_are_those_that_were_the_fastest() -> None:
+    """See docs/log/sm90_backward.md."""
+    assert [order(64, length, 8) for length in (2048, 4096, 8192, 16384)] == [
+        "alternating", "by_head", "by_head", "alternating",
+    ]  # fmt: skip
+    assert order(64, 4096, 1) == order(64, 4096, 8, packed=True) == "alternating"
+    assert order(128, 4096, 8) == order(128, 16384, 4) == "alternating"
+
+
+@pytest.mark.parametrize("change", ["window_left", "batch_invariant", "window_right"])
+def test_only_causal_calls_have_other_orders_than_rising(change: str) -> None:
+    assert order(64, 4096, 8, **{change: change != "window_right"}) == "rising"

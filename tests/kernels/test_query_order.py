@@ -10,6 +10,7 @@ import pytest
 from cute_attn.kernels.attention.parts.visibility import Visibility
 from cute_attn.kernels.attention.parts.work import TileMap
 from cute_attn.kernels.attention.sm90.uses import FixedOrder, HeadsInside, QueryOrder, Walk
+from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.kernels.common.sequences import Sequences
 
 TILE_M, TILE_N = 64, 128
@@ -38,15 +39,19 @@ def steps(walk: Walk, group: int, tiles: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("order", [QueryOrder(), HeadsInside(), FixedOrder()], ids=type)
+@pytest.mark.parametrize(
+    ("order", "name"),
+    [(QueryOrder(), ""), (HeadsInside(), ""), *((FixedOrder(), name) for name in ORDERS)],
+    ids=str,
+)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("tokens", [640, 1000])
 def test_a_walk_takes_every_tile_of_every_head_once(
-    order: QueryOrder, group: int, tokens: int
+    order: QueryOrder, name: str, group: int, tokens: int
 ) -> None:
     tiles = tile_map(tokens, group)
-    if isinstance(order, FixedOrder):
-        tiles = tiles.ordered("alternating", CLUSTERS)
+    if name:
+        tiles = tiles.ordered(name, CLUSTERS)
     sees = Visibility(TILE_M, TILE_N, 1, None, 0)
     for block in range(int(tiles.blocks(tokens))):
         work = tiles.work(block, 2, 0)
@@ -54,7 +59,7 @@ def test_a_walk_takes_every_tile_of_every_head_once(
         found = steps(order.walk(tiles, work, first, end), group, end - first)
         heads = range(2 * group, 3 * group)
         assert sorted(found) == [(tile, head) for tile in range(first, end) for head in heads]
-        if group > 1 and type(order) is not QueryOrder:
+        if group > 1 and (type(order) is HeadsInside or name == "alternating"):
             of_tiles = [tile for tile, _ in found]
             assert of_tiles == sorted(of_tiles, reverse=2 * block < tiles.blocks(tokens))
 
@@ -85,6 +90,33 @@ def test_groups_in_halves_have_two_tiles_for_each_cluster(tokens: int, heads: in
     assert int(tiles.heads_at_once) == max(1, min(2 * CLUSTERS // blocks, heads))
     of_group = located[: int(tiles.heads_at_once) * blocks]
     assert [block for block, _ in of_group] == sorted(block for block, _ in of_group)
+
+
+def time_in_order(name: str, tokens: int, heads: int, clusters: int) -> int:
+    """The time of a call of four query heads to each K/V head. A tile of queries takes 1, and so
+    does an addition, until another CTA sees the addition."""
+    group, tiles = 4, tile_map(tokens, 4, heads).ordered(name, clusters)
+    sees = Visibility(TILE_M, TILE_N, 1, None, 0)
+    free, seen = [0] * clusters, dict[tuple[int, int], int]()
+    for number in range(int(tiles.count())):
+        _, block, head, _ = (int(x) for x in tiles.locate(number))
+        first, end = sees.query_tiles(block, tokens, tokens)
+        walk = FixedOrder().walk(tiles, tiles.work(block, head, 0), first, end)
+        cta = free.index(min(free))
+        for at in steps(walk, group, end - first):
+            free[cta] = seen[at] = max(free[cta], seen.get(at, 0)) + 1
+    return max(free)
+
+
+@pytest.mark.parametrize("of_cluster", [2, 4])
+def test_ctas_in_short_first_wait_only_at_the_start(of_cluster: int) -> None:
+    """At most one addition for each CTA of a K/V head before the last one."""
+    blocks, groups, heads = 8, 2, 2
+    call = blocks * TILE_N, groups * heads, heads * blocks // of_cluster
+    even_share = groups * of_cluster * 4 * (blocks + 1)  # two tiles of queries to 128 keys
+    waits = time_in_order("short_first", *call) - even_share
+    assert 0 < waits <= blocks // of_cluster - 1
+    assert time_in_order("alternating", *call) - even_share > 2 * waits
 
 
 def test_a_head_of_its_own_keeps_its_order() -> None:

@@ -174,7 +174,7 @@ def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(
 ) -> None:
     """So no tile waits for one that may not have started."""
     ordered = tile_map(True, 1, False, at_once=1, group=group).ordered(order, clusters)
-    sees = Visibility(4, TILE, 1, None, 0 if order == "alternating" else None)
+    sees = Visibility(4, TILE, 1, None, None if order == "rising" else 0)
     numbers = {
         tuple(map(int, ordered.locate(number)[1:])): number
         for number in range(int(ordered.count()))
@@ -187,12 +187,16 @@ def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(
         directions.add(falls)
         first, end = sees.visitors(tile, 20, 33)
         visitors = range(first, end)
-        places = [int(ordered.place(block, first, end, falls)) for block in visitors]
+        if order == "short_first":
+            blocks = int(ordered.blocks_of(33))
+            places = [int(ordered.place_in_parts(block, end, blocks)) for block in visitors]
+        else:
+            places = [int(ordered.place(block, first, end, falls)) for block in visitors]
         of_tile = [numbers[block, head, sequence] for block in visitors]
         assert places == [sorted(of_tile).index(number) for number in of_tile]
-    both = order == "alternating" and clusters < 40 and group == 1
-    assert directions == ({False, True} if both else {falls})
-    assert falls == (order == "alternating")  # the last group
+    alternates = order == "by_head" or (order == "alternating" and group == 1)
+    assert directions == ({False, True} if alternates and clusters < 40 else {falls})
+    assert falls == (order in ("alternating", "by_head"))  # the last group
 
 
 def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 
 from cute_attn.kernels.attention.configs import SM90, head_dims
+from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.ops.attention import backward
 
-from .attention_cases import CAUSAL, PLAIN, VARLEN, Case, Machine, Target, on_target
+from .attention_cases import CAUSAL, PLAIN, VARLEN, Case, Kind, Machine, Target, on_target
 from .attention_gradient_cases import (
     UPSTREAMS,
     Upstream,
@@ -106,3 +107,37 @@ def test_no_schedule_changes_a_bit_of_dk_and_dv(case: Case, upstream: Upstream):
         again = gradients(args, do, dlse, on=Machine(9, schedule, seed=7))
         assert same(first, again, "k", "v")
         assert_gradients_agree(args, again, do, dlse)
+
+
+USED = Kind(window_right=True, seqused_q=True, seqused_k=True)
+ORDERED_CASES = {
+    "more keys": Case(CAUSAL, lengths_q=(200,), lengths_k=(520,), group=2, seed=4),
+    "more queries": Case(CAUSAL, lengths_q=(500,), lengths_k=(390,), group=2, seed=5),
+    "packed": Case(VARLEN, lengths_q=(130, 0, 200), lengths_k=(300, 30, 260), group=2, seed=6),
+    "used": Case(
+        USED, lengths_q=(256, 256), lengths_k=(400, 400), unused_q=(0, 90), unused_k=(0, 170),
+        group=2, seed=7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize("case", ORDERED_CASES.values(), ids=ORDERED_CASES)
+def test_no_schedule_changes_a_bit_in_a_fixed_order(case: Case, order: str):
+    """Of a causal call; the orders of `heuristics.fixed_order`. The grid of a small GPU has fewer
+    CTAs than tiles of keys."""
+    args = case.arguments()
+    do, dlse = Upstream(of_lse=True).gradients(args)
+    with (
+        mock.patch.object(backward, "fixed_order", return_value=order),
+        mock.patch.object(backward, "num_splits", return_value=1),
+    ):
+        for num_sms in (1, 2, 4):
+            first = None
+            for schedule in ("adversarial", "random", "fair"):
+                machine = Machine(num_sms, schedule, seed=num_sms)
+                found = gradients(args, do, dlse, "static", machine, deterministic=True)
+                if first is None:
+                    first = found
+                    assert_gradients_agree(args, found, do, dlse)
+                assert same(first, found)

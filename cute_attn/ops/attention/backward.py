@@ -53,6 +53,7 @@ from ... import launch
 from ...kernels.attention import configs, ds_tiles, table
 from ...kernels.attention.heuristics import (
     Parts,
+    fixed_order,
     has_fused_dq,
     num_splits,
     parts_with_ds,
@@ -129,7 +130,7 @@ class BackwardArguments(NamedTuple):
         kept at once."""
         if self.batch_invariant:  # splits round otherwise, and so does a kept dS
             return Parts(1)
-        return _parts(self._sizes, adds_in_order(self))
+        return _parts(self._sizes, order_of_additions(self))
 
     @property
     def _sizes(self) -> _Sizes:
@@ -231,7 +232,7 @@ class _Sizes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(x: _Sizes, ordered: bool) -> Parts:
+def _parts(x: _Sizes, order: str) -> Parts:
     row = configs.backward("backward_fused" if x.fused else "backward_dkdv", x.arch, *x.dims)
     assert row.costs is not None
     (varlen_q, varlen_k), (left, right) = x.varlen, x.window
@@ -248,7 +249,7 @@ def _parts(x: _Sizes, ordered: bool) -> Parts:
         tile=row.tile[:2],
         costs=row.costs,
         most_splits=x.workspace_bytes // max(partial_bytes, 1) if x.fused else None,
-        ordered=x.fused and ordered,
+        order=order,
     )
     return _parts_with_ds(x, splits)
 
@@ -365,8 +366,7 @@ class Backward(Operator[BackwardArguments]):
             ds_of_keys=parts.key_blocks > 0,
             rows_without_keys=a.may_have_rows_without_keys,
             negative_left=a.has_negative_left,
-            deterministic=adds_in_order(a),
-            batch_invariant=bool(a.batch_invariant),
+            order=order_of_additions(a),
             float32_dkdv=bool(a.float32_dkdv),
             float32_dq=bool(a.float32_dq),
         )
@@ -453,7 +453,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dq,
             a.need_dkdv,
             a.need_dsink,
-            adds_in_order(a),
+            order_of_additions(a),
             bool(a.batch_invariant),
             a.float32_dkdv,
             a.float32_dq,
@@ -683,6 +683,23 @@ def adds_in_order(a: BackwardArguments) -> bool:
     """Whether the sums of dq are added up in a fixed order: in deterministic calls, and in calls of
     short sequences, which are faster so."""
     return is_deterministic(a) or a.has_short_sequences
+
+
+def order_of_additions(a: BackwardArguments) -> str:
+    """The order in which one kernel of all gradients adds to the sums of dq: "any", or a fixed
+    order. "any" where there is no such kernel."""
+    if not (a.is_fused and adds_in_order(a)):
+        return "any"
+    left, right = bounds(a)
+    return fixed_order(
+        dims_of(a)[0],
+        window_left=left is not None,
+        window_right=right is not None,
+        batch_invariant=bool(a.batch_invariant),
+        packed=a.cu_seqlens_q is not None or a.cu_seqlens_k is not None,
+        seqlen_q=a.q.shape[-3],
+        group=a.q.shape[-2] // a.k.shape[-2],
+    )
 
 
 def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from ...kernels.attention.heuristics import (
     FEW_PARTIALS,
     MANY_PARTIALS,
     backward_spec,
+    fixed_orders,
     forward_spec,
     has_clc,
     has_fused_dq,
@@ -278,7 +279,8 @@ def plan_attention_backward(
         negative_left: whether window_size has a negative number to the left, other than -1.
         short: True for sequences of at most 1024 queries on average, False for longer ones, None
             for both: these are two kernels on Hopper at head_dim 64 and 128.
-        deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
+        deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on. On Hopper
+            at head_dim 64, causal calls take one of two kernels, by their lengths and heads.
         batch_invariant: as the operator's.
         float32_dkdv: whether dk and dv are float32, as calls with `cp` need them.
         float32_dq: whether dq is float32, as calls with `cp` in hops need it.
@@ -292,6 +294,12 @@ def plan_attention_backward(
             parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
+    orders = fixed_orders(
+        head_dim,
+        window_left=window_left,
+        window_right=window_right or causal,
+        batch_invariant=batch_invariant,
+    )
     requests = [
         request
         for case in ((False, True) if split is None else (split,))
@@ -299,6 +307,7 @@ def plan_attention_backward(
         for of_keys in ((False, True) if ds and not varlen_k else (False,))
         for unseen in ((False, True) if rows_without_keys is None else (rows_without_keys,))
         for in_order in ((False, True) if short is None else (short,))
+        for order in (orders if deterministic or batch_invariant or in_order else ("any",))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -321,8 +330,7 @@ def plan_attention_backward(
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
             negative_left=negative_left,
-            deterministic=deterministic or batch_invariant or in_order,
-            batch_invariant=batch_invariant,
+            order=order,
             float32_dkdv=float32_dkdv,
             float32_dq=float32_dq,
         )
@@ -368,23 +376,20 @@ def backward_requests(
     ds_of_keys: bool,
     rows_without_keys: bool,
     negative_left: bool,
-    deterministic: bool,
-    batch_invariant: bool = False,
+    order: str = "any",
     float32_dkdv: bool = False,
     float32_dq: bool = False,
 ) -> BackwardRequests:
     """The kernels of a backward by task; arguments and errors as for `plan_attention_backward`.
     With `ds`, dS is kept if both kernels run; with `ds_of_keys`, dS of a part of the keys at once.
+    `order` is the order of additions to the sums of dQ where one kernel computes all gradients.
     Rows without keys matter only to dkdv."""
 
     dims = head_dim, head_dim_v
     fused = has_fused_dq(arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv)
     ds = ds and dq and dkdv
-    ordered = fused and deterministic
-    of_order: dict[str, Any] = {}
-    if ordered:
-        alternates = window_right and not window_left and not batch_invariant
-        of_order = {"order": "alternating" if alternates else "rising"}
+    ordered = fused and order != "any"
+    of_order: dict[str, Any] = {"order": order} if ordered else {}
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
         kernel = table.find("backward_fused" if fused else direction, arch, *dims).kernel
