@@ -220,7 +220,8 @@ def has_steps(x: Tensor, states: Tensor) -> bool:
     return (
         dtype_name(x.dtype) in limits.STEP_DTYPES
         and dtype_name(states.dtype) in limits.STEP_STATE_DTYPES
-        and set(states.shape[-2:]) <= set(limits.STEP_HEAD_DIMS["K"])
+        and states.shape[-1] in limits.STEP_HEAD_DIMS["K"]
+        and states.shape[-2] in limits.STEP_HEAD_DIMS["V"]
     )
 
 
