@@ -227,9 +227,10 @@ class DecodeBackend:
         """The pool of the convolution's last inputs, `[slots, channels, inputs]`."""
         return conv_states
 
-    def leaves_convolution(self, layer: Any) -> bool:
-        """Whether no other kernel of SGLang's takes the layer's decode step."""
-        return True
+    def takes(self, layer: Any) -> bool:
+        """Whether the layer's convolution ends with a SiLU, and no other fused kernel of SGLang's
+        runs the layer's decode step."""
+        return layer.activation in ("silu", "swish")
 
     def forward_decode(
         self,
@@ -249,7 +250,7 @@ class DecodeBackend:
         if (
             not isinstance(kernel, DeltaRule)
             or cache.replayssm_d is not None
-            or not self.leaves_convolution(layer)
+            or not self.takes(layer)
             or not has_steps(rows, states)
             or not has_convolution(layer, rows, windows)
         ):
@@ -291,7 +292,6 @@ def has_convolution(layer: Any, x: Tensor, windows: Tensor) -> bool:
         and weight.shape == (windows.shape[1], limits.CONV_TAPS)
         and windows.shape[2] == limits.CONV_TAPS - 1
         and windows.dtype == x.dtype
-        and layer.activation in ("silu", "swish")
         and dtype_name(weight.dtype) in limits.STEP_DTYPES
         and (bias is None or (isinstance(bias, Tensor) and bias.dtype == weight.dtype))
     )

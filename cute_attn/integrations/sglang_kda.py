@@ -91,6 +91,6 @@ class CuteKDABackend(DecodeBackend, kda_backend.KDAAttnBackend):  # type: ignore
     def windows(conv_states: Tensor) -> Tensor:
         return conv_states.transpose(-1, -2)
 
-    def leaves_convolution(self, layer: Any) -> bool:
+    def takes(self, layer: Any) -> bool:  # SGLang's backend has a SiLU for every layer
         names = ("_k3_deferred_f_b", "_k3_fused_decode_args", "_k3_hip_fused_decode_args")
         return not any(getattr(layer, name, None) for name in names)

@@ -190,7 +190,7 @@ class Layers:
         attention = self.layer.attn
         self.widths = [HEADS * HEAD_DIM, HEADS * HEAD_DIM, kind.heads_v * HEAD_DIM]
         attention.conv_weights = torch.randn(sum(self.widths), taps).to(DTYPE)
-        attention.lower_bound = lower_bound
+        attention.lower_bound, attention.activation = lower_bound, "silu"
         self.pool = self.runner.req_to_token_pool.mamba2_layer_cache(0)
         self.inputs: list[list[tuple[Tensor, ...]]] = [[] for _ in range(requests)]
         self.outputs: list[list[Tensor]] = [[] for _ in range(requests)]
@@ -397,6 +397,7 @@ def test_the_plugin_replaces_kernels_on_request(kind: Kind, monkeypatch: pytest.
 
     triton = LinearAttnKernelBackend.TRITON
     monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
+    monkeypatch.setattr(kind.backend, kind.backend_name, getattr(kind.backend, kind.backend_name))
     theirs = gdn_backend.flashinfer_gdn_prefill_default
     monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", theirs)
     for value in ("0", "1", "1"):
