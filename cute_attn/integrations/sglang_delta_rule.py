@@ -1,8 +1,9 @@
 """What SGLang's kernels of Kimi Delta Attention and of the Gated Delta Net have in common on our
 kernels; importing this needs SGLang.
 
-SGLang's backends keep their convolution and their pools. The recurrence of each mode of a batch is
-a method of a kernel class:
+SGLang's backends keep their pools, and the convolution of prompts and drafts. A backend's decode
+step is one launch, convolution included (`DecodeBackend`). The recurrence of each mode of a batch
+is a method of a kernel class (`DeltaRule`):
 
     extend          the operator for chunks, with the states in SGLang's pool
     packed_decode   the operator for steps, on q, k and v in the convolution's output
@@ -68,12 +69,8 @@ class DeltaRule:
                 lower_bound=lower_bound, **more,
             )  # fmt: skip
             return found
-        dim_k, rows_v = ssm_states.shape[-1], num_v_heads * head_v_dim
-        rows_k = (mixed_qkv.shape[1] - rows_v) // 2
-        q, k, v = mixed_qkv.split([rows_k, rows_k, rows_v], dim=-1)
         return self.steps(
-            q.unflatten(-1, (-1, dim_k)), k.unflatten(-1, (-1, dim_k)),
-            v.unflatten(-1, (-1, head_v_dim)), a, b, A_log=A_log, dt_bias=dt_bias,
+            *heads_of(mixed_qkv, ssm_states), a, b, A_log=A_log, dt_bias=dt_bias,
             ssm_states=ssm_states, cache_indices=cache_indices, lower_bound=lower_bound,
             scale=scale,
         ).unsqueeze(0)  # fmt: skip
@@ -214,13 +211,100 @@ class DeltaRule:
         return o
 
 
+class DecodeBackend:
+    """A decode step in one launch, for a class that derives from this one and from SGLang's
+    backend. Where the kernel has no such launch, SGLang's backend runs its convolution, and then
+    the kernel."""
+
+    # Of SGLang's backends.
+    kernel_dispatcher: Any
+    req_to_token_pool: Any
+    forward_metadata: Any
+    _track_mamba_state_decode: Callable[..., None]
+
+    @staticmethod
+    def windows(conv_states: Tensor) -> Tensor:
+        """The pool of the convolution's last inputs, `[slots, channels, inputs]`."""
+        return conv_states
+
+    def takes(self, layer: Any) -> bool:
+        """Whether the layer's convolution ends with a SiLU, and no other fused kernel of SGLang's
+        runs the layer's decode step."""
+        return layer.activation in ("silu", "swish")
+
+    def forward_decode(
+        self,
+        layer: Any,
+        forward_batch: Any,
+        mixed_qkv: Tensor | tuple[Tensor, Tensor],
+        a: Tensor,
+        b: Tensor,
+        **more: Any,
+    ) -> Any:
+        """Decode, one token a sequence. Of Qwen3.5, mixed_qkv may be the projections: q, k, v and
+        z in one tensor, b and a in another. The result then has z, too."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        states, windows = cache.temporal, self.windows(cache.conv[0])
+        kernel, z = self.kernel_dispatcher.decode_kernel, None
+        rows = mixed_qkv if isinstance(mixed_qkv, Tensor) else mixed_qkv[0]
+        if (
+            not isinstance(kernel, DeltaRule)
+            or cache.replayssm_d is not None
+            or not self.takes(layer)
+            or not has_steps(rows, states)
+            or not has_convolution(layer, rows, windows)
+        ):
+            return super().forward_decode(  # type: ignore[misc]
+                layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **more
+            )
+        if not isinstance(mixed_qkv, Tensor):
+            rows, z = rows.split([windows.shape[1], layer.v_dim], dim=-1)
+            z = z.unflatten(-1, (-1, layer.head_v_dim))
+            b, a = mixed_qkv[1].chunk(2, dim=-1)
+        indices = self.forward_metadata.mamba_cache_indices
+        o = kernel.steps(
+            *heads_of(rows, states), a, b, A_log=layer.A_log, dt_bias=layer.dt_bias,
+            ssm_states=states, cache_indices=indices, lower_bound=layer.lower_bound,
+            conv_state=windows, conv_weight=layer.conv_weights, conv_bias=layer.bias,
+        ).unsqueeze(0)  # fmt: skip
+        self._track_mamba_state_decode(
+            forward_batch, cache.conv[0], states, indices, layer.layer_id
+        )
+        return o if z is None else (o, z)
+
+
+def heads_of(mixed_qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, `[tokens, heads, head_dim]`, as views of rows of all three. The sizes are those
+    of the states, `[slots, HV, V, K]`."""
+    heads_v, dim_v, dim_k = states.shape[1:]
+    rows_k = (mixed_qkv.shape[1] - heads_v * dim_v) // 2
+    q, k, v = mixed_qkv.split([rows_k, rows_k, heads_v * dim_v], dim=-1)
+    q, k = (x.unflatten(-1, (-1, dim_k)) for x in (q, k))
+    return q, k, v.unflatten(-1, (-1, dim_v))
+
+
+def has_convolution(layer: Any, x: Tensor, windows: Tensor) -> bool:
+    """Whether the operators for steps have the layer's convolution of tokens like x."""
+    weight, bias = layer.conv_weights, layer.bias
+    return (
+        isinstance(weight, Tensor)
+        and weight.is_contiguous()
+        and weight.shape == (windows.shape[1], limits.CONV_TAPS)
+        and windows.shape[2] == limits.CONV_TAPS - 1
+        and windows.dtype == x.dtype
+        and dtype_name(weight.dtype) in limits.STEP_DTYPES
+        and (bias is None or (isinstance(bias, Tensor) and bias.dtype == weight.dtype))
+    )
+
+
 def has_steps(x: Tensor, states: Tensor) -> bool:
     """Whether the operators for steps have a kernel for tokens like x and states
     `[slots, HV, V, K]`."""
     return (
         dtype_name(x.dtype) in limits.STEP_DTYPES
         and dtype_name(states.dtype) in limits.STEP_STATE_DTYPES
-        and set(states.shape[-2:]) <= set(limits.STEP_HEAD_DIMS["K"])
+        and states.shape[-1] in limits.STEP_HEAD_DIMS["K"]
+        and states.shape[-2] in limits.STEP_HEAD_DIMS["V"]
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.gated_delta_rule import chunk_gated_delta_rule, gated_delta_rule_decode
 from ..ops.kda.limits import CHUNK
-from .sglang_delta_rule import DeltaRule, has_chunks
+from .sglang_delta_rule import DecodeBackend, DeltaRule, has_chunks
 
 __all__ = ["register"]
 
@@ -26,9 +26,11 @@ def register() -> None:
     With `CUTE_ATTN_SERVER_GDN=1` in the environment, SGLang calls this function in each of its
     processes. The kernels take the place of `--linear-attn-backend triton`, SGLang's default, and
     of FlashInfer where SGLang would choose FlashInfer for prefill by itself. With
-    `--linear-attn-prefill-backend flashinfer`, FlashInfer stays.
+    `--linear-attn-prefill-backend flashinfer`, FlashInfer stays. A decode step is one launch,
+    convolution included (`CuteGDNBackend`).
     """
     gdn_backend.TritonGDNKernel = CuteGDNKernel
+    gdn_backend.GDNAttnBackend = CuteGDNBackend
     gdn_backend.flashinfer_gdn_prefill_default = _no_default
 
 
@@ -84,6 +86,10 @@ class CuteGDNKernel(DeltaRule, TritonGDNKernel):  # type: ignore[misc]
             query_start_loc=query_start_loc,
         )  # fmt: skip
         return o, None, None
+
+
+class CuteGDNBackend(DecodeBackend, gdn_backend.GDNAttnBackend):  # type: ignore[misc]
+    """SGLang's backend, with a decode step in one launch."""
 
 
 def _snapshot(out: Tensor, chunks: Tensor, h: Tensor, query_start_loc: Tensor) -> None:

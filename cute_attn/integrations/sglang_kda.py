@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from torch import Tensor
 
 from ..ops.kda import chunk_kda, kda_decode
-from .sglang_delta_rule import PADDING, DeltaRule, has_chunks
+from .sglang_delta_rule import PADDING, DecodeBackend, DeltaRule, has_chunks
 
 __all__ = ["register"]
 
@@ -22,9 +22,11 @@ def register() -> None:
     """Make SGLang's KDA layers run on `CuteKDAKernel`, in backends made from now on.
 
     With `CUTE_ATTN_SERVER_KDA=1` in the environment, SGLang calls this function in each of its
-    processes. The kernels take the place of `--linear-attn-backend triton`, SGLang's default.
+    processes. The kernels take the place of `--linear-attn-backend triton`, SGLang's default. A
+    decode step is one launch, convolution included (`CuteKDABackend`).
     """
     kda_backend.TritonKDAKernel = CuteKDAKernel
+    kda_backend.KDAAttnBackend = CuteKDABackend
 
 
 class CuteKDAKernel(DeltaRule, TritonKDAKernel):  # type: ignore[misc]
@@ -79,3 +81,16 @@ class CuteKDAKernel(DeltaRule, TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound, use_gate_in_kernel=A_log is not None,
             use_beta_sigmoid_in_kernel=beta_is_raw,
         )  # fmt: skip
+
+
+class CuteKDABackend(DecodeBackend, kda_backend.KDAAttnBackend):  # type: ignore[misc]
+    """SGLang's backend, with a decode step in one launch. Kimi K3 keeps SGLang's fused kernels,
+    which also have the layer's norm."""
+
+    @staticmethod
+    def windows(conv_states: Tensor) -> Tensor:
+        return conv_states.transpose(-1, -2)
+
+    def takes(self, layer: Any) -> bool:  # SGLang's backend has a SiLU for every layer
+        names = ("_k3_deferred_f_b", "_k3_fused_decode_args", "_k3_hip_fused_decode_args")
+        return not any(getattr(layer, name, None) for name in names)

@@ -34,10 +34,10 @@ def use_gated_delta_rule() -> ExitStack:
     softmax layers.
 
     Supported are inference and training of layers whose key heads have 64 or 128 dimensions and
-    whose value heads have 64, 128 or 256, in bfloat16, float16, or float32 under autocast to either
-    dtype. The rule keeps packed sequences apart (`cu_seq_lens_q`); transformers' convolution needs
-    `seq_idx` and the package causal-conv1d for them. A decoding step that needs gradients runs on
-    the kernels for prompts, because those kernels have a backward.
+    whose value heads have 64, 128, 192 or 256, in bfloat16, float16, or float32 under autocast to
+    either dtype. The rule keeps packed sequences apart (`cu_seq_lens_q`); transformers' convolution
+    needs `seq_idx` and the package causal-conv1d for them. A decoding step that needs gradients
+    runs on the kernels for prompts, because those kernels have a backward.
 
     Calls without a kernel raise the exceptions of `cute_attn.chunk_gated_delta_rule` and
     `cute_attn.fused_recurrent_gated_delta_rule`: nothing falls back to PyTorch.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from cute_attn.reference.kda import kda_reference
 
 from . import sglang_emulated
 
-HEADS, HEAD_DIM, WIDTH = 2, 64, 2
+HEADS, HEAD_DIM, TAPS = 2, 64, 4
 DTYPE = torch.bfloat16
 PARTS = "sglang.srt.layers.attention.linear"
 
@@ -41,6 +42,8 @@ class Kind:
         ours: the module of our kernels.
         heads_v: number of value heads.
         channels: numbers that a gate has, for each value head.
+        shape: the class of SGLang's that gives the shape of a pool, and its parameter for the taps
+            of the convolution, of which the kit's layers have 2.
     """
 
     short: str
@@ -48,6 +51,7 @@ class Kind:
     switch: str
     heads_v: int
     channels: int
+    shape: tuple[str, str]
     reference: Callable[..., Any]
 
     @property
@@ -82,13 +86,23 @@ class Kind:
         return importlib.import_module(f"cute_attn.integrations.{self.ours}")
 
     @property
+    def backend_name(self) -> str:
+        return f"{self.short}AttnBackend"
+
+    @property
     def our_kernel(self) -> Any:
         return getattr(self.integration, f"Cute{self.short}Kernel")
 
 
 KINDS = {
     "Kimi Linear": Kind(
-        "KDA", "sglang_kda", "CUTE_ATTN_SERVER_KDA", HEADS, HEAD_DIM, kda_reference
+        "KDA",
+        "sglang_kda",
+        "CUTE_ATTN_SERVER_KDA",
+        HEADS,
+        HEAD_DIM,
+        ("KimiLinearStateShape", "conv_kernel_size"),
+        kda_reference,
     ),
     "Qwen3-Next": Kind(
         "GDN",
@@ -96,6 +110,7 @@ KINDS = {
         "CUTE_ATTN_SERVER_GDN",
         2 * HEADS,
         1,
+        ("Mamba2StateShape", "conv_kernel"),
         gated_delta_rule_reference,
     ),
 }
@@ -122,17 +137,30 @@ def replaced(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", default)  # undone at the end
     theirs = sglang_emulated.refuse_their_kernels(monkeypatch, kind.triton)
     monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
+    monkeypatch.setattr(kind.backend, kind.backend_name, getattr(kind.backend, kind.backend_name))
     sglang_emulated.replace_in_linear_layers(monkeypatch)
     kind.integration.register()
     return theirs
+
+
+@contextmanager
+def taps_of_pools(kind: Kind, taps: int) -> Iterator[None]:
+    """Pools of the kit are for a convolution of so many taps."""
+    name, parameter = kind.shape
+    create = getattr(kind.kit, name).create
+    shape = SimpleNamespace(create=lambda **given: create(**given | {parameter: taps}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind.kit, name, shape)
+        yield
 
 
 class Layers:
     """A layer of SGLang's, its backend with the pool, and the inputs of each request."""
 
     def __init__(
-        self, kind: Kind, requests: int, drafts: int = 0, lower_bound: float | None = None
-    ):
+        self, kind: Kind, requests: int, drafts: int = 0, lower_bound: float | None = None,
+        taps: int = TAPS,
+    ):  # fmt: skip
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
         from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
@@ -144,13 +172,15 @@ class Layers:
         config = kind.of_kit("TinyKDAModelConfig")(
             num_heads=HEADS, head_dim=HEAD_DIM, context_len=512
         )
-        self.runner = kind.of_kit("MockKDAModelRunner")(
-            case=case, model_config=config, dtype=DTYPE, device="cpu", max_context_len=512,
-            head_dim=HEAD_DIM, head_k_dim=HEAD_DIM, head_v_dim=HEAD_DIM,
-        )  # fmt: skip
+        self.taps, self.together = taps, False
+        with taps_of_pools(kind, taps):
+            self.runner = kind.of_kit("MockKDAModelRunner")(
+                case=case, model_config=config, dtype=DTYPE, device="cpu", max_context_len=512,
+                head_dim=HEAD_DIM, head_k_dim=HEAD_DIM, head_v_dim=HEAD_DIM,
+            )  # fmt: skip
         self.runner.linear_attn_backends = resolve_linear_attn_backends()
         full = ATTENTION_BACKENDS["torch_native"](self.runner)  # of layers that there are none of
-        backend = getattr(kind.backend, f"{kind.short}AttnBackend")(self.runner)
+        backend = getattr(kind.backend, kind.backend_name)(self.runner)
         self.backend = HybridLinearAttnBackend(full, backend, [])
         torch.manual_seed(0)
         self.layer = kind.of_kit("ProjectedKDAAttention")(
@@ -159,8 +189,8 @@ class Layers:
         )  # fmt: skip
         attention = self.layer.attn
         self.widths = [HEADS * HEAD_DIM, HEADS * HEAD_DIM, kind.heads_v * HEAD_DIM]
-        attention.conv_weights = torch.randn(sum(self.widths), WIDTH).to(DTYPE)
-        attention.lower_bound = lower_bound
+        attention.conv_weights = torch.randn(sum(self.widths), taps).to(DTYPE)
+        attention.lower_bound, attention.activation = lower_bound, "silu"
         self.pool = self.runner.req_to_token_pool.mamba2_layer_cache(0)
         self.inputs: list[list[tuple[Tensor, ...]]] = [[] for _ in range(requests)]
         self.outputs: list[list[Tensor]] = [[] for _ in range(requests)]
@@ -195,13 +225,19 @@ class Layers:
         mixed = torch.randn(tokens, sum(self.widths)).to(DTYPE)
         a = torch.randn(tokens, heads * channels).to(DTYPE)
         b = torch.randn(tokens, heads).to(DTYPE)
-        gates = a, b
+        gates, given = (a, b), mixed
         if self.kind.short == "KDA":
             shaped = a if mode.is_decode() else a.view(1, tokens, heads, channels)
             gates = shaped, b.unsqueeze(0)
+        if self.together:
+            z = torch.randn(tokens, self.widths[2]).to(DTYPE)
+            given = torch.cat([mixed, z], -1), torch.cat([b, a], -1)
         with torch.inference_mode(), forward_context(ForwardContext(attn_backend=self.backend)):
             self.backend.init_forward_metadata(batch)
-            o = self.layer(batch, mixed, *gates)
+            o = self.layer(batch, given, *gates)
+        if self.together:
+            o, same_z = o
+            assert torch.equal(same_z, z.view(same_z.shape))
         assert o.shape == (1, tokens, heads, HEAD_DIM) and o.dtype == DTYPE
         start = 0
         for i, length in enumerate(lengths):
@@ -239,7 +275,7 @@ class Layers:
         mixed, a, b = (torch.cat(parts) for parts in zip(*self.inputs[request], strict=True))
         exact = dtype == torch.float64
         weight = self.layer.attn.conv_weights
-        x = F.pad(mixed.T, (WIDTH - 1, 0))
+        x = F.pad(mixed.T, (self.taps - 1, 0))
         wide = torch.float64 if exact else torch.float32
         y = F.conv1d(x[None].to(wide), weight[:, None].to(wide), groups=len(weight))[0]
         y = F.silu(y).T
@@ -265,6 +301,21 @@ class Layers:
         return (found.o if exact else found.o.to(DTYPE))[0], found.final_state[0]
 
 
+@contextmanager
+def counted_convolutions(kind: Kind) -> Iterator[list[int]]:
+    """The numbers of rows that SGLang's convolution of decode steps and drafts is called with."""
+    theirs, counts = kind.backend.causal_conv1d_update, []
+
+    def convolution(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        counts.append(len(x))
+        found: Tensor = theirs(x, *arguments, **named)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind.backend, "causal_conv1d_update", convolution)
+        yield counts
+
+
 def served(layers: Layers) -> None:
     """Prompts in two parts, of which the second starts from the state of the first; then decode."""
     layers.step(layers.modes.EXTEND, 70, 1, 20)
@@ -275,8 +326,29 @@ def served(layers: Layers) -> None:
 
 
 @kinds("linear layers, prefill and decode")
-def test_prefill_and_decode(kind: Kind, replaced: list[str]):
-    served(Layers(kind, 3))
+@pytest.mark.parametrize("taps", [TAPS, 2])
+def test_prefill_and_decode(kind: Kind, replaced: list[str], taps: int):
+    """A decode step is one launch, if there is a kernel for the convolution."""
+    with counted_convolutions(kind) as counts:
+        served(Layers(kind, 3, taps=taps))
+    assert counts == ([] if taps == TAPS else [3, 3])
+    assert not replaced
+
+
+@pytest.mark.clients("Qwen3-Next: linear layers, prefill and decode")
+@pytest.mark.parametrize("kind", [KINDS["Qwen3-Next"]])
+def test_projections_of_qwen_3_5_are_read_in_place(kind: Kind, replaced: list[str]):
+    """q, k, v and z in one tensor, b and a in another: the result is that of tensors apart."""
+    results = []
+    for together in (False, True):
+        layers = Layers(kind, 2)
+        layers.step(layers.modes.EXTEND, 5, 3)
+        layers.together = together
+        with counted_convolutions(kind) as counts:
+            results.append(layers.step(layers.modes.DECODE))
+        assert not counts
+        layers.check()
+    assert torch.equal(*results)
     assert not replaced
 
 
@@ -325,6 +397,7 @@ def test_the_plugin_replaces_kernels_on_request(kind: Kind, monkeypatch: pytest.
 
     triton = LinearAttnKernelBackend.TRITON
     monkeypatch.setattr(kind.backend, kind.kernel, kind.triton)
+    monkeypatch.setattr(kind.backend, kind.backend_name, getattr(kind.backend, kind.backend_name))
     theirs = gdn_backend.flashinfer_gdn_prefill_default
     monkeypatch.setattr(gdn_backend, "flashinfer_gdn_prefill_default", theirs)
     for value in ("0", "1", "1"):

@@ -672,7 +672,7 @@ def test_what_is_taken_is_what_there_are_kernels_for() -> None:
     assert (integration.CHUNK, integration.DTYPES) == (spec.CHUNK, spec.DTYPES)
     for letter, name in (("K", "head_dim_k"), ("V", "head_dim_v")):
         assert integration.HEAD_DIMS[letter] == spec.ALLOWED[name]
-        assert integration.STEP_HEAD_DIMS[letter] == step_spec.HEAD_DIMS
+        assert integration.STEP_HEAD_DIMS[letter] == step_spec.ALLOWED[name]
     assert spec.ALLOWED["gate_dtype"] == integration.GATE_DTYPES
     assert spec.ALLOWED["beta_dtype"] == integration.BETA_DTYPES
     steps = (integration.STEP_DTYPES, integration.STEP_STATE_DTYPES)

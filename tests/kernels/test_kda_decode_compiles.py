@@ -88,6 +88,7 @@ RECURRENT = [
         ("bfloat16", 128, 128, False, "int64"),
         ("float32", 256, 256, True, "int32"),
         ("float16", 256, 64, False, "none"),
+        ("bfloat16", 128, 192, False, "int32"),
     )
 ]
 
@@ -227,8 +228,10 @@ def test_a_spec_without_a_kernel_is_refused(
 
 
 def test_plans_name_what_does_not_exist():
-    with pytest.raises(ValueError, match="head_dim_k and head_dim_v must be of"):
-        plan_kda_decode("sm_90a", head_dim_k=96)
+    with pytest.raises(ValueError, match=r"head_dim_k is 192, must be one of \(64, 128, 256\)"):
+        plan_kda_decode("sm_90a", head_dim_k=192)
+    with pytest.raises(ValueError, match=r"head_dim_v is 96, must be one of \(64, 128, 192, 256\)"):
+        plan_kda_decode("sm_90a", head_dim_v=96)
     with pytest.raises(ValueError, match="slots is 'pages'"):
         plan_kda_decode("sm_90a", slots="pages")
     with pytest.raises(ValueError, match="index_dtype is 'int16'"):

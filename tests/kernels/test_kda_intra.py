@@ -463,6 +463,7 @@ def run_intra(
         slow([70], (128, 256), BF16, 0.2, "qg"),
         slow([70], (128, 128), BF16, 300.0, "norms"),
         slow([64], (64, 256), FP16, 5.0, "norms"),
+        slow([70], (64, 192), BF16, 0.2, "neither"),
     ],
 )
 def test_chunk_intra(

@@ -158,6 +158,7 @@ def test_gate_cumsum(spec: GateSpec, arch: str) -> None:
         OutputBackwardSpec("bfloat16", 128, "int32"),
         OutputBackwardSpec("float16", 64, "none"),
         OutputBackwardSpec("bfloat16", 256, "int64"),
+        pytest.param(OutputBackwardSpec("bfloat16", 192, "int64"), marks=pytest.mark.slow),
     ],
 )
 def test_output(spec: OutputBackwardSpec, arch: str) -> None:

@@ -195,6 +195,7 @@ def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
         slow(RecomputeSpec("bfloat16", 128, 128, "none", "float32", False, True)),
         RecomputeSpec("bfloat16", 128, 64, "int32", "bfloat16", True, True),
         slow(RecomputeSpec("float16", 64, 128, "int64", "float32", False, False)),
+        slow(RecomputeSpec("bfloat16", 64, 192, "int64", "float32", False, False)),
     ],
 )
 def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
@@ -286,6 +287,7 @@ def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
         slow(OutputSpec("bfloat16", 128, 128, "int64", True, True, 64)),
         OutputSpec("float16", 64, 128, "int32", False, True, 128),
         slow(OutputSpec("float16", 128, 64, "int32", True, False, 64)),
+        slow(OutputSpec("bfloat16", 128, 192, "int32", True, False, 64)),
     ],
 )
 def test_output(spec: OutputSpec, arch: str) -> None:

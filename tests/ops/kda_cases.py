@@ -119,7 +119,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 } | {
     "dtype": (BF16, FP16),
     "dim_k": (64, 128),
-    "dim_v": (64, 128, 256),
+    "dim_v": (64, 128, 192, 256),
     "gate_dtype": (FP32, BF16, FP16),
     "beta_dtype": (FP32, BF16, FP16),
     "gate": ("none", "softplus", "lower_bound"),

@@ -22,6 +22,7 @@ from tests.sweeps import FULL
 from .lightning_cases import assert_no_worse
 
 HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS_V = (64, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 RECORDS = ("record_k", "record_g", "record_u")
@@ -106,7 +107,7 @@ class Kernel:
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "head_dim_k": HEAD_DIMS,
-    "head_dim_v": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS_V,
     "dtype": DTYPES,
     "gate_dtype": DTYPES,
     "beta_dtype": DTYPES,
@@ -240,6 +241,19 @@ GATED_DELTA_RULE = [
     # Drafts with a convolution.
     Kernel(64, 64, decays="head", multi_token=True, slots="drafts", conv_dtype=torch.bfloat16),
     Kernel(64, 64, decays="head", multi_token=True, slots="records", conv_dtype=torch.bfloat16),
+    # V is no power of two.
+    Kernel(64, 192, decays="head", conv_dtype=torch.bfloat16),
+    Kernel(
+        64,
+        192,
+        state_dtype=torch.bfloat16,
+        state_v_first=False,
+        decays="head",
+        multi_token=True,
+        slots="positions",
+    ),
+    Kernel(128, 192, decays="head", multi_token=True, slots="drafts", conv_dtype=torch.bfloat16),
+    Kernel(128, 192, multi_token=True, slots="records"),
     Kernel(
         64,
         128,

@@ -83,10 +83,11 @@ def in_segments(length: int) -> Iterator[None]:
                 Case(PACKED, (70, 0, 3), group=4, lead=2, tail=3),
                 Case(PLAIN, (130,), group=8),
                 Case(replace(WIDE_V, dim_v=256), (70,), group=1),
+                Case(replace(PACKED, dim_v=192), (70, 0, 3)),
             )
         ),
     ],
-    ids=["small", "packed", "eight heads", "V of 256"],
+    ids=["small", "packed", "eight heads", "V of 256", "V of 192"],
 )
 def test_results_of_cases(device: str, case: Case):
     args = case.arguments(device)
@@ -124,18 +125,20 @@ def test_gradients_agree_with_the_reference(device: str, data: st.DataObject):
                 Case(WIDE_V, (64, 0, 3), group=3),
                 Case(DECAYS, (65, 3), scale=0.3, negative=True),
                 Case(replace(WIDE_V, dim_v=256), (70,), group=1),
+                Case(replace(PACKED, dim_v=192), (70, 0, 3)),
             )
         ),
     ],
-    ids=["small", "packed", "one head", "eight heads", "wide V", "decays", "V of 256"],
+    ids=["small", "packed", "one head", "eight heads", "wide V", "decays", "V of 256", "V of 192"],
 )
 def test_gradients_of_cases(device: str, case: Case):
     check_gradients(case.arguments(device))
 
 
-def test_gradients_by_the_kernels_for_sm_90a():
+@pytest.mark.parametrize("dim_v", [pytest.param(64, marks=pytest.mark.slow), 192])
+def test_gradients_by_the_kernels_for_sm_90a(dim_v: int):
     """Whose prepare and adjoint_pass have no records of KDA's."""
-    kind = replace(PACKED, dim_k=64, dim_v=64)
+    kind = replace(PACKED, dim_k=64, dim_v=dim_v)
     with cute_attn.emulated("sm_90a"):
         check_gradients(Case(kind, (66, 0, 3), group=2, lead=1).arguments("cpu"))
 

@@ -64,7 +64,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
         ({"beta": bf16(2, 5, 4, 128)}, ValueError, r"beta has shape .*, here \[2, 5, 4\]"),
         ({"heads_v": 3}, ValueError, "head counts do not fit: 3 value heads .* multiple of the 2"),
         ({"dim_k": 256}, NotImplementedError, r"\(K\) is 256, there are kernels for: \(64, 128\)"),
-        ({"dim_v": 96}, NotImplementedError, r"\(V\) is 96, there are kernels .* 128, 256\)"),
+        ({"dim_v": 96}, NotImplementedError, r"\(V\) is 96, there are kernels .* 128, 192, 256\)"),
         ({**GATED, "A_log": None}, ValueError, "A_log is None, must be given with use_gate_in_ke"),
         ({**GATED, "dt_bias": f32(256)}, ValueError, r"dt_bias has .* must have HV = 4 elements"),
         ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval is True, must be False without"),

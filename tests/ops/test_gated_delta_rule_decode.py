@@ -40,8 +40,9 @@ from .lightning_cases import assert_no_worse, few
 
 PLAIN, CONV, POSITIONS, RECORDED, *_ = GATED_DELTA_RULE
 DRAFTS, CONV_RECORDED = 8, 9  # with a convolution
+V_OF_192 = 10
 # Quick tests run 0 against KDA, and the tests of planted bugs run 1 against the reference.
-QUICK = (2, DRAFTS, CONV_RECORDED)
+QUICK = (2, DRAFTS, CONV_RECORDED, V_OF_192)
 each_kernel = pytest.mark.parametrize(
     "kernel",
     [

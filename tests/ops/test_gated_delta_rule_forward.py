@@ -183,6 +183,8 @@ def check(x: dict[str, Any], arch: str, **options: Any) -> None:
         more(lengths=[63], dims=(128, 64), heads=(1, 9), gate="raw", g_dtype=torch.bfloat16),
         more(lengths=[64, 64], dims=(64, 128), gate="none", scale=3.0),
         more(lengths=[64], dims=(128, 256), gate="middle"),
+        more(lengths=[130, 130], dims=(128, 192), gate="mixed"),
+        more(lengths=[70, 0, 66], packed=True, dims=(64, 192), v_first=True, heads=(1, 1)),
         more(lengths=[0, 200, 0, 1, 63, 65, 0], packed=True, dims=(128, 128), gate="mixed"),
         more(lengths=[90], l2norm=False, gate="mixed", dtype=torch.float16, sigmoid=False),
     ],
@@ -269,6 +271,7 @@ def test_one_kernel_has_the_bits_of_two(case: dict[str, Any]) -> None:
         ((4, 8192, 32), (64, 64), True),
         ((4, 8192, 32), (64, 128), False),  # each CTA would prepare all chunks
         ((4, 8192, 32), (128, 256), False),
+        ((4, 8192, 32), (128, 192), False),  # as above
         ((64, 8192, 32), (128, 128), False),  # two chunks a sequence
     ],
 )

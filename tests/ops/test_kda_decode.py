@@ -35,7 +35,7 @@ from .lightning_cases import few
 
 OTHER_SIZES = [
     Kernel(dim_k, dim_v, state_v_first=v_first, multi_token=True, slots="batch")
-    for dim_k, dim_v in ((256, 64), (64, 256))
+    for dim_k, dim_v in ((256, 64), (64, 256), (64, 192))
     for v_first in (True, False)
 ]
 

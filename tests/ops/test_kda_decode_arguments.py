@@ -394,7 +394,7 @@ def test_bad_arguments_of_decode(
         ({}, {"beta": torch.zeros(2, 5, 4, 64)}, ValueError, r"beta has shape .* 5, 4, 128\]"),
         ({}, {"initial_state": torch.zeros(3, 4, 64, 128)}, ValueError, "initial_state has shape"),
         ({}, {"state_v_first": True}, ValueError, r"initial_state .* must be \[N, HV, V, K\]"),
-        ({"v": 192}, {}, NotImplementedError, r"\(V\) is 192, there are kernels for"),
+        ({"v": 160}, {}, NotImplementedError, r"\(V\) is 160, there are kernels for"),
         ({}, {"use_gate_in_kernel": True}, ValueError, "A_log is None"),
         ({}, {"allow_neg_eigval": True}, ValueError, "allow_neg_eigval is True"),
         (

@@ -209,10 +209,11 @@ def test_agrees_with_the_reference(device: str, keep: bool, data: st.DataObject)
         Case(PACKED, (70,), group=2, tail=3),
         pytest.param(Case(WIDE_K, (66,), group=1), marks=pytest.mark.slow),
         pytest.param(Case(WIDE_V, (64, 0, 3)), marks=pytest.mark.slow),
+        pytest.param(Case(replace(WIDE_V, dim_v=192), (64, 0, 3)), marks=pytest.mark.slow),
         pytest.param(Case(SMALL, (130,), negative=True), marks=pytest.mark.slow),
         pytest.param(Case(DECAYS, (65, 3), scale=0.3), marks=pytest.mark.slow),
     ],
-    ids=["packed", "wide K", "wide V", "small", "decays"],
+    ids=["packed", "wide K", "wide V", "V of 192", "small", "decays"],
 )
 def test_kept_results_change_no_bit(device: str, case: Case):
     args = case.arguments(device)

@@ -81,7 +81,7 @@ WITH_ANOTHER = {"varlen": [EMULATED[4]], "initial_state": [EMULATED[0], EMULATED
 OTHERS = [
     Kernel(k, v, dtype, beta_dtype=torch.float32, state_v_first=v_first, index_dtype=index)
     for (k, v), dtype, v_first, index in zip(
-        itertools.product((64, 128, 256), repeat=2),
+        itertools.product((64, 128, 256), (64, 128, 192, 256)),
         itertools.cycle((torch.bfloat16, torch.float16, torch.float32)),
         itertools.cycle((True, False)),
         itertools.cycle((None, None, torch.int64, torch.int32)),

@@ -114,8 +114,8 @@ def chunk_gated_delta_rule(
         q: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. q, k and v are read in place if
             the last dimension is contiguous and every row 16-byte aligned, and copied otherwise.
         k: of q's shape and dtype.
-        v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
-            h uses query and key head h // (HV // HQK).
+        v: `[B, T, HV, V]`, dtype of q; V is 64, 128, 192 or 256. HV is a multiple of HQK, and value
+            head h uses query and key head h // (HV // HQK).
         g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay
             (less than -128 counts as -128), or with use_gate_in_kernel the input of the gate.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. If a gradient is needed, a

@@ -70,8 +70,8 @@ def gated_delta_rule_decode(
             float32. The last dimension of q, k and v must be contiguous. All other strides are
             free, so that views of one packed projection are read in place.
         k: of q's shape and dtype.
-        v: `[B, HV, V]` or `[B, T, HV, V]`, dtype of q. K and V are 64, 128 or 256. HV is a multiple
-            of HQK, and value head h uses query and key head h // (HV // HQK).
+        v: `[B, HV, V]` or `[B, T, HV, V]`, dtype of q. K and V are 64, 128 or 256, V also 192. HV
+            is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
         g: `[B, HV]` or `[B, T, HV]`, bfloat16, float16 or float32, any strides: the input of the
             gate, or without use_gate_in_kernel the gate, which is the natural logarithm of the
             decay.

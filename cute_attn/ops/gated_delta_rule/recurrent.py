@@ -57,8 +57,8 @@ def fused_recurrent_gated_delta_rule(
         q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. q, k and v are read
             in place if the last dimension is contiguous, and copied otherwise.
         k: of q's shape and dtype.
-        v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
-            h uses query and key head h // (HV // HQK).
+        v: `[B, T, HV, V]`, dtype of q; V is 64, 128, 192 or 256. HV is a multiple of HQK, and value
+            head h uses query and key head h // (HV // HQK).
         g: `[B, T, HV]`, float32, bfloat16 or float16, any strides: natural logarithms of the decay,
             or with use_gate_in_kernel the input of the gate. None is no decay.
         gk: `[B, T, HV, K]`, dtypes as g: natural logarithms of one decay for each channel of K, in

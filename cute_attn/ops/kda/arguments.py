@@ -24,6 +24,7 @@ from ...kernels.delta.chunk.spec import (
 )
 from ...kernels.delta.step.spec import DTYPES as STEP_DTYPES
 from ...kernels.delta.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
+from ...kernels.delta.step.spec import HEAD_DIMS_V as STEP_HEAD_DIMS_V
 from ..checks import (
     DTYPE_NAMES,
     check_dtype,
@@ -344,7 +345,7 @@ def check_step_shapes(
     sizes.take_queries(q, k, v, g, f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
     sizes.check_heads()
-    sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
+    sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS_V)
     sizes.take("g", given["g"], f"{step} HV" if head_gate else f"{step} HV K")
     sizes.take("beta", given["beta"], f"{step} HV V" if beta_columns else f"{step} HV")
 

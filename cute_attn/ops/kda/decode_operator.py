@@ -20,6 +20,7 @@ from ...kernels.delta.step.heuristics import step_config
 from ...kernels.delta.step.spec import (
     CONV_TAPS,
     HEAD_DIMS,
+    HEAD_DIMS_V,
     PARAMETER_DTYPES,
     STATE_DTYPES,
     DecodeSpec,
@@ -100,8 +101,11 @@ def decode_requests(
         "state_v_first": state_v_first,
         "multi_token": multi_token,
     }
-    if head_dim_k not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
-        raise ValueError(f"head_dim_k and head_dim_v must be of {HEAD_DIMS}")
+    for name, dim, dims in (
+        ("head_dim_k", head_dim_k, HEAD_DIMS), ("head_dim_v", head_dim_v, HEAD_DIMS_V)
+    ):  # fmt: skip
+        if dim not in dims:
+            raise ValueError(f"{name} is {dim}, must be one of {dims}")
     gated = use_gate_in_kernel
     indexed = indexed if slots in ("records", "drafts") else slots != "batch"
     of_slots: dict[str, Any] = {"fresh": bool(has_initial_state)}

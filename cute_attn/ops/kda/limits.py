@@ -19,7 +19,7 @@ GATE_DTYPES, BETA_DTYPES = chunk.GATE_DTYPES, chunk.BETA_DTYPES
 
 # Limits of the operators that work token by token.
 STEP_DTYPES = step.DTYPES
-STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS}
+STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS_V}
 STEP_STATE_DTYPES = step.STATE_DTYPES
 STEP_PARAMETER_DTYPES = step.PARAMETER_DTYPES
 CONV_TAPS = step.CONV_TAPS

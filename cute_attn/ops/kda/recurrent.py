@@ -78,8 +78,8 @@ def fused_recurrent_kda(
         q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. q, k, v and g are
             read in place if the last dimension is contiguous, and copied otherwise.
         k: of q's shape and dtype.
-        v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
-            h uses query and key head h // (HV // HQK).
+        v: `[B, T, HV, V]`, dtype of q; V is 64, 128, 192 or 256. HV is a multiple of HQK, and value
+            head h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay, or with
             use_gate_in_kernel the input of the gate.
         beta: `[B, T, HV]`, or `[B, T, HV, V]` for a beta of each column of V; float32, bfloat16 or

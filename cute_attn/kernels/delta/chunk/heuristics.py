@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
@@ -299,4 +300,5 @@ def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, A
     SM, tiles have up to 128 columns, so that q and G are read rarely.
     """
     del head_dim_k
-    return {"tile_v": 64 if smem_bytes(arch) == SMALLEST_SMEM_BYTES else min(head_dim_v, 128)}
+    narrow = smem_bytes(arch) == SMALLEST_SMEM_BYTES
+    return {"tile_v": 64 if narrow else gcd(head_dim_v, 128)}

@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 BETA_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # K; 256 would need 128 registers a thread for the state, 112 KiB a record
-HEAD_DIMS_V = (64, 128, 256)
+HEAD_DIMS_V = (64, 128, 192, 256)  # tiles of 64 columns
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,

@@ -69,6 +69,11 @@ def copy_rows(
     bytes. With `few_registers` the loop over rows is not unrolled."""
     thread, _, _ = cute.arch.thread_idx()
     units = columns * 2 // UNIT_BYTES
+    if units & (units - 1):  # threads divide only over a power of two: one sub-tile at a time
+        for n in range(columns * 2 // LINE_BYTES):
+            of_sub_tile = shared + n * SUB_TILE_BYTES, source + Int64(n * LINE_BYTES)
+            copy_rows(*of_sub_tile, pitch, length, LINE_BYTES // 2, num_threads, few_registers)
+        return
     step = num_threads // units
     shift = units.bit_length() - 1
     row, unit = Int32(Uint32(thread) >> shift), thread & (units - 1)

@@ -16,6 +16,7 @@ L2 holds the lines of a state that is updated in place from load to store
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
@@ -58,7 +59,7 @@ def step_config(
                     break
                 max_warps *= 2  # two warps share a sector
             lanes_per_row //= 2
-        num_warps = min(max_warps, head_dim_v // (lanes_per_row * vector))
+        num_warps = gcd(max_warps, head_dim_v // (lanes_per_row * vector))
         tile_v = num_warps * lanes_per_row * vector
     return {
         "tile_v": tile_v,

@@ -11,7 +11,8 @@ from ..spec import DECAYS, GATES, INDEX_DTYPES, SLOT_DTYPES, SlotsSpec
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
 PARAMETER_DTYPES = ("float32", "bfloat16")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # K
+HEAD_DIMS_V = (64, 128, 192, 256)
 SLOTS = ("batch", "indexed", "positions", "records", "drafts")
 HINTS = ("none", "hold")
 CONV_TAPS = 4  # of the causal convolution
@@ -25,7 +26,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "dt_bias_dtype": ("none", *PARAMETER_DTYPES),
     "dt_bias_dims": (0, 1, 2),
     "head_dim_k": HEAD_DIMS,
-    "head_dim_v": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS_V,
     "gate": GATES,
     "decays": DECAYS,
     "slots": SLOTS,

@@ -164,10 +164,17 @@ class KdaChunkIntra:
     def __init__(self, spec: IntraSpec):
         self.spec = spec
         self.dtype, self.beta_dtype = DTYPE[spec.dtype], DTYPE[spec.beta_dtype]
-        # v is loaded, and u computed, in parts that fit in registers.
-        self.units = spec.head_dim_v // 8  # 16-byte units of a row of v
+        # v is loaded, and u computed, in parts that fit in registers. A part of the loads has some
+        # rows, or where threads do not divide over a row, a sub-tile's columns of all rows.
+        self.units = spec.head_dim_v // 8  # 16-byte units of a part's row of v
         self.parts = max(1, spec.head_dim_v // MOST_COLUMNS)
-        self.loads = CHUNK * self.units // HALF // self.parts
+        self.of_columns = HALF % self.units != 0
+        if self.of_columns:
+            self.units = LINE_BYTES // UNIT_BYTES
+            self.parts = spec.head_dim_v * 2 // LINE_BYTES
+        self.loads = CHUNK * self.units // HALF
+        if not self.of_columns:
+            self.loads //= self.parts
         # beta exp2(G) * k and beta v are operands: sub-tiles whose columns are in the order of
         # `store_columns`. beta v overwrites P if it fits.
         k_decayed = Buffer("k_decayed", self.dtype, CHUNK * spec.head_dim_k)
@@ -358,6 +365,8 @@ class KdaChunkIntra:
         values = cute.make_rmem_tensor((4 * self.loads,), Int32)
         values.fill(0)
         start = v.start + Int64((thread % self.units) * UNIT_BYTES)
+        if cutlass.const_expr(self.of_columns):
+            start = start + Int64(part * LINE_BYTES)
         for i in cutlass.range_constexpr(self.loads):
             at = self.row_of_load(thread, part, i)
             if at < length:
@@ -367,7 +376,8 @@ class KdaChunkIntra:
         return values
 
     def row_of_load(self, thread: Any, part: int, i: int) -> Any:
-        return thread // self.units + (part * self.loads + i) * (HALF // self.units)
+        before = 0 if self.of_columns else part * self.loads
+        return thread // self.units + (before + i) * (HALF // self.units)
 
     def store_values(self, smem: Int32, b: Int32, part: int, values: cute.Tensor) -> None:
         thread = b * WARP_SIZE + cute.arch.lane_idx()
@@ -377,7 +387,10 @@ class KdaChunkIntra:
             at = self.row_of_load(thread, part, i)
             beta = self.memory.of_token(smem, "of_rows", at)
             x = pack_all(self.dtype, [y * beta for y in x])
-            store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
+            target = smem + self.v
+            if self.of_columns:
+                target = target + part * SUB_TILE_BYTES
+            store_columns(target, at, unit >> 2, unit & 3, x)
 
     @cute.jit
     def multiply(

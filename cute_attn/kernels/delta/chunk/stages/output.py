@@ -140,8 +140,7 @@ class KdaOutput:
     @cute.kernel
     def kernel(self, x: Arguments) -> None:
         slot, head = slot_and_head(x.v_new.shape[2] * self.tiles)
-        tile = head & (self.tiles - 1)
-        head = head >> (self.tiles.bit_length() - 1)
+        head, tile = self.head_and_tile(head)
         place = chunk_place(slot, x.q.shape[1], x.cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
@@ -152,6 +151,13 @@ class KdaOutput:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             self.products(fragments, factors, x.o, place, head, tile, base)
+
+    def head_and_tile(self, index: Int32) -> tuple[Int32, Int32]:
+        """Return the value head, and the tile of V, of a CTA's index among a chunk's CTAs."""
+        if self.tiles & (self.tiles - 1):
+            return index // self.tiles, index % self.tiles
+        tile = index & (self.tiles - 1)
+        return index >> (self.tiles.bit_length() - 1), tile
 
     # -- loads --------------------------------------------------------------------------------
 
