@@ -41,7 +41,6 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -64,10 +63,10 @@ from ...kernels.attention.statistics import (
     num_tiles,
     padded_rows,
 )
-from ...settings import on_reload, settings
+from ...settings import settings
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
-from ..operator import MOST_READY, Operator
+from ..operator import Operator
 from .arguments import (
     MAX_SEQLEN,
     Arguments,
@@ -130,27 +129,27 @@ class BackwardArguments(NamedTuple):
         kept at once."""
         if self.batch_invariant:  # splits round otherwise, and so does a kept dS
             return Parts(1)
-        return _parts(self._sizes, order_of_additions(self))
-
-    @property
-    def _sizes(self) -> _Sizes:
-        device = self.q.device
-        return _Sizes(
-            arch=launch.arch_for(device),
-            sms=launch.num_sms(device),
-            dims=dims_of(self),
-            fused=self.is_fused,
-            all_gradients=bool(self.need_dq and self.need_dkdv),
-            rows=self.q.shape[-3],
-            keys=self.k.shape[-3],
-            batch=self.batch,
+        varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
+        arch, fused = launch.arch_for(self.q.device), self.is_fused
+        row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, *dims_of(self))
+        assert row.costs is not None
+        batch, (left, right) = self.batch, bounds(self)
+        partial_bytes = 4 * (self.k.numel() + self.v.numel())  # per split of dk and dv
+        splits = num_splits(
+            seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
+            seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
+            batch=batch,
             heads=self.q.shape[-2],
             heads_k=self.k.shape[-2],
-            varlen=(self.cu_seqlens_q is not None, self.cu_seqlens_k is not None),
-            window=bounds(self),
-            columns=self.k.numel() + self.v.numel(),
-            workspace_bytes=settings().workspace_bytes,
+            window_left=left,
+            window_right=right,
+            clusters=launch.num_sms(self.q.device) // row.cluster,
+            tile=row.tile[:2],
+            costs=row.costs,
+            most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
+            order=order_of_additions(self),
         )
+        return self.parts_with_ds(splits)
 
     @property
     def may_have_rows_without_keys(self) -> bool:
@@ -203,77 +202,23 @@ class BackwardArguments(NamedTuple):
 
     def parts_with_ds(self, splits: int) -> Parts:
         """How the dK/dV kernel keeps dS, with at least `splits` parts of each group of heads."""
-        return _parts_with_ds(self._sizes, splits)
-
-
-class _Sizes(NamedTuple):
-    """What the parts of a call depend on.
-
-    Attributes:
-        all_gradients: whether the call needs dq, dk and dv.
-        varlen: whether queries are packed, and whether keys are.
-        columns: the elements of k and v.
-    """
-
-    arch: str
-    sms: int
-    dims: tuple[int, int]
-    fused: bool
-    all_gradients: bool
-    rows: int
-    keys: int
-    batch: int
-    heads: int
-    heads_k: int
-    varlen: tuple[bool, bool]
-    window: tuple[int | None, int | None]
-    columns: int
-    workspace_bytes: int
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts(x: _Sizes, order: str) -> Parts:
-    row = configs.backward("backward_fused" if x.fused else "backward_dkdv", x.arch, *x.dims)
-    assert row.costs is not None
-    (varlen_q, varlen_k), (left, right) = x.varlen, x.window
-    partial_bytes = 4 * x.columns  # per split of dk and dv
-    splits = num_splits(
-        seqlen_q=-(-x.rows // max(x.batch, 1)) if varlen_q else x.rows,
-        seqlen_k=-(-x.keys // max(x.batch, 1)) if varlen_k else x.keys,
-        batch=x.batch,
-        heads=x.heads,
-        heads_k=x.heads_k,
-        window_left=left,
-        window_right=right,
-        clusters=x.sms // row.cluster,
-        tile=row.tile[:2],
-        costs=row.costs,
-        most_splits=x.workspace_bytes // max(partial_bytes, 1) if x.fused else None,
-        order=order,
-    )
-    return _parts_with_ds(x, splits)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts_with_ds(x: _Sizes, splits: int) -> Parts:
-    if not x.all_gradients:
-        return Parts(splits)
-    return parts_with_ds(
-        x.arch,
-        *x.dims,
-        rows=padded_rows(x.rows, x.batch, x.varlen[0]),
-        keys=x.keys,
-        heads=x.heads,
-        heads_k=x.heads_k,
-        splits=splits,
-        limit=x.workspace_bytes,
-        packed=x.varlen[1],
-        batch=x.batch,
-        clusters=x.sms // table.find("backward_dkdv", x.arch, *x.dims).cluster,
-    )
-
-
-_SCALARS = BackwardArguments._fields.index("softmax_scale")
+        arch, dims = launch.arch_for(self.q.device), dims_of(self)
+        if not (self.need_dq and self.need_dkdv):
+            return Parts(splits)
+        cluster = table.find("backward_dkdv", arch, *dims).cluster
+        return parts_with_ds(
+            arch,
+            *dims,
+            rows=padded_rows(self.q.shape[-3], self.batch, self.cu_seqlens_q is not None),
+            keys=self.k.shape[-3],
+            heads=self.q.shape[-2],
+            heads_k=self.k.shape[-2],
+            splits=splits,
+            limit=settings().workspace_bytes,
+            packed=self.cu_seqlens_k is not None,
+            batch=self.batch,
+            clusters=launch.num_sms(self.q.device) // cluster,
+        )
 
 
 class _Ready(NamedTuple):
@@ -406,31 +351,7 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
-    def __init__(self) -> None:
-        super().__init__()
-        # All that `key` of a call on a GPU without lengths depends on -> the key. Calls of a model
-        # are few, and `key` takes longer than a launch.
-        self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        on_reload(self._keys.clear)
-
     def key(self, a: BackwardArguments) -> tuple[Any, ...]:
-        if not a.q.is_cuda or not (
-            a.cu_seqlens_q is a.cu_seqlens_k is a.seqused_q is a.seqused_k is None
-        ):
-            return self._key(a)
-        call = (
-            a.q.shape, a.k.shape, a.v.shape, a.q.dtype, a.q.get_device(), a.dlse is None,
-            None if a.learnable_sink is None else a.learnable_sink.dtype,
-            torch.are_deterministic_algorithms_enabled(), a[_SCALARS:],
-        )  # fmt: skip
-        found = self._keys.get(call)
-        if found is None:
-            if len(self._keys) >= MOST_READY:
-                self._keys.clear()
-            found = self._keys[call] = self._key(a)
-        return found
-
-    def _key(self, a: BackwardArguments) -> tuple[Any, ...]:
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         parts = a.parts
         return (
