@@ -61,6 +61,10 @@ class Route:
             if rows:
                 self.received[other] = Rows(rows)
 
+    def few_keys(self, k: Tensor, v: Tensor) -> FewKeys | None:
+        """The exchange of few keys, if a call's keys are few."""
+        return self.few if self.few is not None and self.few.takes(k, v) else None
+
     def counts(self, of: Pass, used: Used | None, keys: Tensor, *, local: bool) -> Counts | None:
         """How many rows of each rectangle of a pass are used; None: all rows. `keys` are the
         pass's keys: the rank's own with `local`, otherwise gathered keys."""
@@ -122,7 +126,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(o, lse) of the rank's queries, and gathered keys that the backward takes, if they are few
     and there are any."""
-    few = route.few if route.few is not None and route.few.takes(k, v) else None
+    few = route.few_keys(k, v)
     keys = _Keys(route, group, (k, v)) if few is None else _FewKeys(few, group, (k, v))
     batch, rows, heads, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[-1])
@@ -146,9 +150,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink) of the rank's rows; dsink is the sum over the rank's queries. `kept` are
     the gathered keys of the forward. With `after_ring`, the forward was by hops and kept none."""
-    few = route.few if route.few is not None and route.few.takes(k, v) else None
-    if after_ring:
-        few = None
+    few = None if after_ring else route.few_keys(k, v)
     keys = _Keys(route, group, (k, v)) if few is None else None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))

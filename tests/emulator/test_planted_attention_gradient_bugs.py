@@ -4,8 +4,8 @@ each of them.
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
 "hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short", and two CTAs
-in "two". With at most two tiles of keys, sums of dQ have the same bits in any order. "ordered",
-"by_head" and "short_first" are kernels of head_dim 128 that add in a fixed order, see ORDER.
+in "two". With at most two tiles of keys, sums of dQ have the same bits in any order. "ordered"
+and "by_head" are kernels of head_dim 128 that add in a fixed order, see ORDER.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
-ORDER = {"ordered": "alternating", "by_head": "by_head", "short_first": "short_first"}
+ORDER = {"ordered": "alternating", "by_head": "by_head"}
 HEAD_DIM = {
     "dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128,
     **dict.fromkeys(ORDER, 128),

@@ -92,33 +92,6 @@ def test_groups_in_halves_have_two_tiles_for_each_cluster(tokens: int, heads: in
     assert [block for block, _ in of_group] == sorted(block for block, _ in of_group)
 
 
-def time_in_order(name: str, tokens: int, heads: int, clusters: int) -> int:
-    """The time of a call of four query heads to each K/V head. A tile of queries takes 1, and so
-    does an addition, until another CTA sees the addition."""
-    group, tiles = 4, tile_map(tokens, 4, heads).ordered(name, clusters)
-    sees = Visibility(TILE_M, TILE_N, 1, None, 0)
-    free, seen = [0] * clusters, dict[tuple[int, int], int]()
-    for number in range(int(tiles.count())):
-        _, block, head, _ = (int(x) for x in tiles.locate(number))
-        first, end = sees.query_tiles(block, tokens, tokens)
-        walk = FixedOrder().walk(tiles, tiles.work(block, head, 0), first, end)
-        cta = free.index(min(free))
-        for at in steps(walk, group, end - first):
-            free[cta] = seen[at] = max(free[cta], seen.get(at, 0)) + 1
-    return max(free)
-
-
-@pytest.mark.parametrize("of_cluster", [2, 4])
-def test_ctas_in_short_first_wait_only_at_the_start(of_cluster: int) -> None:
-    """At most one addition for each CTA of a K/V head before the last one."""
-    blocks, groups, heads = 8, 2, 2
-    call = blocks * TILE_N, groups * heads, heads * blocks // of_cluster
-    even_share = groups * of_cluster * 4 * (blocks + 1)  # two tiles of queries to 128 keys
-    waits = time_in_order("short_first", *call) - even_share
-    assert 0 < waits <= blocks // of_cluster - 1
-    assert time_in_order("alternating", *call) - even_share > 2 * waits
-
-
 def test_a_head_of_its_own_keeps_its_order() -> None:
     tiles = tile_map(1024, 1)
     assert tiles.in_halves(CLUSTERS).heads_at_once == tiles.heads_at_once

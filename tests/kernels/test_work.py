@@ -187,11 +187,7 @@ def test_a_tile_adds_after_exactly_the_tiles_of_smaller_numbers(
         directions.add(falls)
         first, end = sees.visitors(tile, 20, 33)
         visitors = range(first, end)
-        if order == "short_first":
-            blocks = int(ordered.blocks_of(33))
-            places = [int(ordered.place_in_parts(block, end, blocks)) for block in visitors]
-        else:
-            places = [int(ordered.place(block, first, end, falls)) for block in visitors]
+        places = [int(ordered.place(block, first, end, falls)) for block in visitors]
         of_tile = [numbers[block, head, sequence] for block in visitors]
         assert places == [sorted(of_tile).index(number) for number in of_tile]
     alternates = order == "by_head" or (order == "alternating" and group == 1)

@@ -303,9 +303,9 @@ def table(
         if names == first:
             for delta_case in of_deltas[:last]:
                 rows = partial(delta_rules_over_ranks.measured, delta_case, Clock(device))
-                parts.append((delta_case.name, partial(_one, rows)))
-            shape = (64, 2, 1, 64) if tiny else ()
-            parts.append((decode_name(keys), partial(decoded, device, *shape)))
+                parts.append((delta_case.name, rows))
+            shape = (2, 1, 64) if tiny else ()
+            parts.append((decode_name(keys), partial(decoded, device, keys, *shape)))
     longest = 0.0
     for name, rows_of in parts:
         if wanted and not any(word in name for word in wanted):
@@ -318,10 +318,6 @@ def table(
             return
         yield from rows_of()
         longest = max(longest, time.time() - now)
-
-
-def _one(row: Callable[[], Row]) -> Iterator[Row]:
-    yield row()
 
 
 def worker(rank: int, world: int, port: int, file: str, options: dict[str, Any]) -> None:

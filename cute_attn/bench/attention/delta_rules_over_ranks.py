@@ -7,7 +7,7 @@ would take longer, because the pass of the state has few CTAs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..harness.report import Row
@@ -109,7 +109,7 @@ def calls_of(case: DeltaCase, tokens: int, **more: Any) -> dict[str, Callable[[]
     return {"forward": forward, "both": both}
 
 
-def measured(case: DeltaCase, clock: Clock) -> Row:
+def measured(case: DeltaCase, clock: Clock) -> Iterator[Row]:
     """The row of a case; every rank calls this."""
     import torch
 
@@ -136,4 +136,4 @@ def measured(case: DeltaCase, clock: Clock) -> Row:
         "both_peak_mib": peaks["both"],
     }
     torch.cuda.empty_cache()
-    return row
+    yield row

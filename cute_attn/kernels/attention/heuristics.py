@@ -79,14 +79,10 @@ LEAST_BOX_ROWS, BOX_STEP = 32, 16
 # keys, whose products take as long.
 LEAST_PIECE = 512 * 1024
 
-# Fixed orders of additions for causal calls of several query heads to a K/V head, by head_dim and
-# queries of a sequence: from, below, the most query heads to a K/V head, the order. The first row
-# that fits counts; all other calls take "alternating". Measured on an H100, 2026-11-27, 16k tokens
-# (docs/log/sm90_backward.md): by_head was 1.02 to 1.16 times as fast at 4096, 1.04 times at 8192.
-FIXED_ORDERS = {64: ((3072, 12288, 1 << 30, "by_head"),)}
-# By order of additions, the share of `SplitCosts.lag`. By a simulation, short_first waits half as
-# long as alternating.
-_LAGS = {"alternating": 1.0, "short_first": 0.5}
+# Fixed orders of additions for causal calls whose query heads share K/V heads, by head_dim: queries
+# of a sequence from and below, and the order. Other calls take "alternating". by_head was 1.02 to
+# 1.16 times as fast with 4096 queries (docs/log/sm90_backward.md).
+FIXED_ORDERS = {64: ((3072, 12288, "by_head"),)}
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
@@ -456,8 +452,8 @@ def fixed_order(
         batch_invariant=batch_invariant,
     )  # fmt: skip
     if len(orders) > 1 and group > 1 and not packed:
-        for low, high, most, order in FIXED_ORDERS[head_dim]:
-            if low <= seqlen_q < high and group <= most:
+        for low, high, order in FIXED_ORDERS[head_dim]:
+            if low <= seqlen_q < high:
                 return order
     return orders[0]
 
@@ -490,8 +486,8 @@ def num_splits(
         tile: queries and keys of a cluster's tile.
         costs: the kernel's costs; see `configs`.
         most_splits: the most splits whose partial sums have memory; None: there is no limit.
-        order: the order in which blocks of keys add to the sums of dQ. Where blocks of several
-            query heads walk together, a block is behind the block before.
+        order: the order in which blocks of keys add to the sums of dQ. In "alternating", blocks of
+            several query heads walk together, and a block is behind the block before.
     """
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
     if not (blocks and heads and clusters):
@@ -499,12 +495,10 @@ def num_splits(
     group = heads // heads_k
     most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right, tile)
 
-    lag = _LAGS.get(order, 0.0) * costs.lag * costs.tile
-
     def clocks(splits: int) -> float:
         of_block: float = group // splits * costs.tile
-        if splits < group:
-            of_block += lag
+        if order == "alternating" and splits < group:
+            of_block += costs.lag * costs.tile
         epilogue = costs.epilogue if splits == 1 else costs.partial_epilogue
         waves = _waves(blocks * splits / clusters, most, mean, costs.drift)
         sums = 0 if splits == 1 else splits * blocks * costs.sums

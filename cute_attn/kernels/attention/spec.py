@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
-ORDERS = ("rising", "alternating", "by_head", "short_first")
+ORDERS = ("rising", "alternating", "by_head")
 GATHERED = 1  # page_rows: K and V are gathered row by row, from pages of any size
 
 HEAD_DIMS_V = head_dims_v("forward")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
 LAST_TILES = 2  # at least so many tiles per cluster are in the last group
-HALVES, QUARTERS = 2, 4  # tiles per cluster of a group in `in_halves` and `in_quarters`
+HALVES = 2  # tiles per cluster of a group in `in_halves`
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,6 @@ class TileMap(Carried):
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {"heads_at_once": at_once, "last_tiles": None}
         found = OrderedTileMap(**values, order=order)
-        if order == "short_first":
-            return found.in_quarters(clusters)
         return found.in_halves(clusters) if found.alternates else found
 
     def in_halves(self, clusters: Int32) -> Self:
@@ -213,16 +211,13 @@ class TileMap(Carried):
         keys, then a short one of the second half. See `uses.HeadsInside`."""
         if self.divided.cu_seqlens is not None:
             return self
-        several, fit = self.group > 1, self.heads_of(HALVES * clusters)
+        several = self.group > 1
+        fit = HALVES * clusters // cutlass.max(1, self.blocks(self.divided.tokens))
+        fit = cutlass.max(1, cutlass.min(fit, self.heads * self.batch))
         at_once = Int32(cutlass.select_(several, fit, self.heads_at_once))
         last = 0 if self.last_tiles is None else self.last_tiles
         last = Int32(cutlass.select_(several, 0, last))
         return replace(self, heads_at_once=at_once, last_tiles=last)
-
-    def heads_of(self, tiles: Int32) -> Int32:
-        """How many heads have up to so many tiles, if all sequences have one length."""
-        fit = tiles // cutlass.max(1, self.blocks(self.divided.tokens))
-        return cutlass.max(1, cutlass.min(fit, self.heads * self.batch))
 
     def on_device(self, o: cute.Tensor) -> TileMap:
         """For device code: the tiles of `o`."""
@@ -354,25 +349,12 @@ class OrderedTileMap(TileMap):
         by_head      as alternating with one query head of a K/V head, for any number: a CTA ends a
                      query head before the CTA begins the next one. There are no waits, but CTAs are
                      spread over all heads and queries, so more is read from memory
-        short_first  for causal calls. Numbers follow the parts of a sequence's blocks, see
-                     `block_parts`. CTAs walk over all query heads of a K/V head together: down in
-                     the inner part of later keys, up in all other parts
-
-    In short_first, CTAs of a K/V head follow one another in order, one addition apart. A CTA of the
-    first part starts at the last tile of queries. Shorter tiles end earlier, and have smaller
-    numbers. Their CTAs then take the longest tiles of the second part, and walk up: a CTA comes to
-    the first tile of queries of the next CTA when this CTA starts. So no CTA waits but at the start
-    of a call. In alternating with several heads the longer part comes first. Then CTAs wait in each
-    second part, because the CTA that starts last has the largest number.
 
     Attributes:
         order: the name.
-        quarters: for short_first: 1 if a group of heads has four tiles for each cluster, and the
-            blocks of a sequence have four parts. 0 for two tiles, and two parts.
     """
 
     order: str = "rising"
-    quarters: Int32 | None = None
 
     @property
     def alternates(self) -> bool:
@@ -396,54 +378,7 @@ class OrderedTileMap(TileMap):
         """`falls` of a work."""
         return self.falls(work.sequence * self.heads + work.kv_head, work.sequence)
 
-    def in_quarters(self, clusters: Int32) -> OrderedTileMap:
-        """These tiles in groups of heads for short_first. Quarters need enough heads: each of the
-        four parts of a group's blocks has about one tile for each cluster."""
-        if self.divided.cu_seqlens is not None:
-            return replace(self, quarters=Int32(0))
-        tiles, heads = QUARTERS * clusters, self.heads * self.batch
-        fit = self.heads_of(tiles)
-        fills = 10 * fit * self.blocks(self.divided.tokens) >= 9 * tiles
-        quarters = Int32(cutlass.select_(fills & (heads % fit == 0), 1, 0))
-        fit = Int32(cutlass.select_(quarters != 0, fit, self.heads_of(HALVES * clusters)))
-        return replace(self, heads_at_once=fit, quarters=quarters)
-
-    def block_parts(self, blocks: Int32) -> tuple[Int32, Int32, Int32]:
-        """(a, b, c) for short_first: the parts of a sequence's blocks are, in the order of their
-        numbers, c - 1 down to b, a to b - 1, blocks - 1 down to c, 0 to a - 1."""
-        half = (blocks + 1) >> 1
-        inner = half >> self.quarters
-        return half - inner, half, Int32(cutlass.min(half + inner, blocks))
-
-    def blocks_of(self, seqlen_k: Int32) -> Int32:
-        """The blocks that have numbers, of a sequence with so many used keys."""
-        packed = self.divided.cu_seqlens is not None
-        return self.blocks(seqlen_k if packed else self.divided.tokens)
-
-    def place_in_parts(self, block: Int32, end: Int32, blocks: Int32) -> Int32:
-        """In short_first, how many of the tiles of keys 0 to end - 1 add to a sum before a
-        block."""
-        a, b, c = self.block_parts(blocks)
-        first = cutlass.max(cutlass.min(c, end) - b, 0)
-        second = first + cutlass.max(cutlass.min(b, end) - a, 0)
-        third = second + cutlass.max(end - c, 0)
-        of_early = cutlass.select_(block < a, third + block, first + block - a)
-        of_late = cutlass.select_(
-            block < c, cutlass.min(c, end) - 1 - block, second + end - 1 - block
-        )
-        return Int32(cutlass.select_(block < b, of_early, of_late))
-
-    def _block_in_parts(self, within: Int32, blocks: Int32) -> Int32:
-        """The block whose number is `within` in short_first."""
-        a, b, c = self.block_parts(blocks)
-        inner = cutlass.select_(within < c - b, c - 1 - within, within - (c - b) + a)
-        left = within - (c - a)
-        outer = cutlass.select_(left < blocks - c, blocks - 1 - left, left - (blocks - c))
-        return Int32(cutlass.select_(left < 0, inner, outer))
-
     def _block(self, within: Int32, blocks: Int32, head: Int32, sequence: Int32) -> Int32:
-        if self.order == "short_first":
-            return self._block_in_parts(within, blocks)
         falls = self.falls(head, sequence)
         return Int32(cutlass.select_(falls != 0, within, blocks - 1 - within))
 

@@ -178,9 +178,6 @@ class OrderedAdditions(Carried):
         keys = self.keys
         first, end = keys.visible.visitors(use.tile, work.seqlen_q, work.seqlen_k)
         assert isinstance(keys.tiles, OrderedTileMap) and isinstance(use, OrderedUse | GroupUse)
-        if keys.tiles.order == "short_first":
-            blocks = keys.tiles.blocks_of(work.seqlen_k)
-            return keys.tiles.place_in_parts(work.block, end, blocks)
         falls = use.step < 0
         if keys.tiles.alternates:  # earlier keys add first, whichever way their CTA walks
             falls |= keys.tiles.group > 1

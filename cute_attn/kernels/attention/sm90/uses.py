@@ -77,10 +77,6 @@ class FixedOrder(QueryOrder):
 
     def walk(self, tiles: TileMap, work: Work, first: Int32, end: Int32) -> Walk:
         assert isinstance(tiles, OrderedTileMap)
-        if tiles.order == "short_first":
-            _, half, top = tiles.block_parts(tiles.blocks_of(work.seqlen_k))
-            falls = Int32(cutlass.select_((work.block >= half) & (work.block < top), 1, 0))
-            return HeadsInside().down_or_up(tiles, work, first, end, falls, work.head)
         falls = tiles.falls_of(work)
         if tiles.alternates:
             # All tiles of keys begin with the same head: a CTA comes to a sum soon after the CTA of
