@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 
-from cute_attn.kernels.attention.configs import SM90, head_dims
+from cute_attn.kernels.attention.configs import ESTIMATED, SM90, head_dims
 from cute_attn.kernels.attention.spec import ORDERS
 from cute_attn.ops.attention import backward
 
@@ -87,7 +87,7 @@ def test_partial_sums_of_splits_fit_the_workspace():
         splits = []
 
         def chosen(*, splits=splits, **known):
-            splits.append(choose(**known | {"clusters": 1000, "costs": None}))
+            splits.append(choose(**known | {"clusters": 1000, "costs": ESTIMATED}))
             return splits[-1]
 
         with workspace(limit), mock.patch.object(backward, "num_splits", chosen):
