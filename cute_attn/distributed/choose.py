@@ -10,13 +10,26 @@ from typing import NamedTuple
 
 MODES = ("gather", "ring", "heads")
 
-# Measured on two and four H100 with NVLink, 2026-11-26 (docs/context_parallel.md).
-BYTES_PER_SECOND = 300e9  # between ranks, in each direction
+# Measured on two and four H100 with NVLink, 2026-11-26 and 27 (docs/context_parallel.md).
 MEMORY_BYTES_PER_SECOND = 2.6e12
 FORWARD_FLOPS_PER_SECOND, BOTH_FLOPS_PER_SECOND = 7.2e14, 6.3e14
-# Calls over gathered keys take longer than a call with as much work on one GPU, by this share: they
-# end with long tiles, and their heads change more often.
-UNEVEN = 0.04
+
+
+class Rates(NamedTuple):
+    """What depends on the number of ranks.
+
+    Attributes:
+        bytes_per_second: of a rank, in each direction.
+        uneven: calls over gathered keys take longer than a call with as much work on one GPU, by
+            this share. They end with long tiles, and their heads change more often.
+    """
+
+    bytes_per_second: float
+    uneven: float
+
+
+OF_TWO, OF_MORE = Rates(260e9, 0.01), Rates(300e9, 0.04)
+
 # The float32 results of a hop cost as much time as so many passes over their bytes. The cost is
 # their reads and writes, and a slower attention kernel.
 PASSES_OF_A_HOP = 13.0
@@ -92,15 +105,16 @@ def costs(shape: Shape) -> dict[str, float]:
     queries = 2 * shape.tokens * shape.heads * columns  # bytes of a rank's Q and O
     float32_o = 4 * shape.tokens * shape.heads * shape.head_dim_v
     seen = 2 * shape.received * shape.heads_k * columns
-    received = seen / BYTES_PER_SECOND
-    gradients = UNEVEN * kernel_seconds(shape) * (seen > 0)
+    rates = OF_TWO if world == 2 else OF_MORE
+    received = seen / rates.bytes_per_second
+    gradients = rates.uneven * kernel_seconds(shape) * (seen > 0)
     if shape.gradient:  # the backward receives K and V again, and sends float32 gradients
         passes = PASSES_OF_GRADIENTS * 2 * (keys + seen) / MEMORY_BYTES_PER_SECOND
         gradients += 3 * received + passes
     merging = PASSES_OF_A_HOP * world * float32_o / MEMORY_BYTES_PER_SECOND
     found = {"gather": received + gradients, "ring": merging + gradients}
     if not shape.heads_k % world and not shape.heads % world:
-        swapped = (keys + queries) * (world - 1) / world / BYTES_PER_SECOND
+        swapped = (keys + queries) * (world - 1) / world / rates.bytes_per_second
         swapped += PASSES_OF_HEADS * (keys + queries) / MEMORY_BYTES_PER_SECOND
         found["heads"] = swapped * (2 if shape.gradient else 1)
     return found

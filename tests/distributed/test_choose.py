@@ -8,12 +8,12 @@ from cute_attn.distributed.choose import Shape, choose, gathered_bytes
 
 # (heads, heads_k, tokens in all) -> the modes of forward and of training, for W = 2, 4, 8
 CHOICES = {
-    (32, 8, 2**15): ("gather heads", "gather heads", "heads heads"),
-    (32, 8, 2**16): ("gather heads", "gather heads", "heads heads"),
-    (32, 8, 2**17): ("heads heads", "heads heads", "heads heads"),
+    (32, 8, 2**15): ("gather gather", "gather heads", "heads heads"),
+    (32, 8, 2**16): ("gather gather", "gather heads", "heads heads"),
+    (32, 8, 2**17): ("gather heads", "heads heads", "heads heads"),
     (32, 32, 2**14): ("gather heads", "heads heads", "heads heads"),
     (32, 32, 2**15): ("gather heads", "heads heads", "heads heads"),
-    (64, 8, 2**17): ("heads heads", "heads heads", "heads heads"),
+    (64, 8, 2**17): ("gather gather", "heads heads", "heads heads"),
     (16, 1, 2**17): ("gather gather", "gather gather", "gather gather"),
     (32, 32, 2**20): ("heads heads", "heads heads", "heads heads"),
 }
