@@ -35,7 +35,7 @@ from .harness.report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # eight minutes, less start-up and the report
 TEST_LIMIT_S = 280.0
-SANITIZER_LIMIT_S = 140.0
+SANITIZER_LIMIT_S = 175.0
 SANITIZERS = Path("gpu/test_sanitizers.py")
 SPREAD = 1.3  # a benchmark may take this much longer than in its last report
 TEST_PROCESSES = 16  # the processes compile first, then take turns on the GPU

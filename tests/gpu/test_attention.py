@@ -158,7 +158,7 @@ def check_gradients(
 
 @of_every_head_dim
 @pytest.mark.parametrize("deterministic", [False, True])
-@settings(max_examples=200 if FULL else 12)
+@settings(max_examples=200 if FULL else 5)
 @given(case=gradient_cases(), upstream=UPSTREAMS)
 def test_gradients_of_any_call(head_dim: int, deterministic: bool, case: Case, upstream: Upstream):
     """Masks, softcap, sinks, grouped heads, packed and used rows, and gradients of lse."""

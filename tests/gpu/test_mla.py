@@ -139,7 +139,9 @@ def test_pages_of_one_token(batch: int, mean: int, heads: int, fp8: bool) -> Non
     assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(20, 60))]
+)
 def test_random_calls(seed: int) -> None:
     draw = random.Random(seed)
     head_dim, head_dim_v = draw.choice([(576, 512), (512, 512), (320, 256)])
