@@ -2,8 +2,7 @@
 
 On a GPU, a side stream packs and sends messages. The side stream first waits for the work that the
 current stream has queued. `Messages.wait` makes the current stream wait for the messages; the host
-never waits. NCCL's kernels need free SMs, so messages start before the attention kernels beside
-them.
+never waits. NCCL's kernels need free SMs, so messages start before the attention kernels.
 """
 
 from __future__ import annotations
@@ -130,31 +129,19 @@ def _side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@cache
-def _stream_between(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
 @contextmanager
-def beside(device: torch.device, after: Any = None, *, kernels: bool = False) -> Iterator[None]:
-    """Launch on the stream for messages, after the current stream's work or after an event. With
-    `kernels`, the current stream's next kernels start after these messages have started."""
+def beside(device: torch.device, after: Any = None) -> Iterator[None]:
+    """Launch on the stream for messages, after the current stream's work or after an event."""
     if device.type != "cuda":
         yield
         return
-    side, current = _side_stream(device), torch.cuda.current_stream(device)
+    side = _side_stream(device)
     if after is None:
-        side.wait_stream(current)
+        side.wait_stream(torch.cuda.current_stream(device))
     else:
         side.wait_event(after)
     with torch.cuda.stream(side):
         yield
-    if kernels:
-        # NCCL's stream waits for an event of the side stream. A kernel that waits for nothing, or
-        # for the same event, can start first and take all SMs. So kernels wait for one event more.
-        between = _stream_between(device)
-        between.wait_stream(side)
-        current.wait_stream(between)
 
 
 def event(device: torch.device) -> Any:

@@ -87,13 +87,12 @@ class _Keys:
             rank: [rows.memory(x, inside=True) for x in self.rows]
             for rank, rows in route.received.items()
         }
-        with beside(own[0].device, kernels=True):
+        with beside(own[0].device):
             to = {
                 rank: [piece for x in own for piece in rows.pieces(x)]
                 for rank, rows in route.sent.items()
             }
             self.messages: Messages = send(group, to, flat(self.into))
-        with beside(own[0].device):
             if route.own is not None:
                 copy_rows(self.rows, route.own[1], own, route.own[0])
             self.copied = event(own[0].device)

@@ -97,7 +97,7 @@ class _Hops:
         # The kernels of hop `reader` were the last to read this buffer. Hop 0 reads no buffer.
         reader = hop - len(self.memory)
         after = self.computed[reader] if reader > 0 else self.begin
-        with beside(flat.device, after, kernels=True):
+        with beside(flat.device, after):
             if self.messages:
                 self.messages[-1].wait()
             before = self.sent or [x.contiguous() for x in self.keys[0]]
@@ -206,7 +206,7 @@ class _Returns:
         self.found = [
             x.new_empty(x.shape[0], high - low, *x.shape[2:], dtype=torch.float32) for x in like
         ]
-        with beside(like[0].device, kernels=True):
+        with beside(like[0].device):
             self.messages = send(group, {ring.sources[hop]: parts}, {ring.targets[hop]: self.found})
 
     def add_to(self, sums: list[_Sums], halves: list[tuple[slice, slice]]) -> None:
@@ -243,7 +243,7 @@ def backward(
         """Start to receive the keys of a hop."""
         low, high = ring.seen[hop]
         into = [x.new_empty(x.shape[0], high - low, *x.shape[2:]) for x in (k, v)]
-        with beside(k.device, kernels=True):
+        with beside(k.device):
             first, end = ring.shown[hop]
             parts = [x[:, first:end].contiguous() for x in (k, v)]
             messages = send(group, {ring.targets[hop]: parts}, {ring.sources[hop]: into})
