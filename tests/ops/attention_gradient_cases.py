@@ -38,6 +38,7 @@ from .attention_cases import (
     LAYOUTS,
     OTHER_ROUNDINGS,
     PLAIN,
+    ROUNDINGS_OF_FEW,
     SCORE_ERROR,
     USED,
     VARLEN,
@@ -65,7 +66,6 @@ KINDS = [
 ]
 MOST_WORK = 6  # pairs of a tile of queries and a tile of keys
 FEW_NUMBERS = 16  # of a gradient, such as a sink's
-ROUNDINGS_OF_FEW = 24  # of the plain implementation
 MACHINE = Machine()
 
 
