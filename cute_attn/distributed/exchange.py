@@ -43,7 +43,7 @@ class Rows:
             start, end = self.ranges[0]
             return x[:, start:end].contiguous()
         if 0 < len(self.ranges) <= MOST_SLICES:
-            return torch.cat([x[:, start:end] for start, end in self.ranges], dim=1)
+            return cat_rows([x[:, start:end] for start, end in self.ranges])
         return x.index_select(1, self.index(x.device))
 
     def in_pieces(self, batch: int) -> bool:
@@ -107,6 +107,12 @@ class Rows:
     def _new_index(self, device: torch.device) -> Tensor:
         rows = [torch.arange(start, end) for start, end in self.ranges]
         return torch.cat(rows or [torch.arange(0)]).to(device)
+
+
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors as one contiguous tensor, which `torch.cat` does not promise: tensors
+    with 4 dimensions may be channels-last."""
+    return torch.cat(list(parts), dim=1).contiguous()
 
 
 def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .exchange import beside, send
+from .exchange import beside, cat_rows, send
 from .layout import Layout
 from .plan import Plan
 
@@ -74,7 +74,7 @@ class Exchange:
         out = x.new_zeros(x.shape[0], self.spans, self.count, *x.shape[2:])
         into = _memory(x, x.shape[2:], self.received)
         with beside(x.device):
-            to = {r: [torch.cat([_rows(x, p) for p in parts], 1)] for r, parts in self.sent.items()}
+            to = {r: [cat_rows([_rows(x, p) for p in parts])] for r, parts in self.sent.items()}
             messages = send(group, to, into)
         for part in self.own:
             _places(out, part).copy_(_rows(x, part))
@@ -91,7 +91,7 @@ class Exchange:
         into = _memory(dout, dout.shape[3:], self.sent)
         with beside(dout.device):
             to = {
-                rank: [torch.cat([_places(dout, p) for p in parts], 1)]
+                rank: [cat_rows([_places(dout, p) for p in parts])]
                 for rank, parts in self.received.items()
             }
             messages = send(group, to, into)

@@ -159,6 +159,11 @@ def test_transposed_tensors(two: Ranks, left: int | None, mode: str) -> None:
     check(two, args, do, dlse, (90,), heads_first=True, **plan)
 
 
+def test_lse_of_several_heads_of_a_batch(two: Ranks) -> None:
+    args, do, dlse = inputs((22,), batch=2, heads=4, heads_k=4, dim=256, causal=True)
+    check(two, args, do, dlse, (22,), layout="zigzag", mode="heads", emulated=False)
+
+
 @pytest.mark.in_turn("mode")
 @LAYOUTS
 @pytest.mark.parametrize("case", USED)

@@ -106,6 +106,14 @@ def test_rows_serve_a_gradient_after_a_first_call_in_a_mode(mode: Any) -> None:
     assert x.grad is not None and x.grad[0, :, 0].tolist() == [1.0, 0.0] * 9
 
 
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_messages_are_contiguous(count: int) -> None:
+    """lse `[batch, rows, heads, 1]` is channels-last, which operations of torch preserve."""
+    x = torch.randn(3, 4, 18).transpose(1, 2)[..., None]
+    found = Rows([(2 * i, 2 * i + 1) for i in range(count)]).take(x)
+    assert found.is_contiguous() and torch.equal(found, x[:, : 2 * count : 2])
+
+
 @given(layouts(), st.booleans())
 def test_hops_are_what_queries_see(layout: Layout, causal: bool) -> None:
     found = torch.zeros(layout.total, layout.total, dtype=torch.int32)
