@@ -464,8 +464,11 @@ def split(
     """The loss of a model with `use_context_parallel`, and the ranks' gradients together.
 
     Args:
-        way: "sum" or "mean" of gradients, or "checkpoint" for layers that are computed again.
+        way: "sum" or "mean" of gradients, "checkpoint" for layers that are computed again, or
+            "fsdp" for parameters that FSDP2 splits.
     """
+    from torch.distributed.fsdp import fully_shard
+
     import cute_attn
     from cute_attn.integrations.transformers import register, use_context_parallel
 
@@ -475,12 +478,18 @@ def split(
         model.gradient_checkpointing_enable()
         model.train()
     mesh = _mesh((dist.get_world_size(),))
-    use_context_parallel(
-        model, mesh["tokens"], layout=layout, gradients="mean" if way == "mean" else "sum"
-    )
+    if way == "fsdp":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    gradients_of = "mean" if way in ("mean", "fsdp") else "sum"
+    use_context_parallel(model, mesh["tokens"], layout=layout, gradients=gradients_of)
     with cute_attn.emulated("sm_90a"):
         loss = model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
+    if way == "fsdp":  # which has averaged the gradients
+        found = [p.grad.full_tensor().float().flatten() for p in model.parameters()]
+        return loss.detach(), torch.cat(found)
     gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
     dist.all_reduce(gradients)
     return loss.detach(), gradients / (dist.get_world_size() if way == "mean" else 1)
