@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from .attention import attend
 from .choose import MODES
 from .delta import chunk_delta_rule
-from .layout import Layout, Range
+from .layout import LAYOUTS, Layout, Range
 from .plan import Plan, compare
 
 # A graph break: torch.compile cannot trace messages. The wrapper costs time in each call.
@@ -74,7 +75,8 @@ def context_parallel(
             once.
         layout: "contiguous": each rank holds one span of all tokens. "zigzag": each sequence is cut
             into 2 * world chunks, and rank r holds the chunks r and 2 * world - 1 - r, which
-            balances causal attention. Or for each rank a list of ranges `(start, end)` of tokens.
+            balances causal attention. "documents": most sequences are whole on a rank. Or for each
+            rank a list of ranges `(start, end)` of tokens.
         mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
             rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
@@ -92,8 +94,9 @@ def context_parallel(
         raise ValueError(f"mode is {mode!r}, must be one of {MODES} or None")
     by_tokens, by_heads, all_ranks = _groups_of(group)
     lengths, packed = _lengths(seqlen, cu_seqlens)
-    given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
-    said = {"layout": given, "mode": mode, "lengths": lengths, "packed": packed}
+    if not isinstance(layout, str):
+        layout = _ranges(layout)
+    said = {"layout": layout, "mode": mode, "lengths": lengths, "packed": packed}
     compare(all_ranks, said, "plans with")
     if mode == "heads" and by_heads is not None:
         raise ValueError("mode is 'heads' with a mesh, whose second dimension exchanges heads")
@@ -137,9 +140,22 @@ def _lengths(
             raise ValueError(f"seqlen is {seqlen}, must be at least 0")
         return (seqlen,), False
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    assert given is not None
-    bounds = list(map(int, given))
+    try:
+        bounds = list(map(index, given))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"cu_seqlens is {given!r}, must hold ints in one dimension") from None
     lengths = tuple(b - a for a, b in pairwise(bounds))
     if not bounds or bounds[0] != 0 or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens is {bounds}, must begin with 0 and not decrease")
     return lengths, True
+
+
+def _ranges(layout: Any) -> tuple[tuple[Range, ...], ...]:
+    """Each rank's ranges, as tuples of ints."""
+    try:
+        return tuple(tuple((index(a), index(b)) for a, b in ranges) for ranges in layout)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"layout is {layout!r}, must be one of {LAYOUTS}, or for each rank a list of pairs "
+            "(start, end) of ints"
+        ) from None

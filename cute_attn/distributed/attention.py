@@ -14,18 +14,16 @@ from ..kernels.attention.heuristics import has_fused_dq
 from ..ops.attention import flash_attn_func, flash_attn_varlen_func
 from ..ops.attention.arguments import Arguments, check_values
 from ..ops.checks import check_tensors, is_int
-from ..ops.operator import PLAIN, dispatch_mode_depth, forward_ad
 from . import gather, ring
 from .calls import Options
 from .choose import Shape, choose
 from .gather import Route
 from .heads import Swap, swapped
 from .layout import Window
-from .plan import Plan
+from .plan import Plan, are_plain
 from .used import Used, takes
 
 MOST_CALLS = 1024  # calls of a plan that are kept, which numbers in keys would let grow forever
-_interpreter = torch._C._functorch.peek_interpreter_stack
 
 
 class Run:
@@ -194,10 +192,7 @@ def _key(tensors: tuple[Any, ...], sink: Any, *options: Any) -> tuple[Any, ...] 
     """All that the checks of a call depend on; None for tensors that may intercept a call, and for
     arguments that a key cannot hold. Keys are compared with ==, and True == 1 == 1.0."""
     given = tensors if sink is None else (*tensors, sink)
-    for x in given:
-        if type(x) not in PLAIN or x.is_nested or x.is_neg() or x._is_zerotensor():
-            return None
-    if forward_ad._current_level >= 0 or dispatch_mode_depth() or _interpreter() is not None:
+    if not are_plain(given):
         return None
     key = (
         *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in given],
@@ -389,6 +384,8 @@ def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(f"{name} is nested, must be a tensor of the tokens of the plan")
         dims = 3 if packed else 4
         if x.dim() != dims or x.shape[dims - 3] != plan.tokens:
             raise ValueError(

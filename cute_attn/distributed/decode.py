@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.attention.arguments import Arguments
+from ..ops.attention.arguments import Arguments, check_values
 from ..ops.attention.forward import splits_of
 from ..ops.attention.partial import attend_partial, combine_partial
+from ..ops.checks import check_tensors
 
 PADDING = 4  # columns after o: the first has lse, and four keep rows aligned to 16 bytes
 
@@ -64,6 +65,28 @@ def decode_over_ranks(
         q, k, v, seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale,
         softcap=softcap, num_splits=num_splits, return_lse=True,
     )  # fmt: skip
+    try:
+        return _decode(call, group, learnable_sink, return_lse)
+    except Exception:
+        _check(call._replace(learnable_sink=learnable_sink), group)  # which costs the host time
+        raise
+
+
+def _check(a: Arguments, group: Any) -> None:
+    """Raise the documented exception for arguments that no call takes."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {type(group).__name__}, must be a ProcessGroup or None")
+    names = ("learnable_sink", "seqused_k", "page_table")
+    optional = {name: getattr(a, name) for name in names}
+    check_values(a, check_tensors({"q": a.q, "k": a.k, "v": a.v}, optional))
+
+
+def _decode(
+    call: Arguments, group: Any, sink: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    q, v = call.q, call.v
+    if sink is not None and (sink.shape != q.shape[2:3] or sink.device != q.device):
+        raise ValueError("learnable_sink is not [heads]")  # a kernel would read other memory
     with torch.no_grad():
         parts = splits_of(call)
         shape = (*q.shape[:-1], v.shape[-1])
@@ -77,5 +100,5 @@ def decode_over_ranks(
         out = q.new_empty(shape)
         batch, rows, heads = shape[:-1]
         out_lse = found.new_empty(batch, heads, rows) if return_lse else None
-        combine_partial(found[..., :columns], found[..., columns], out, out_lse, learnable_sink)
+        combine_partial(found[..., :columns], found[..., columns], out, out_lse, sink)
     return out, out_lse

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.kda.arguments import readable_state
+from ..ops.checks import check_dtype, check_tensors
+from ..ops.kda.arguments import INITIAL_STATE_DTYPES, readable_state
 from ..ops.kda.chunk_backward import BackwardArguments
 from ..ops.kda.chunk_spans import ChunkSpans, Spans
 from .exchange import Messages
-from .plan import Plan
+from .plan import Plan, are_plain
 from .spans import Route
 
 _TOKENS = ("q", "k", "v", "g", "beta")
@@ -293,31 +294,20 @@ def chunk_delta_rule(
     for name, value in unsupported.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{name} is given with cp, which has no {name}")
-    _check(plan, tensors)
+    given = tuple(tensors[name] for name in _INPUTS)
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (*given, initial_state)
+    )
+    called = _key(rule, (*given, initial_state), options, grad)
+    checked = called is not None and called in Held.of(plan).checked
+    if not checked:
+        _check(plan, tensors, initial_state)
     q, v = tensors["q"], tensors["v"]
     batch = 1 if plan.packed else q.shape[0]
     run = Run(plan, rule, options, batch)
-    given = tuple(tensors[name] for name in _INPUTS)
-    sequences = len(plan.lengths) * batch
-    dims = (v.shape[-1], q.shape[-1])[:: 1 if run.v_first else -1]
-    if initial_state is not None:
-        if not isinstance(initial_state, Tensor):
-            raise TypeError(f"initial_state must be a tensor, got {type(initial_state).__name__}")
-        shape = [sequences, v.shape[2], *dims]
-        if list(initial_state.shape) != shape:
-            raise ValueError(
-                f"initial_state has shape {list(initial_state.shape)}, must be {shape}, the states "
-                "of all sequences of the plan"
-            )
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*given, initial_state)
-    )
-    called = (
-        rule.name, *((x.shape, x.dtype, x.device) if x is not None else None for x in given),
-        *options.values(), initial_state is not None, grad,
-    )  # fmt: skip
-    if called not in run.held.checked:
+    if not checked:
         rule.operator._validate(_plain(run, given, options))
+        _check_state(run, initial_state, q, v)
         plan.agree(
             (
                 ("batch", batch),
@@ -329,12 +319,31 @@ def chunk_delta_rule(
             ),
             f"calls {rule.name} with",
         )
-        run.held.checked.add(called)
+        if called is not None:
+            run.held.checked.add(called)
     if grad:
         o, final = _DeltaRule.apply(run, initial_state, *given)
         return o, final
     o, final, _ = forward(run, given, initial_state, keep=False)
     return o, final
+
+
+def _key(
+    rule: ChunkSpans, given: tuple[Any, ...], options: dict[str, Any], grad: bool
+) -> tuple[Any, ...] | None:
+    """All that the checks of a call depend on; None for arguments that a key cannot hold. Keys are
+    compared with ==, and True == 1 == 1.0."""
+    if not are_plain(x for x in given if x is not None):
+        return None
+    key = (
+        rule.name, *((x.shape, x.dtype, x.device) if x is not None else None for x in given),
+        *options.values(), *map(type, options.values()), grad,
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _plain(run: Run, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -346,11 +355,24 @@ def _plain(run: Run, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return run.rule.arguments(**named, **options, cu_seqlens=spans.cu_seqlens)
 
 
-def _check(plan: Plan, tensors: dict[str, Any]) -> None:
-    for name in _TOKENS:
-        x = tensors[name]
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+def _check_state(run: Run, state: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if state is None:
+        return
+    check_dtype("initial_state", state, INITIAL_STATE_DTYPES)
+    dims = (v.shape[-1], q.shape[-1])[:: 1 if run.v_first else -1]
+    shape = [len(run.plan.lengths) * run.batch, v.shape[2], *dims]
+    if list(state.shape) != shape:
+        raise ValueError(
+            f"initial_state has shape {list(state.shape)}, must be {shape}, the states of all "
+            "sequences of the plan"
+        )
+
+
+def _check(plan: Plan, tensors: dict[str, Any], initial_state: Any) -> None:
+    tokens = {name: tensors[name] for name in _TOKENS}
+    others = {name: x for name, x in tensors.items() if name not in tokens}
+    check_tensors(tokens, others | {"initial_state": initial_state})
+    for name, x in tokens.items():
         batch = x.shape[:1]
         if x.dim() < 3 or x.shape[1] != plan.tokens or (plan.packed and batch != (1,)):
             first = "1" if plan.packed else "batch"

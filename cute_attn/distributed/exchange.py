@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.operator import dispatch_mode_depth
 from .layout import Range
 
 MOST_SLICES = 4  # the most ranges that are copied one by one; more ranges take one index
@@ -42,7 +43,7 @@ class Rows:
             start, end = self.ranges[0]
             return x[:, start:end].contiguous()
         if 0 < len(self.ranges) <= MOST_SLICES:
-            return torch.cat([x[:, start:end] for start, end in self.ranges], dim=1)
+            return cat_rows([x[:, start:end] for start, end in self.ranges])
         return x.index_select(1, self.index(x.device))
 
     def in_pieces(self, batch: int) -> bool:
@@ -94,11 +95,24 @@ class Rows:
         x.index_copy_(1, index, x.index_select(1, index).add_(pieces[0]))
 
     def index(self, device: torch.device) -> Tensor:
+        # Tensors of a trace or of a mode are not kept, because later calls cannot read them.
+        if torch.compiler.is_compiling() or dispatch_mode_depth():
+            return self._new_index(device)
         found = self._index.get(device)
         if found is None:
-            rows = [torch.arange(start, end) for start, end in self.ranges]
-            found = self._index[device] = torch.cat(rows or [torch.arange(0)]).to(device)
+            with torch.inference_mode(False):  # later calls may save the index for a backward
+                found = self._index[device] = self._new_index(device)
         return found
+
+    def _new_index(self, device: torch.device) -> Tensor:
+        rows = [torch.arange(start, end) for start, end in self.ranges]
+        return torch.cat(rows or [torch.arange(0)]).to(device)
+
+
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors as one contiguous tensor, which `torch.cat` does not promise: tensors
+    with 4 dimensions may be channels-last."""
+    return torch.cat(list(parts), dim=1).contiguous()
 
 
 def flat(messages: Mapping[int, Sequence[Sequence[Tensor]]]) -> dict[int, list[Tensor]]:

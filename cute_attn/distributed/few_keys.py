@@ -111,9 +111,11 @@ class FewKeys:
         _, _, heads, dim = k.shape
         size, row = memory.numel(), memory.shape[1]
         shape, dim_v = (1, self.rows, heads), v.shape[3]
+        # Hooks of saved tensors may return memory inside a larger buffer.
+        first = memory.storage_offset()
         return (
-            memory.as_strided((*shape, dim), (size, row, dim, 1)),
-            memory.as_strided((*shape, dim_v), (size, row, dim_v, 1), heads * dim),
+            memory.as_strided((*shape, dim), (size, row, dim, 1), first),
+            memory.as_strided((*shape, dim_v), (size, row, dim_v, 1), first + heads * dim),
         )
 
     def give_back(

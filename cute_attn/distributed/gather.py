@@ -230,7 +230,8 @@ class _KeySums:
         """The sums of all keys."""
         rows = keys[0].shape[1]
         if self.sums is None or self.first != slice(0, rows):
-            wide = [torch.zeros_like(x, dtype=torch.float32) for x in keys]
+            # Not `zeros_like`, which takes the strides of keys that are transposed.
+            wide = [x.new_zeros(x.shape, dtype=torch.float32) for x in keys]
             for x, part in zip(wide, self.sums or (), strict=False):
                 x[:, self.first] = part
             return wide

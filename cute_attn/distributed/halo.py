@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .exchange import beside, send
+from .exchange import beside, cat_rows, send
 from .layout import Layout
 from .plan import Plan
 
@@ -74,7 +74,7 @@ class Exchange:
         out = x.new_zeros(x.shape[0], self.spans, self.count, *x.shape[2:])
         into = _memory(x, x.shape[2:], self.received)
         with beside(x.device):
-            to = {r: [torch.cat([_rows(x, p) for p in parts], 1)] for r, parts in self.sent.items()}
+            to = {r: [cat_rows([_rows(x, p) for p in parts])] for r, parts in self.sent.items()}
             messages = send(group, to, into)
         for part in self.own:
             _places(out, part).copy_(_rows(x, part))
@@ -91,7 +91,7 @@ class Exchange:
         into = _memory(dout, dout.shape[3:], self.sent)
         with beside(dout.device):
             to = {
-                rank: [torch.cat([_places(dout, p) for p in parts], 1)]
+                rank: [cat_rows([_places(dout, p) for p in parts])]
                 for rank, parts in self.received.items()
             }
             messages = send(group, to, into)
@@ -156,9 +156,11 @@ def causal_halo(plan: Plan, x: Tensor, count: int = 3) -> Tensor:
         the rank's ranges, cut at the ends of sequences; `plan.span_lengths` has their lengths.
 
     Raises:
-        TypeError: x is not a tensor, or count not an int.
+        TypeError: plan is no plan, x is not a tensor, or count is not an int.
         ValueError: x has another number of tokens, or count is negative.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is {type(plan).__name__}, must be a plan of context_parallel")
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if isinstance(count, bool) or not isinstance(count, int):

@@ -135,7 +135,7 @@ class Layout:
             about equal work of causal attention. See `_documents`.
         """
         if not isinstance(layout, str):
-            given = tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in layout)
+            given = tuple(tuple((a, b) for a, b in ranges) for ranges in layout)
             if len(given) != world:
                 raise ValueError(f"layout lists the ranges of {len(given)} ranks, must be {world}")
             return cls(tuple(lengths), given)

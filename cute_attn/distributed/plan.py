@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.operator import PLAIN, dispatch_mode_depth, forward_ad
 from .exchange import Rows, beside, send
 from .gather import Route
 from .heads import Swap
 from .layout import Layout, Range, Window, shared_rows
 from .ring import Ring
+
+_interpreter = torch._C._functorch.peek_interpreter_stack
 
 
 class Plan:
@@ -95,6 +98,7 @@ class Plan:
             x's tokens of this rank, in the order of the rank's ranges, in x's dtype.
 
         Raises:
+            TypeError: x is not a tensor.
             ValueError: x has no such dimension, or another number of tokens.
         """
         dim = self._dim(x, dim, self.layout.total)
@@ -111,6 +115,7 @@ class Plan:
             A contiguous tensor of all tokens, on every rank, without a gradient.
 
         Raises:
+            TypeError: x is not a tensor.
             ValueError: x has no such dimension, or another number of tokens.
         """
         with torch.no_grad():
@@ -221,6 +226,8 @@ class Plan:
         )
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         dim = (0 if self.packed else 1) if dim is None else dim
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
             raise ValueError(
@@ -228,6 +235,17 @@ class Plan:
                 f"{tokens} tokens"
             )
         return dim % x.dim()
+
+
+def are_plain(given: Iterable[Any]) -> bool:
+    """Whether shapes, strides, dtypes and devices are all that checks of these tensors depend on.
+    Not for tensors, nor in a mode, that may intercept a call."""
+    for x in given:
+        if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:
+            return False
+        if x.is_neg() or x._is_zerotensor():
+            return False
+    return not (forward_ad._current_level >= 0 or dispatch_mode_depth() or _interpreter())
 
 
 def _count(ranges: Sequence[Range]) -> int:

@@ -77,7 +77,14 @@ class SplitSequences:
         given: dict[str, Any] = {"seqlen": lengths[0]}
         if packed:
             given = {"cu_seqlens": [0, *accumulate(lengths)]}
-        return context_parallel(self.group, layout=self.layout, mode=self.mode, **given)
+        plan = context_parallel(self.group, layout=self.layout, mode=self.mode, **given)
+        for rank in range(plan.world):
+            if plan.layout.tokens(rank) == 0:  # all ranks raise, so no rank waits
+                raise ValueError(
+                    f"use_context_parallel gives rank {rank} of {plan.world} none of the "
+                    f"{plan.layout.total} tokens, and models of transformers take no empty sequence"
+                )
+        return plan
 
     def _split(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,7 +232,8 @@ def use_context_parallel(
         `with` block brings the model back.
 
     Raises:
-        ValueError: gradients has another value, or later an input has a wrong shape.
+        ValueError: gradients has another value, or later an input has a wrong shape, or too few
+            tokens for all ranks.
         NotImplementedError: the model has layers without softmax attention, or another
             `attn_implementation`; or later a call has padding, a cache, a router's loss, attention
             weights, or `logits_to_keep`.

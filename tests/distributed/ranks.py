@@ -156,9 +156,11 @@ def attention(
     mode: str | None,
     mesh: Sequence[int] | None = None,
     emulated: bool = True,
+    heads_first: bool = False,
     **lengths: Any,
 ) -> dict[str, Tensor]:
-    """o, lse and gradients of the rank's tokens, as whole tensors."""
+    """o, lse and gradients of the rank's tokens, as whole tensors. With `heads_first`, q, k and v
+    are transposed views."""
     import cute_attn
 
     plan = plan_of(layout, mode, mesh, **lengths)
@@ -167,6 +169,8 @@ def attention(
     tokens = ("q", "k", "v")
     for name in tokens:
         own[name] = plan.shard(args[name]).clone()
+        if heads_first:
+            own[name] = own[name].transpose(-3, -2).contiguous().transpose(-3, -2)
     if args.get("learnable_sink") is None:
         own.pop("learnable_sink", None)
     leaves = [name for name in INPUTS if name in own]
@@ -235,11 +239,11 @@ def growth(args: dict[str, Any], do: Tensor, modes: Sequence[str], steps: int) -
 def wrapped(
     args: dict[str, Any], do: Tensor, way: str, mode: str, seqlen: int
 ) -> tuple[list[Tensor], list[list[str]]]:
-    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again; and
-    the operations of each compiled graph."""
+    """o and gradients of the rank's tokens, of a layer that torch compiles or computes again, or
+    whose saved tensors a buffer holds; and the operations of each compiled graph."""
     import cute_attn
 
-    plan = plan_of("zigzag", mode, None, seqlen=seqlen)
+    plan = plan_of("contiguous", mode, None, seqlen=seqlen)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o, _ = cute_attn.flash_attn_func(q * 2.0, k, v.sin(), causal=True, cp=plan)
@@ -257,10 +261,22 @@ def wrapped(
             o = torch.compile(layer, backend=backend)(*leaves)
         elif way == "checkpoint":
             o = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+        elif way == "buffer":
+            with torch.autograd.graph.saved_tensors_hooks(_into_buffer, _out_of_buffer):
+                o = layer(*leaves)
         else:
             o = layer(*leaves)
         o.backward(plan.shard(do))
     return [o.detach(), *(x.grad for x in leaves)], graphs
+
+
+def _into_buffer(x: Tensor) -> tuple[Tensor, torch.Size]:
+    """A buffer that has x after other numbers, and x's shape."""
+    return torch.cat([x.new_zeros(64), x.detach().reshape(-1)]), x.shape
+
+
+def _out_of_buffer(packed: tuple[Tensor, torch.Size]) -> Tensor:
+    return packed[0][64:].view(packed[1])
 
 
 DELTA_TOKENS = ("q", "k", "v", "g", "beta")
@@ -369,6 +385,19 @@ def refused(args: dict[str, Any], **lengths: Any) -> str:
     return ""
 
 
+def refused_decode(args: dict[str, Any]) -> str:
+    """What `decode_over_ranks` raises before any kernel."""
+    import cute_attn
+    from cute_attn.distributed import decode_over_ranks
+
+    try:
+        with cute_attn.emulated("sm_90a"):
+            decode_over_ranks(**args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def sharded(x: Tensor, layout: Any, **lengths: Any) -> tuple[Tensor, Tensor, Tensor, int]:
     """(own tokens of x, all tokens of these, position ids, number of tokens)."""
     plan = plan_of(layout, None, None, **lengths)
@@ -435,8 +464,11 @@ def split(
     """The loss of a model with `use_context_parallel`, and the ranks' gradients together.
 
     Args:
-        way: "sum" or "mean" of gradients, or "checkpoint" for layers that are computed again.
+        way: "sum" or "mean" of gradients, "checkpoint" for layers that are computed again, or
+            "fsdp" for parameters that FSDP2 splits.
     """
+    from torch.distributed.fsdp import fully_shard
+
     import cute_attn
     from cute_attn.integrations.transformers import register, use_context_parallel
 
@@ -446,12 +478,18 @@ def split(
         model.gradient_checkpointing_enable()
         model.train()
     mesh = _mesh((dist.get_world_size(),))
-    use_context_parallel(
-        model, mesh["tokens"], layout=layout, gradients="mean" if way == "mean" else "sum"
-    )
+    if way == "fsdp":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    gradients_of = "mean" if way in ("mean", "fsdp") else "sum"
+    use_context_parallel(model, mesh["tokens"], layout=layout, gradients=gradients_of)
     with cute_attn.emulated("sm_90a"):
         loss = model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
+    if way == "fsdp":  # which has averaged the gradients
+        found = [p.grad.full_tensor().float().flatten() for p in model.parameters()]
+        return loss.detach(), torch.cat(found)
     gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
     dist.all_reduce(gradients)
     return loss.detach(), gradients / (dist.get_world_size() if way == "mean" else 1)

@@ -150,6 +150,20 @@ def test_every_mode(two: Ranks, mode: str | None, case: str, layout: Any) -> Non
     check_case(two, mode, CASES[case], layout, emulated=False)
 
 
+@pytest.mark.parametrize("mode", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("left", [60, None])
+def test_transposed_tensors(two: Ranks, left: int | None, mode: str) -> None:
+    """q, k and v that are `[batch, heads, seqlen, head_dim]` in memory."""
+    args, do, dlse = inputs((90,), heads_k=2, dim=256, window_size=(left, 0))
+    plan: dict[str, Any] = {"layout": "contiguous", "mode": mode, "emulated": False}
+    check(two, args, do, dlse, (90,), heads_first=True, **plan)
+
+
+def test_lse_of_several_heads_of_a_batch(two: Ranks) -> None:
+    args, do, dlse = inputs((22,), batch=2, heads=4, heads_k=4, dim=256, causal=True)
+    check(two, args, do, dlse, (22,), layout="zigzag", mode="heads", emulated=False)
+
+
 @pytest.mark.in_turn("mode")
 @LAYOUTS
 @pytest.mark.parametrize("case", USED)
@@ -228,6 +242,11 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         ({"seqlen": -1}, "seqlen is -1"),
         ({"cu_seqlens": [1, 2]}, "cu_seqlens is .1, 2., must begin with 0"),
         ({"seqlen": 8, "mode": "star"}, "mode is 'star'"),
+        ({"cu_seqlens": 8}, "TypeError: cu_seqlens is 8, must hold ints"),
+        ({"cu_seqlens": [0, 2.5, 8]}, "TypeError: cu_seqlens is [0, 2.5, 8], must hold ints"),
+        ({"seqlen": 8, "layout": None}, "TypeError: layout is None, must be one of"),
+        ({"seqlen": 8, "layout": [(0, 4), (4, 8)]}, "TypeError: layout is [(0, 4), (4, 8)], must"),
+        ({"seqlen": 2, "layout": [[(0, 1.5)], [(1, 2)]]}, "TypeError: layout is [[(0, 1.5)], ["),
     ):
         (said, _) = two.call("raised", **of_plan)
         assert message.replace(".1, 2.", "[1, 2]") in said
@@ -249,6 +268,14 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         assert message in said
     (said, _) = two.call("refused", args=args, cu_seqlens=[0, 8])
     assert "q has shape" in said
+    for changes, message in (
+        ({"q": None}, "TypeError: q must be a torch.Tensor, got NoneType"),
+        ({"group": 3}, "TypeError: group is int, must be a ProcessGroup"),
+        ({"seqused_k": [4]}, "TypeError: seqused_k must be a torch.Tensor, got list"),
+        ({"learnable_sink": torch.zeros(3)}, "ValueError: learnable_sink has shape [3], must be"),
+        ({"num_splits": -1}, "ValueError: num_splits is -1, must be at least 0"),
+    ):
+        assert all(message in said for said in two.call("refused_decode", args=args | changes))
 
 
 @pytest.mark.slow
@@ -295,9 +322,12 @@ def test_gradients_on_more_ranks(world: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["gather", pytest.param("heads", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", [pytest.param("compile", marks=pytest.mark.slow), "checkpoint"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("compile", marks=pytest.mark.slow), "checkpoint", "buffer"]
+)
 def test_layers_that_torch_wraps(two: Ranks, way: str, mode: str) -> None:
-    """torch.compile breaks its graph at the call, and activation checkpointing calls twice."""
+    """torch.compile breaks its graph at the call, activation checkpointing calls twice, and hooks
+    may keep saved tensors in a buffer."""
     args, do, _ = inputs((22,), dim=256, heads_k=2)
     shared: dict[str, Any] = {"args": args, "do": do, "mode": mode, "seqlen": 22}
     for (plain, _), (other, graphs) in zip(

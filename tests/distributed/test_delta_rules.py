@@ -18,7 +18,7 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn import launch
-from cute_attn.distributed import context_parallel, delta, spans
+from cute_attn.distributed import causal_halo, context_parallel, delta, spans
 from cute_attn.distributed.layout import Layout
 from cute_attn.ops.gated_delta_rule import (
     plan_chunk_gated_delta_rule,
@@ -283,7 +283,20 @@ def test_wrong_arguments_are_named(alone: Any) -> None:
     plan, args = alone, Case(SMALL_BF16, (8,)).arguments("cpu")
     for changes, error, message in (
         ({"q": args["q"][:, :3]}, ValueError, "q has shape [1, 3, 1, 64] on rank 0, must be"),
-        ({"k": None}, TypeError, "k must be a tensor, got NoneType"),
+        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+        ({"A_log": 3}, TypeError, "A_log must be a torch.Tensor, got int"),
+        ({"scale": [1.0]}, TypeError, "scale must be a float, got list"),
+        ({"scale": True}, TypeError, "scale must be a float, got bool"),
+        (
+            {"initial_state": args["initial_state"].int()},
+            TypeError,
+            "initial_state has dtype torch.int32, must be one of",
+        ),
+        (
+            {"initial_state": args["initial_state"].to("meta")},
+            ValueError,
+            "initial_state is on meta, must be on the device of q, cpu",
+        ),
         ({"cp": 3}, TypeError, "cp is int, must be a plan"),
         ({"cu_seqlens": torch.tensor([0, 8])}, NotImplementedError, "cu_seqlens is given"),
         ({"state_indices": args["q"]}, NotImplementedError, "state_indices is given with cp"),
@@ -295,6 +308,14 @@ def test_wrong_arguments_are_named(alone: Any) -> None:
         with cute_attn.emulated("sm_90a"), pytest.raises(error) as raised:
             cute_attn.chunk_kda(**{**args, "cp": plan, **changes})
         assert message in str(raised.value)
+
+
+def test_arguments_that_are_no_tensors_are_named(alone: Any) -> None:
+    with pytest.raises(TypeError, match="plan is int, must be a plan of context_parallel"):
+        causal_halo(3, torch.zeros(1, 8, 3))  # type: ignore[arg-type]
+    for function in (alone.shard, alone.unshard):
+        with pytest.raises(TypeError, match="x must be a tensor, got list"):
+            function([1])
 
 
 def test_a_rank_without_tokens_checks_arguments(alone: Any) -> None:

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cute_attn.distributed.exchange import Rows
 from cute_attn.distributed.gather import Route
 from cute_attn.distributed.layout import LAYOUTS, Layout, Pass, Rectangle, Window
 from cute_attn.distributed.used import Used
@@ -92,6 +94,24 @@ def test_messages_bring_all_keys(layout: Layout, window: Window) -> None:
             found[tokens(received.ranges)] = tokens(layout.ranges[other])[tokens(sent.ranges)]
         assert torch.equal(found, keys)
         assert all(rank in routes[other].received for other in route.sent)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_rows_serve_a_gradient_after_a_first_call_in_a_mode(mode: Any) -> None:
+    rows = Rows([(2 * i, 2 * i + 1) for i in range(9)])
+    with mode():
+        rows.take(torch.randn(1, 18, 3))
+    x = torch.randn(1, 18, 3, requires_grad=True)
+    rows.take(x).sum().backward()
+    assert x.grad is not None and x.grad[0, :, 0].tolist() == [1.0, 0.0] * 9
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_messages_are_contiguous(count: int) -> None:
+    """lse `[batch, rows, heads, 1]` is channels-last, which operations of torch preserve."""
+    x = torch.randn(3, 4, 18).transpose(1, 2)[..., None]
+    found = Rows([(2 * i, 2 * i + 1) for i in range(count)]).take(x)
+    assert found.is_contiguous() and torch.equal(found, x[:, : 2 * count : 2])
 
 
 @given(layouts(), st.booleans())

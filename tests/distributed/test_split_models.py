@@ -131,6 +131,11 @@ def test_a_loss_is_of_all_ranks_and_has_the_gradient_of_own_tokens(
         ({"logits_to_keep": 1}, NotImplementedError, "logits_to_keep is 1"),
         ({"labels": torch.zeros(1, 3)}, ValueError, r"labels has shape \[1, 3\], must be"),
         (
+            {"input_ids": torch.zeros(1, 1, dtype=torch.int64)},
+            ValueError,
+            "gives rank 1 of 2 none of the 1 tokens",
+        ),
+        (
             {"input_ids": torch.zeros(2, 6), "position_ids": torch.arange(6)[None] % 3},
             NotImplementedError,
             "packed sequences in a batch of one row, got a batch of 2",

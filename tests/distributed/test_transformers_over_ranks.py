@@ -47,6 +47,7 @@ def two() -> Iterator[Ranks]:
         ("Qwen3", "zigzag", "mean", False),
         ("Qwen3", "documents", "sum", True),
         ("Mistral", "contiguous", "checkpoint", False),
+        ("Qwen3", "zigzag", "fsdp", False),
     ],
 )
 def test_a_split_model_has_one_processs_loss_and_gradients(
