@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .attention import attend
 from .choose import MODES
 from .delta import chunk_delta_rule
-from .layout import Layout, Range
+from .layout import LAYOUTS, Layout, Range
 from .plan import Plan, compare
 
 # A graph break: torch.compile cannot trace messages. The wrapper costs time in each call.
@@ -74,11 +74,14 @@ def context_parallel(
             once.
         layout: "contiguous": each rank holds one span of all tokens. "zigzag": each sequence is cut
             into 2 * world chunks, and rank r holds the chunks r and 2 * world - 1 - r, which
-            balances causal attention. Or for each rank a list of ranges `(start, end)` of tokens.
+            balances causal attention. "documents": most sequences are whole on a rank, and all
+            ranks have equal numbers of tokens. Or for each rank a list of ranges `(start, end)` of
+            tokens.
         mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
-            rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
-            "ring", the backward gathers keys, and so does a forward with a window.
+            rank gets all tokens of some heads. None: each call's shapes choose the mode. Mode
+            "ring" gathers keys with a window, and in the backward if no kernel computes dq, dk and
+            dv at once.
 
     Returns:
         The plan.
@@ -92,13 +95,25 @@ def context_parallel(
         raise ValueError(f"mode is {mode!r}, must be one of {MODES} or None")
     by_tokens, by_heads, all_ranks = _groups_of(group)
     lengths, packed = _lengths(seqlen, cu_seqlens)
-    given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
+    given = layout if isinstance(layout, str) else _ranges(layout)
     said = {"layout": given, "mode": mode, "lengths": lengths, "packed": packed}
     compare(all_ranks, said, "plans with")
     if mode == "heads" and by_heads is not None:
         raise ValueError("mode is 'heads' with a mesh, whose second dimension exchanges heads")
-    rows = Layout.of(layout, lengths, dist.get_world_size(by_tokens))
+    rows = Layout.of(given, lengths, dist.get_world_size(by_tokens))
     return ContextParallel(by_tokens, by_heads, all_ranks, rows, packed=packed, mode=mode)
+
+
+def _ranges(layout: Any) -> tuple[tuple[Any, ...], ...]:
+    """Each rank's ranges of a layout that is no name."""
+    try:
+        found = tuple(tuple((int(start), int(end)) for start, end in ranges) for ranges in layout)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"layout is {layout!r}, must be one of {LAYOUTS}, or for each rank a list of ranges "
+            "(start, end)"
+        ) from None
+    return found
 
 
 def _groups_of(group: Any) -> tuple[Any, Any, Any]:
@@ -136,8 +151,9 @@ def _lengths(
         if seqlen < 0:
             raise ValueError(f"seqlen is {seqlen}, must be at least 0")
         return (seqlen,), False
-    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    assert given is not None
+    given: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if not isinstance(given, Iterable) or not all(hasattr(x, "__index__") for x in given):
+        raise TypeError(f"cu_seqlens is {cu_seqlens!r}, must be a list or a tensor of ints")
     bounds = list(map(int, given))
     lengths = tuple(b - a for a, b in pairwise(bounds))
     if not bounds or bounds[0] != 0 or min(lengths, default=0) < 0:

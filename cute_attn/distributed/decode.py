@@ -59,7 +59,10 @@ def decode_over_ranks(
         ValueError: as `flash_attn_func`.
         NotImplementedError: as `flash_attn_func`.
     """
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        group = dist.group.WORLD
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {type(group).__name__}, must be a ProcessGroup or None")
     call = Arguments(
         q, k, v, seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale,
         softcap=softcap, num_splits=num_splits, return_lse=True,

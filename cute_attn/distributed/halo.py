@@ -156,9 +156,11 @@ def causal_halo(plan: Plan, x: Tensor, count: int = 3) -> Tensor:
         the rank's ranges, cut at the ends of sequences; `plan.span_lengths` has their lengths.
 
     Raises:
-        TypeError: x is not a tensor, or count not an int.
+        TypeError: plan is no plan, x no tensor, or count no int.
         ValueError: x has another number of tokens, or count is negative.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is {type(plan).__name__}, must be a plan of context_parallel")
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if isinstance(count, bool) or not isinstance(count, int):

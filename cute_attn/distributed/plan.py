@@ -221,6 +221,8 @@ class Plan:
         )
 
     def _dim(self, x: Tensor, dim: int | None, tokens: int) -> int:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         dim = (0 if self.packed else 1) if dim is None else dim
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
             raise ValueError(

@@ -227,6 +227,8 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         ({}, "seqlen and cu_seqlens are both given or both None"),
         ({"seqlen": -1}, "seqlen is -1"),
         ({"cu_seqlens": [1, 2]}, "cu_seqlens is .1, 2., must begin with 0"),
+        ({"cu_seqlens": "abc"}, "TypeError: cu_seqlens is 'abc', must be a list or a tensor"),
+        ({"seqlen": 8, "layout": 5}, "TypeError: layout is 5, must be one of"),
         ({"seqlen": 8, "mode": "star"}, "mode is 'star'"),
     ):
         (said, _) = two.call("raised", **of_plan)
