@@ -32,6 +32,8 @@ _lock = threading.Lock()
 # prevents eviction.
 _entries_in_use: collections.deque[Entry] = collections.deque()
 _MOST_ENTRIES_HELD = 64
+# How many of the nearest keys, and of the entries that cannot be used, an error names.
+_SHOWN_KEYS, _SHOWN_PROBLEMS = 3, 10
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
 
@@ -708,9 +710,7 @@ def _describe_miss(key: KeyDescription, places: Places, problems: Collection[Cac
     return "\n".join(lines)
 
 
-def _reasons(
-    key: KeyDescription, places: Places, problems: Collection[CacheError], shown: int = 3
-) -> list[str]:
+def _reasons(key: KeyDescription, places: Places, problems: Collection[CacheError]) -> list[str]:
     """Lines that say why no entry serves a key: the unusable entries, and the nearest keys."""
     known = {digest: found for digest, (found, _) in functions_by_digest.items()}
     for store in places.all():
@@ -722,7 +722,7 @@ def _reasons(
     lines = _not_usable(problems)
     lines += [
         f"nearest key {found.digest[:12]} differs in {'; '.join(key.differences(found))}"
-        for found in nearest[:shown]
+        for found in nearest[:_SHOWN_KEYS]
         if key.differences(found)
     ]
     if not nearest and not problems:
@@ -736,8 +736,8 @@ def with_reasons(message: str, problems: Collection[CacheError]) -> str:
     return "\n".join([message, *(line for line in _not_usable(problems) if line not in message)])
 
 
-def _not_usable(problems: Collection[CacheError], shown: int = 10) -> list[str]:
-    lines = [f"not usable: {problem}" for problem in problems][:shown]
+def _not_usable(problems: Collection[CacheError]) -> list[str]:
+    lines = [f"not usable: {problem}" for problem in problems][:_SHOWN_PROBLEMS]
     more = len(problems) - len(lines)
     return [*lines, f"not usable: {more} more, which the log names"] if more else lines
 

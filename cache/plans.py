@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
+from .arch import check_arch
 from .key import KernelDef
 
 Requests = list[tuple[KernelDef, Any]]
@@ -38,6 +39,9 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
     Raises:
         TypeError: raised by a call of the plan if an argument has a wrong type, which the message
             names, or if the function does not return pairs of KernelDef and specialisation.
+        ValueError: raised by a call of the plan if `arch` is not the name of an architecture.
+        NotImplementedError: raised by a call of the plan if `arch` is older than compute capability
+            8.0.
     """
     signature = inspect.signature(function)
     expected = functools.cache(lambda: _parameter_types(function))
@@ -47,6 +51,8 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             if not _is_a(value, expected()[name]):
                 raise TypeError(f"{name} is {value!r}, must be {_described(expected()[name])}")
+            if name == "arch":
+                check_arch(value)
         planned: Any = function(*args, **kwargs)
         items = list(planned) if isinstance(planned, Iterable) else [planned]
         return checked_requests(items, f"{function.__qualname__} returned {{}}, must return")

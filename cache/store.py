@@ -443,19 +443,19 @@ class Store:
             )
         return evicted
 
-    def evict(self, max_bytes: int, keep: str = "") -> Evicted:
+    def evict(self, max_bytes: int) -> Evicted:
         """Remove quarantined, then least recently used entries, until the store fits in
         `max_bytes`.
 
-        The entry `keep` and entries that a process has loaded stay. The size counts everything in
-        the directory, in allocated bytes. Only one process evicts at a time.
+        Entries that a process has loaded stay. The size counts everything in the directory, in
+        allocated bytes. Only one process evicts at a time.
         """
         try:
             base = self._open_base()
         except FileNotFoundError:
             return Evicted()
         with base, self._evicting():
-            return self._evict(base, max_bytes, max_bytes, keep)
+            return self._evict(base, max_bytes, max_bytes, "")
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[None]:

@@ -75,12 +75,14 @@ def context_parallel(
             once.
         layout: "contiguous": each rank holds one span of all tokens. "zigzag": each sequence is cut
             into 2 * world chunks, and rank r holds the chunks r and 2 * world - 1 - r, which
-            balances causal attention. "documents": most sequences are whole on a rank. Or for each
-            rank a list of ranges `(start, end)` of tokens.
+            balances causal attention. "documents": most sequences are whole on a rank, and all
+            ranks have equal numbers of tokens. Or for each rank a list of ranges `(start, end)` of
+            tokens.
         mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
-            rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
-            "ring", the backward gathers keys, and so does a forward with a window.
+            rank gets all tokens of some heads. None: each call's shapes choose the mode. Mode
+            "ring" gathers keys with a window, and in the backward if no kernel computes dq, dk and
+            dv at once.
 
     Returns:
         The plan.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from .layout import Layout, Pass, Range, token_of
 
-NO_RECTANGLE = -1
-
 
 class Used(NamedTuple):
     """The used tokens of each sequence of a plan, int32 `[sequences]`; None: all tokens."""

@@ -130,11 +130,19 @@ def check_int32(
             raise TypeError(f"{name} has dtype {given[name].dtype}, must be {expected}")
 
 
-def check_shapes(given: dict[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
-    """Check the shapes of the tensors that are given."""
+def check_shapes(
+    given: dict[str, Tensor],
+    expected: Mapping[str, Sequence[int]],
+    dimensions: Mapping[str, str] | None = None,
+) -> None:
+    """Check the shapes of the tensors that are given. Messages name the `dimensions` of a tensor,
+    such as "batch, heads", beside its sizes."""
     for name, shape in expected.items():
         if name in given and tuple(given[name].shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(given[name].shape)}, must be {list(shape)}")
+            sizes = str(list(shape))
+            if dimensions and name in dimensions:
+                sizes += f": [{dimensions[name]}]"
+            raise ValueError(f"{name} has shape {list(given[name].shape)}, must be {sizes}")
 
 
 def check_rows(given: dict[str, Tensor], names: Sequence[str]) -> None:

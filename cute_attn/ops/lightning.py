@@ -35,6 +35,7 @@ from .checks import (
     check_not_expanded,
     check_number,
     check_rows,
+    check_shapes,
     check_state_address,
     check_state_strides,
     exceeds,
@@ -265,12 +266,14 @@ class _Decode(Operator[_Arguments]):
             "state_indices": (batch,),
             "num_accepted_tokens": (batch,),
         }
-        for name, shape in expected.items():
-            if name in given and tuple(given[name].shape) != shape:
-                hint = f" for layout {a.state_layout!r}" if name == "state" else ""
-                raise ValueError(
-                    f"{name} has shape {_shape(given[name])}, must be {list(shape)}{hint}"
-                )
+        step = "B, H" if q.dim() == 3 else "B, T, H"
+        matrix_of = "V, K" if a.state_layout == "vk" else "K, V"
+        dimensions = {
+            "q": f"{step}, K", "k": f"{step}, K", "v": f"{step}, V", "out": f"{step}, V",
+            "state": f"{'B' if a.state_indices is None else 'slots'}, H, {matrix_of}",
+            "decay": "H", "state_indices": "B", "num_accepted_tokens": "B",
+        }  # fmt: skip
+        check_shapes(given, expected, dimensions)
         if a.state_indices is not None:
             check_has_slots("state", state)
         if q.dim() == 4 and q.shape[1] == 0:

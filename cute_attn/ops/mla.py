@@ -217,10 +217,16 @@ def plan_mla_decode(
         NotImplementedError: there is no kernel for this architecture or these head dimensions.
     """
     check_arch(arch)
-    head_dim_v = dict(SHAPES).get(head_dim, 0) if head_dim_v is None else head_dim_v
+    if head_dim_v is None:
+        of_latent = dict(SHAPES)
+        if head_dim not in of_latent:
+            raise NotImplementedError(f"head_dim is {head_dim}, must be one of {tuple(of_latent)}")
+        head_dim_v = of_latent[head_dim]
     check_shape(head_dim, head_dim_v)
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}, must be positive")
+    counts = {"queries": queries, "heads": heads, "page_size": page_size, "sequences": sequences}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}, must be positive")
     fp8 = "none" if kv_dtype in (None, dtype) else kv_dtype
     if fp8 not in ("none", *FP8_DTYPES):
         raise ValueError(f"kv_dtype is {kv_dtype!r}, must be dtype or one of {list(FP8_DTYPES)}")
@@ -552,4 +558,10 @@ def _check_shapes(a: Any, given: dict[str, Tensor]) -> None:
         "block_table": (batch, a.block_table.shape[1]),
         "cache_seqlens": (batch,),
     }
-    check_shapes(given, expected)
+    dimensions = {
+        "q_nope": "batch, queries, heads, head_dim_v",
+        "q_rope": "batch, queries, heads, head_dim - head_dim_v",
+        "block_table": "batch, max_pages",
+        "cache_seqlens": "batch",
+    }
+    check_shapes(given, expected, dimensions)

@@ -241,6 +241,8 @@ def test_wrong_arguments_are_named(two: Ranks) -> None:
         ({}, "seqlen and cu_seqlens are both given or both None"),
         ({"seqlen": -1}, "seqlen is -1"),
         ({"cu_seqlens": [1, 2]}, "cu_seqlens is .1, 2., must begin with 0"),
+        ({"cu_seqlens": "abc"}, "TypeError: cu_seqlens is 'abc', must hold ints"),
+        ({"seqlen": 8, "layout": 5}, "TypeError: layout is 5, must be one of"),
         ({"seqlen": 8, "mode": "star"}, "mode is 'star'"),
         ({"cu_seqlens": 8}, "TypeError: cu_seqlens is 8, must hold ints"),
         ({"cu_seqlens": [0, 2.5, 8]}, "TypeError: cu_seqlens is [0, 2.5, 8], must hold ints"),

@@ -40,6 +40,20 @@ def module(body: str, target: str = "sm_100a") -> str:
 """
 
 
+def tensor_memory(columns: int) -> str:
+    """The start of a kernel: warp 0 allocates tensor memory, whose address goes to [%r1+16], and an
+    mbarrier at [%r1]. Data may begin at %r2."""
+    return f"""
+    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 1024;
+    setp.ne.u32 %p1, %warp, 0; setp.ne.u32 %p3, %thread, 0;
+    @%p1 bra ALLOCATED;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+16], {columns};
+    @%p3 bra ALLOCATED;
+    mbarrier.init.shared::cta.b64 [%r1], 1;
+    fence.mbarrier_init.release.cluster;
+ALLOCATED:"""
+
+
 def notes(run: Run, check: str) -> list[str]:
     return [f.message for f in run.findings if f.check == check and f.severity == "note"]
 
@@ -153,15 +167,7 @@ def product(m: int, n: int, *, wait: str = "", address: str = "add.s32 %r8, %r4,
     warp that has waited as `wait` says."""
     registers = ", ".join(f"%r{20 + i}" for i in range(n))
     stores = "".join(f"    st.global.b32 [%rd3+{4 * i}], %r{20 + i};\n" for i in range(n))
-    return module(f"""
-    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 1024;
-    setp.ne.u32 %p1, %warp, 0; setp.ne.u32 %p3, %thread, 0;
-    @%p1 bra ALLOCATED;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+16], 32;
-    @%p3 bra ALLOCATED;
-    mbarrier.init.shared::cta.b64 [%r1], 1;
-    fence.mbarrier_init.release.cluster;
-ALLOCATED:
+    return module(f"""{tensor_memory(32)}
     // A and B are the same rows: 16 elements of 1.0 each, as 8 x 16-byte units
     shl.b32 %r3, %thread, 5; add.s32 %r3, %r3, %r2; mov.u32 %r5, 0x3C003C00;
     st.shared.v4.b32 [%r3], {{%r5, %r5, %r5, %r5}};

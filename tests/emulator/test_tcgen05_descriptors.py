@@ -12,7 +12,7 @@ import pytest
 from cute_attn.emulator.machine import Run
 from cute_attn.emulator.runner import Buffer, run_ptx
 
-from .test_instructions import module
+from .test_instructions import module, tensor_memory
 
 M, N = 128, 16
 K_BYTES = 32
@@ -153,15 +153,7 @@ def kernel(operation: Operation) -> str:
     )
     load = ", ".join(f"%r{10 + i}" for i in range(N))
     stores = "".join(f"    st.global.b32 [%rd3+{4 * i}], %r{10 + i};\n" for i in range(N))
-    return module(f"""
-    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 1024;
-    setp.ne.u32 %p1, %warp, 0; setp.ne.u32 %p3, %thread, 0;
-    @%p1 bra ALLOCATED;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+16], 64;
-    @%p3 bra ALLOCATED;
-    mbarrier.init.shared::cta.b64 [%r1], 1;
-    fence.mbarrier_init.release.cluster;
-ALLOCATED:
+    return module(f"""{tensor_memory(64)}
     shl.b32 %r4, %thread, 4; cvt.u64.u32 %rd4, %r4; add.s64 %rd3, %rd1, %rd4; add.s32 %r3, %r2, %r4;
 {copies}
     bar.sync 0;

@@ -157,6 +157,7 @@ def test_good_varlen_arguments_are_refused_for_the_device_alone(change: dict[str
         ({"k": bf16(5, 2, 256)}, ValueError, r"k has shape \[5, 2, 256\], must be \[batch, seqlen"),
         ({"k": bf16(3, 5, 2, 256)}, ValueError, r"k has shape \[3, 5, 2, 256\], must be \[2, 5"),
         ({"k": bf16(2, 5, 2, 128)}, ValueError, r"k has shape .* must be \[2, 5, 2, 256\]"),
+        ({"k": bf16(2, 5, 2, 128)}, ValueError, r": \[batch, seqlen_k, heads_k, head_dim\]"),
         ({"v": bf16(2, 6, 2, 256)}, ValueError, r"v has shape .* must be \[2, 5, 2, 256\]"),
         ({"v": bf16(2, 5, 1, 256)}, ValueError, r"v has shape .* must be \[2, 5, 2, 256\]"),
         (
@@ -530,7 +531,10 @@ def test_the_plan_holds_what_calls_will_need(monkeypatch: pytest.MonkeyPatch):
     ("change", "message"),
     [
         ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"sink": "int32"}, "sink_dtype is 'int32'"),
+        ({"sink": "int32"}, "sink is 'int32'"),
+        ({"num_splits": -1}, "num_splits is -1, must be at least 0"),
+        ({"page_size": 0}, "page_size is 0, must be positive"),
+        ({"page_size": 64}, "page_size is given, it needs seqused_k"),
         ({"heads": 3, "heads_k": 2}, "heads is 3, must be a positive multiple of heads_k, 2"),
         ({"heads_k": 0}, "must be a positive multiple of heads_k, 0"),
         ({"scheduler": "single"}, "scheduler is 'single'"),

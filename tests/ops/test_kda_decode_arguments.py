@@ -274,7 +274,7 @@ INT32 = torch.int32
             {"tokens": 2},
             {"draft_states": torch.zeros(2, 4, 4, 128, 64)},
             ValueError,
-            "draft_states is given without both of",
+            "draft_states is given without draft_indices",
         ),
         (
             {"tokens": 2, "drafts": 4},
@@ -331,7 +331,12 @@ INT32 = torch.int32
             TypeError,
             "num_accepted_tokens has dtype",
         ),
-        ({"tokens": 2, "records": 4}, {"record_u": None}, ValueError, "record_k is given without"),
+        (
+            {"tokens": 2, "records": 4},
+            {"record_u": None},
+            ValueError,
+            "record_k is given without record_u",
+        ),
         (
             {"tokens": 2, "records": 4},
             {"num_accepted_tokens": None},

@@ -92,7 +92,7 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(shape: dict[
         ({}, {"out": torch.zeros(2, 3, 64).bfloat16()}, ValueError, "out has shape"),
         ({}, {"state": torch.zeros(2, 3, 128)}, ValueError, "must have 4 dimensions"),
         ({}, {"state": torch.zeros(3, 3, 128, 64)}, ValueError, r"must be \[2, 3, 128, 64\]"),
-        ({}, {"state": torch.zeros(2, 3, 64, 128)}, ValueError, "for layout 'vk'"),
+        ({}, {"state": torch.zeros(2, 3, 64, 128)}, ValueError, r": \[B, H, V, K\]"),
         ({}, {"decay": torch.zeros(4)}, ValueError, r"decay has shape \[4\], must be \[3\]"),
         ({"slots": 4}, {"state_indices": torch.zeros(3).int()}, ValueError, "state_indices has"),
         (

@@ -451,6 +451,8 @@ def test_plans_depend_on_tiles_of_rows():
     ("given", "message"),
     [
         ({"page_size": 0}, "page_size is 0, must be positive"),
+        ({"queries": 0}, "queries is 0, must be positive"),
+        ({"sequences": -1}, "sequences is -1, must be positive"),
         ({"kv_dtype": "float8_e5m2"}, "kv_dtype is 'float8_e5m2', must be dtype or one of"),
         ({"kv_descale": True}, "kv_descale is True, only a cache of"),
     ],

@@ -56,6 +56,8 @@ def test_its_defaults_and_architecture(planner: Callable[..., Any]) -> None:
     assert planner("sm_90a" if planner.__name__ in HOPPER else ARCH)
     with pytest.raises(TypeError, match="arch is 100, must be a str"):
         planner(100)
+    with pytest.raises(ValueError, match="'sm_90' is not an architecture that a call looks for"):
+        planner("sm_90")
 
 
 @pytest.mark.parametrize(("planner", "name", "parameter"), list(parameters()))

@@ -22,6 +22,7 @@ from .cases import SEED, Case
 from .problem import Arguments, Call, Results
 
 LAYERS = 16
+PROFILED = 5  # calls whose kernels are profiled
 CHECK_TOKENS = 512  # tokens of problems that are compared with float64
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
@@ -221,18 +222,18 @@ def repeats(one: Results, other: Results) -> bool:
 # ---- kernels and memory
 
 
-def kernel_times(call: Call, repeats: int = 5) -> dict[str, float]:
+def kernel_times(call: Call) -> dict[str, float]:
     """Microseconds of a call by kernel, as CUPTI reports them, with a warm L2."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
+        for _ in range(PROFILED):
             call()
         torch.cuda.synchronize()
     averages = {event.key: event.device_time_total for event in profiler.key_averages()}
-    return {name: us / repeats for name, us in averages.items() if us > 0}
+    return {name: us / PROFILED for name, us in averages.items() if us > 0}
 
 
 def memory(step: Step) -> dict[str, float]:

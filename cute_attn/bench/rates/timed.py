@@ -12,7 +12,6 @@ from dataclasses import dataclass
 INPUTS = ("count", "thread", "shared", "data", "size", "depth", "step", "mask")
 COUNT, THREAD, SHARED, DATA, SIZE, DEPTH, STEP, MASK = (f"${i}" for i in range(4, 12))
 
-MBARRIERS = 128  # at the start of shared memory
 BUFFER = 2048  # bytes from the start of shared memory to the data
 UNROLL = 64  # operations of an iteration
 CHAINS = 8  # independent chains of operations of a thread

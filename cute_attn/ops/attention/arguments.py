@@ -25,6 +25,7 @@ from ..checks import (
     check_has_slots,
     check_int32,
     check_is_number,
+    check_shapes,
     exceeds,
     is_int,
 )
@@ -272,6 +273,15 @@ def bounds(a: Any) -> tuple[int | None, int | None]:
     return left, 0 if a.causal else right
 
 
+# The dimensions of tensors in messages; those of q, k and v depend on the call.
+_DIMENSIONS = {
+    "cu_seqlens_q": "batch + 1",
+    "cu_seqlens_k": "batch + 1",
+    "seqused_q": "batch",
+    "seqused_k": "batch",
+    "page_table": "batch, max_pages",
+    "learnable_sink": "heads",
+}
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _INTEGERS = (*_LENGTHS, "page_table")
 _DESCALES = ("k_descale", "v_descale")
@@ -339,20 +349,22 @@ def _check_window(a: Arguments) -> None:
 
 def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     q, k = a.q, a.k
+    dimensions = dict(_DIMENSIONS)
     if a.page_table is not None and a.cu_seqlens_k is not None:
         raise ValueError("page_table is given with cu_seqlens_k, must be with seqused_k alone")
     if a.page_table is not None and a.seqused_k is None:
         raise ValueError("page_table is given, it needs seqused_k: the keys of each sequence")
     for name, x in (("q", q), ("k", k)):
         packed = f"cu_seqlens_{name}" in lengths
+        heads_of = "heads" if name == "q" else "heads_k"
+        rows = f"total_{name}" if packed else f"batch, seqlen_{name}"
+        if name == "k" and a.page_table is not None:
+            rows = "num_pages, page_size"
+        dimensions[name] = f"{rows}, {heads_of}, head_dim"
         if x.dim() != (3 if packed else 4):
-            heads_of = "heads" if name == "q" else "heads_k"
-            rows = f"total_{name}" if packed else f"batch, seqlen_{name}"
-            if name == "k" and a.page_table is not None:
-                rows = "num_pages, page_size"
             given = "given" if packed else "not given"
             raise ValueError(
-                f"{name} has shape {_shape(x)}, must be [{rows}, {heads_of}, head_dim] where "
+                f"{name} has shape {_shape(x)}, must be [{dimensions[name]}] where "
                 f"cu_seqlens_{name} is {given}"
             )
         if exceeds(x.shape[-3], MAX_SEQLEN - 1):
@@ -403,9 +415,8 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{name} has shape {_shape(x)}, must be [] or [batch, heads_k], {[batch, heads_k]}"
             )
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{name} has shape {_shape(tensors[name])}, must be {list(shape)}")
+    dimensions["v"] = f"{dimensions['k']}_v"
+    check_shapes(tensors, expected, dimensions)
     if (heads_k == 0 and heads != 0) or (heads_k != 0 and heads % heads_k):
         raise ValueError(f"q has {heads} heads, must be a multiple of the heads of k, {heads_k}")
     check_tiles(a, table.smallest_tile("forward", *dims_of(a)))

@@ -21,6 +21,7 @@ from ...kernels.attention.heuristics import (
 from ...kernels.attention.query_sums import QuerySums
 from ...kernels.attention.spec import (
     HEAD_DIMS_V,
+    SINK_DTYPES,
     CombineSpec,
     PostprocessSpec,
     PreprocessSpec,
@@ -129,6 +130,13 @@ def plan_attention(
             raise ValueError("tree_mask is True, it needs causal")
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
+    _check_sink(sink)
+    if num_splits < 0:
+        raise ValueError(f"num_splits is {num_splits}, must be at least 0")
+    if page_size is not None and page_size < 1:
+        raise ValueError(f"page_size is {page_size}, must be positive")
+    if page_size is not None and (varlen_k or not seqused_k):
+        raise ValueError("page_size is given, it needs seqused_k, and varlen_k must be False")
     chosen = _scheduler(scheduler)
     if chosen == "clc" and not has_clc(arch):
         _say_static(arch)
@@ -192,6 +200,11 @@ def _ways(num_splits: int, has_pieces: bool, pieces: bool | None) -> list[str]:
     return [*found, "pieces"] if has_pieces and pieces is not False else found
 
 
+def _check_sink(sink: str | None) -> None:
+    if sink is not None and sink not in SINK_DTYPES[1:]:
+        raise ValueError(f"sink is {sink!r}, must be one of {SINK_DTYPES[1:]} or None")
+
+
 @launch.planner
 def plan_attention_combine(
     arch: str, *, head_dim: int = 256, out_dtype: str = "float32", return_lse: bool = True
@@ -215,6 +228,9 @@ def plan_attention_combine(
     """
     if head_dim not in HEAD_DIMS_V:
         raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {HEAD_DIMS_V}")
+    allowed = CombineSpec.ALLOWED["dtype"]
+    if out_dtype not in allowed:
+        raise ValueError(f"out_dtype is {out_dtype!r}, must be one of {allowed}")
     return [(table.COMBINE, CombineSpec(out_dtype, head_dim, "none", return_lse))]
 
 
@@ -294,6 +310,7 @@ def plan_attention_backward(
             parameter.
         NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
+    _check_sink(sink)
     orders = fixed_orders(
         head_dim,
         window_left=window_left,

@@ -524,7 +524,8 @@ def _check_drafts(given: dict[str, Tensor], sizes: Sizes, matrix: str) -> None:
     if not names:
         return
     if len(names) == 1:
-        raise ValueError(f"{names[0]} is given without both of draft_states and draft_indices")
+        missing = "draft_indices" if names[0] == "draft_states" else "draft_states"
+        raise ValueError(f"{names[0]} is given without {missing}, which it needs")
     if "record_k" in given or _has_positions(given.get("state_indices")):
         raise ValueError(
             "draft_states is given, must be None with records or with state_indices [B, 1 + S]"
@@ -552,7 +553,7 @@ def _check_convolution(a: Arguments, given: dict[str, Tensor], sizes: Sizes) -> 
         return
     for name in ("conv_state", "conv_weight"):
         if name not in given:
-            raise ValueError(f"{names[0]} is given without {name}")
+            raise ValueError(f"{names[0]} is given without {name}, which it needs")
     check_dtypes_are(given, ("conv_state",), a.q.dtype)
     check_dtype("conv_weight", given["conv_weight"], STEP_DTYPES)
     check_dtypes_are(given, ("conv_bias",), given["conv_weight"].dtype)
@@ -583,7 +584,7 @@ def _check_draft_windows(given: dict[str, Tensor], sizes: Sizes) -> None:
     if "draft_windows" in given:
         if not both:
             missing = "draft_states" if "conv_state" in given else "conv_state"
-            raise ValueError(f"draft_windows is given without {missing}")
+            raise ValueError(f"draft_windows is given without {missing}, which it needs")
         check_dtypes_are(given, ("draft_windows",), given["q"].dtype)
         windows = given["draft_windows"]
         rows, states = given["draft_states"].shape[:2]
@@ -613,12 +614,12 @@ def _check_gate(
         x = given[name]
         check_dtype(name, x, PARAMETER_DTYPES)
         if name == "A_log":
-            fits, expected = x.numel() == heads, f"[{heads}]"
+            fits, expected = x.numel() == heads, f"[{heads}]: [HV]"
         elif head_gate:
-            fits, expected = list(x.shape) == [heads], f"[{heads}]"
+            fits, expected = list(x.shape) == [heads], f"[{heads}]: [HV]"
         else:
             fits = list(x.shape) in ([heads * dim], [heads, dim])
-            expected = f"[{heads * dim}] or [{heads}, {dim}]"
+            expected = f"[{heads * dim}] or [{heads}, {dim}]: [HV * K] or [HV, K]"
         if not fits:
             raise ValueError(f"{name} has shape {list(x.shape)}, must be {expected}")
         if not x.is_contiguous():
@@ -628,13 +629,14 @@ def _check_gate(
 def _check_slots(given: dict[str, Tensor], sizes: Sizes, head_gate: bool) -> None:
     """Check state_indices, num_accepted_tokens and the records."""
     state_indices = given.get("state_indices")
-    records = [name for name in ("record_k", "record_g", "record_u") if name in given]
+    records = [name for name in _RECORDS if name in given]
     tokens = sizes.get("T", 1)
     if state_indices is not None:
         shape = list(state_indices.shape)
         if len(shape) not in (1, 2) or shape[0] != sizes["B"] or shape[-1] == 0 < sizes["B"]:
             raise ValueError(
-                f"state_indices has shape {shape}, must be [{sizes['B']}] or [{sizes['B']}, 1 + S]"
+                f"state_indices has shape {shape}, must be [{sizes['B']}] or "
+                f"[{sizes['B']}, 1 + S]: [B] or [B, 1 + S]"
             )
     positions = shape[1] if _has_positions(state_indices) else 1
     if "num_accepted_tokens" in given:
@@ -652,7 +654,8 @@ def _check_slots(given: dict[str, Tensor], sizes: Sizes, head_gate: bool) -> Non
             )
         return
     if len(records) < 3:
-        raise ValueError(f"{records[0]} is given without all of record_k, record_g and record_u")
+        missing = " and ".join(name for name in _RECORDS if name not in given)
+        raise ValueError(f"{records[0]} is given without {missing}, which it needs")
     if "num_accepted_tokens" not in given:
         raise ValueError("num_accepted_tokens is missing, records need it")
     if positions > 1:

@@ -43,7 +43,7 @@ from ....common.ptx.cluster import cta_rank, remote_address
 from ....common.ptx.memory import shared_address, store_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, SMEM_BYTES, WARP_SIZE
-from ....common.tma import BOX, BoxedRows, boxes, load_boxes
+from ....common.tma import BOX, BoxedRows, load_boxes
 from ..chunk_pass import Place, Results
 from ..chunks import ChunkPlace, num_sequences, sequence_place, shared_head
 from ..inverse import Inverse
@@ -393,12 +393,6 @@ class HeadForward(HeadStatePass):
         """A buffer of all stages of "tokens", as boxes (rows, columns, boxes, stages)."""
         at = smem + self.memory["tokens"] + self.tokens[name]
         return self.boxes_at(at, across, self.token_stages, self.tokens_bytes)
-
-    def boxes_at(self, address: Int32, across: int, stages: int, step: int) -> cute.Tensor:
-        at = cute.make_ptr(
-            self.dtype, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_ALIGNMENT
-        )
-        return boxes(at, CHUNK, (across, SUB_TILE), (stages, step // 2))
 
     @cute.jit
     def feed_warp(

@@ -285,11 +285,15 @@ class HeadStatePass(KdaStatePass):
 
     def boxes(self, stages: Int32, name: str, across: int) -> cute.Tensor:
         """The buffer `name` of all stages, as boxes (rows, columns, boxes, stages)."""
+        at = stages + self.stage[name]
+        return self.boxes_at(at, across, self.spec.num_stages, self.stage_bytes)
+
+    def boxes_at(self, address: Int32, across: int, stages: int, step: int) -> cute.Tensor:
+        """The boxes of a buffer at `address`, whose stages are `step` bytes apart."""
         at = cute.make_ptr(
-            self.dtype, stages + self.stage[name], cute.AddressSpace.smem,
-            assumed_align=SWIZZLE_ALIGNMENT,
-        )  # fmt: skip
-        return boxes(at, CHUNK, (across, SUB_TILE), (self.spec.num_stages, self.stage_bytes // 2))
+            self.dtype, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_ALIGNMENT
+        )
+        return boxes(at, CHUNK, (across, SUB_TILE), (stages, step // 2))
 
     @cute.jit
     def zero_rows(self, stages: Int32) -> None:
