@@ -139,7 +139,7 @@ class Piece(Carried):
         work: the piece.
         end: the tile of keys after the last one.
         count: tiles of keys.
-        uses: for each parity, the uses of the tile's stage before the piece.
+        even, odd: the uses of the stage of even and of odd tiles before the piece.
         taken: pieces before this one.
     """
 
