@@ -234,6 +234,9 @@ def test_ranks_that_disagree_are_named(two: Ranks) -> None:
     for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
         assert "rank 1 calls flash attention with heads, heads_k, head_dim" in said
         assert "(4, 64, 1, 64), and rank 0 with (2, 64, 1, 64)" in said
+    other = one | {name: one[name].to(torch.float8_e4m3fn) for name in ("k", "v")}
+    for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
+        assert "rank 1 calls flash attention with dtype of k and v torch.float8_e4m3fn" in said
 
 
 def test_wrong_arguments_are_named(two: Ranks) -> None:
@@ -363,6 +366,16 @@ def test_any_lengths(
     options: dict[str, Any] = {"causal": causal, "window_size": (left, None), "seed": seed}
     args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, dim=256, **options)
     check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode, emulated=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mode", ["gather", "ring", "heads"])
+def test_fp8_keys(two: Ranks, mode: str, layout: str) -> None:
+    lengths = (33, 9, 1, 50)
+    args, _, _ = inputs(lengths, batch=None, dim=128, heads_k=2, causal=True)
+    args |= {name: args[name].to(torch.float8_e4m3fn) for name in ("k", "v")}
+    check(two, args, None, None, lengths, layout=layout, mode=mode)
 
 
 @pytest.mark.slow
