@@ -80,7 +80,8 @@ def context_parallel(
         mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
             rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
-            "ring", the backward gathers keys, and so does a forward with a window.
+            "ring", a call with a window gathers keys, and so does a backward without a kernel that
+            computes dq, dk and dv at once.
 
     Returns:
         The plan.
