@@ -80,9 +80,9 @@ def context_parallel(
             tokens.
         mode: how ranks exchange data. "gather": each rank receives the keys that its queries see.
             "ring": keys pass around all ranks, and each rank combines its results. "heads": each
-            rank gets all tokens of some heads. None: each call's shapes choose the mode. Mode
-            "ring" gathers keys with a window, and in the backward if no kernel computes dq, dk and
-            dv at once.
+            rank gets all tokens of some heads. None: each call's shapes choose the mode. In mode
+            "ring", a call with a window gathers keys, and so does a backward without a kernel that
+            computes dq, dk and dv at once.
 
     Returns:
         The plan.

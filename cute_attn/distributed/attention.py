@@ -168,7 +168,8 @@ def attend(
         (
             ("batch", 1 if packed else q.shape[0]),
             ("heads, heads_k, head_dim, head_dim_v", (*q.shape[-2:], k.shape[-2], v.shape[-1])),
-            ("dtype", q.dtype),
+            ("dtype of q", q.dtype),
+            ("dtype of k and v", k.dtype),
             ("window_size", tuple(window)),
             ("softmax_scale", softmax_scale),
             ("softcap", softcap),

@@ -159,11 +159,37 @@ def attention(
     heads_first: bool = False,
     **lengths: Any,
 ) -> dict[str, Tensor]:
-    """o, lse and gradients of the rank's tokens, as whole tensors. With `heads_first`, q, k and v
-    are transposed views."""
+    """What `attention_of` returns for a new plan."""
+    plan = plan_of(layout, mode, mesh, **lengths)
+    return attention_of(plan, args, do, dlse, emulated=emulated, heads_first=heads_first)
+
+
+def in_turn(
+    calls: Sequence[dict[str, Any]], *, layout: Any, mode: str | None, **lengths: Any
+) -> Any:
+    """What `attention_of` returns for calls that share a plan."""
+    plan = plan_of(layout, mode, None, **lengths)
+    return [attention_of(plan, emulated=False, **call) for call in calls]
+
+
+def attention_of(
+    plan: Any,
+    args: dict[str, Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    *,
+    emulated: bool,
+    heads_first: bool,
+    leaves: Sequence[str] = INPUTS,
+) -> dict[str, Tensor]:
+    """o, lse and gradients of the rank's tokens, as whole tensors.
+
+    Args:
+        heads_first: whether q, k and v are transposed views.
+        leaves: the inputs that require a gradient.
+    """
     import cute_attn
 
-    plan = plan_of(layout, mode, mesh, **lengths)
     function = cute_attn.flash_attn_varlen_func if plan.packed else cute_attn.flash_attn_func
     own = dict(args)
     tokens = ("q", "k", "v")
@@ -173,7 +199,7 @@ def attention(
             own[name] = own[name].transpose(-3, -2).contiguous().transpose(-3, -2)
     if args.get("learnable_sink") is None:
         own.pop("learnable_sink", None)
-    leaves = [name for name in INPUTS if name in own]
+    leaves = [name for name in leaves if name in own]
     if do is not None:
         for name in leaves:
             own[name].requires_grad_()

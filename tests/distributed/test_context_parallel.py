@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from itertools import accumulate
@@ -65,13 +66,29 @@ def check(
     **plan: Any,
 ) -> dict[str, Tensor]:
     """Every rank's whole results agree with float64 by the error rule. Returns them."""
-    packed = args["q"].dim() == 3
-    bounds = [0, *accumulate(lengths)]
-    of_plan = {"cu_seqlens": bounds} if packed else {"seqlen": lengths[0]}
-    results = group.call("attention", args=args, do=do, dlse=dlse, **of_plan, **plan)
+    plan |= lengths_of(args["q"], lengths)
+    results = group.call("attention", args=args, do=do, dlse=dlse, **plan)
+    return check_results(results, args, do, dlse, lengths)
+
+
+def lengths_of(q: Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
+    if q.dim() == 3:
+        return {"cu_seqlens": [0, *accumulate(lengths)]}
+    return {"seqlen": lengths[0]}
+
+
+def check_results(
+    results: list[dict[str, Tensor]],
+    args: dict[str, Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    lengths: tuple[int, ...],
+) -> dict[str, Tensor]:
+    """As `check`, of the results of all ranks."""
     whole = {name: x for name, x in args.items() if name != "deterministic"}
-    if packed:
-        whole["cu_seqlens_q"] = whole["cu_seqlens_k"] = torch.tensor(bounds, dtype=torch.int32)
+    if args["q"].dim() == 3:
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        whole["cu_seqlens_q"] = whole["cu_seqlens_k"] = bounds
     found: dict[str, Tensor] = results[0]
     assert_agrees(whole, found["o"], found["lse"])
     if do is not None:
@@ -234,6 +251,9 @@ def test_ranks_that_disagree_are_named(two: Ranks) -> None:
     for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
         assert "rank 1 calls flash attention with heads, heads_k, head_dim" in said
         assert "(4, 64, 1, 64), and rank 0 with (2, 64, 1, 64)" in said
+    other = one | {name: one[name].to(torch.float8_e4m3fn) for name in ("k", "v")}
+    for said in two.call("refused", {"args": one}, {"args": other}, seqlen=8):
+        assert "rank 1 calls flash attention with dtype of k and v torch.float8_e4m3fn" in said
 
 
 def test_wrong_arguments_are_named(two: Ranks) -> None:
@@ -365,6 +385,74 @@ def test_any_lengths(
     options: dict[str, Any] = {"causal": causal, "window_size": (left, None), "seed": seed}
     args, do, dlse = inputs(tuple(lengths), heads=group, batch=None, dim=256, **options)
     check(two, args, do, dlse, tuple(lengths), layout=layout, mode=mode, emulated=False)
+
+
+WINDOWS = st.one_of(
+    st.just((None, None)),
+    st.just((None, 0)),
+    st.tuples(st.none() | st.integers(0, 40), st.none() | st.integers(0, 9)),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[tuple[int, ...], bool, Any, str | None]:
+    """(lengths, whether sequences are packed, layout, mode) of a plan of two ranks."""
+    packed = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3 if packed else 1))
+    layout: Any = draw(st.sampled_from(("contiguous", "zigzag", "documents", "ranges")))
+    if layout == "ranges":
+        total = sum(lengths)
+        cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=9))})
+        layout = [[], []]
+        for part in itertools.pairwise(cuts):
+            layout[draw(st.integers(0, 1))].append(part)
+    return tuple(lengths), packed, layout, draw(st.sampled_from((None, "gather", "ring", "heads")))
+
+
+@st.composite
+def calls(draw: st.DrawFn, lengths: tuple[int, ...], packed: bool) -> dict[str, Any]:
+    """A call with the plan's lengths."""
+    heads_k = 2 * draw(st.integers(1, 2))
+    args, do, dlse = inputs(
+        lengths, heads=heads_k * draw(st.integers(1, 2)), heads_k=heads_k, dim=256,
+        batch=None if packed else draw(st.integers(1, 3)), sink=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)), window_size=draw(WINDOWS),
+        softcap=draw(st.sampled_from((0.0, 0.0, 9.0))), deterministic=draw(st.booleans()),
+    )  # fmt: skip
+    dtype = draw(st.sampled_from((torch.bfloat16, torch.float16)))
+    args |= {name: args[name].to(dtype) for name in ("q", "k", "v")}
+    leaves = draw(st.lists(st.sampled_from(("q", "k", "v")), max_size=3, unique=True))
+    upstream = (do.to(dtype), dlse if draw(st.booleans()) else None) if leaves else (None, None)
+    return {
+        "args": args,
+        **dict(zip(("do", "dlse"), upstream, strict=True)),
+        "heads_first": draw(st.booleans()),
+        "leaves": leaves,
+    }
+
+
+@pytest.mark.slow
+@settings(max_examples=400 if FULL else 40, deadline=None)
+@given(st.data())
+def test_any_calls_that_share_a_plan(two: Ranks, data: st.DataObject) -> None:
+    """Calls of any shapes, dtypes and strides, with and without gradients."""
+    lengths, packed, layout, mode = data.draw(plans())
+    found = data.draw(st.lists(calls(lengths, packed), min_size=1, max_size=3))
+    found += found[:1]  # which the plan has kept
+    of_plan = lengths_of(found[0]["args"]["q"], lengths)
+    results = two.call("in_turn", calls=found, layout=layout, mode=mode, **of_plan)
+    for call, *of_ranks in zip(found, *results, strict=True):
+        check_results(of_ranks, call["args"], call["do"], call["dlse"], lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mode", ["gather", "ring", "heads"])
+def test_fp8_keys(two: Ranks, mode: str, layout: str) -> None:
+    lengths = (33, 9, 1, 50)
+    args, _, _ = inputs(lengths, batch=None, dim=128, heads_k=2, causal=True)
+    args |= {name: args[name].to(torch.float8_e4m3fn) for name in ("k", "v")}
+    check(two, args, None, None, lengths, layout=layout, mode=mode)
 
 
 @pytest.mark.slow
