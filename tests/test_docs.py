@@ -31,7 +31,7 @@ def settings() -> dict[str, Any]:
 MAX_WORDS = 3000
 
 
-@pytest.mark.parametrize("page", ROOT.glob("docs/kernels/*.md"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/kernels/*.md")), ids=lambda page: page.name)
 def test_the_page_of_a_kernel_is_short(page: Path) -> None:
     """What was tried belongs into docs/log."""
     assert len(page.read_text().split()) <= MAX_WORDS

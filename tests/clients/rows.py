@@ -19,6 +19,8 @@ def shows(feature: str, test: Test, *fixtures: str) -> Test:
         return test(*args, **named)
 
     marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name != "slow"]
-    more = pytest.mark.clients(feature), pytest.mark.slow, pytest.mark.usefixtures(*fixtures)
+    more = [pytest.mark.clients(feature), pytest.mark.slow]
+    if fixtures:  # pytest warns of a mark that names none
+        more.append(pytest.mark.usefixtures(*fixtures))
     own.pytestmark = [*marks, *(mark.mark for mark in more)]  # type: ignore[attr-defined]
     return own
