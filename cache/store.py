@@ -455,7 +455,7 @@ class Store:
         except FileNotFoundError:
             return Evicted()
         with base, self._evicting():
-            return self._evict(base, max_bytes, max_bytes, "")
+            return self._evict(base, max_bytes, max_bytes)
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[None]:
@@ -512,7 +512,9 @@ class Store:
                 warn_once(f"locks {self.root}", "file locks do not work in %s", self.root)
         return self._have_locks
 
-    def _evict(self, base: Directory, max_bytes: int, down_to: int, keep: str) -> Evicted:
+    def _evict(
+        self, base: Directory, max_bytes: int, down_to: int, keep: str | None = None
+    ) -> Evicted:
         _start_ledger(base)
         problems: list[str] = []
         candidates = _candidates(base, problems)

@@ -20,7 +20,7 @@ from .choose import Shape, choose
 from .gather import Route
 from .heads import Swap, swapped
 from .layout import Window
-from .plan import Plan, are_plain
+from .plan import Plan, are_plain, hashable
 from .used import Used, takes
 
 MOST_CALLS = 1024  # calls of a plan that are kept, which numbers in keys would let grow forever
@@ -190,8 +190,8 @@ def attend(
 
 
 def _key(tensors: tuple[Any, ...], sink: Any, *options: Any) -> tuple[Any, ...] | None:
-    """All that the checks of a call depend on; None for tensors that may intercept a call, and for
-    arguments that a key cannot hold. Keys are compared with ==, and True == 1 == 1.0."""
+    """All that the checks of a call depend on; None for tensors that may intercept a call. Keys are
+    compared with ==, and True == 1 == 1.0."""
     given = tensors if sink is None else (*tensors, sink)
     if not are_plain(given):
         return None
@@ -202,11 +202,7 @@ def _key(tensors: tuple[Any, ...], sink: Any, *options: Any) -> tuple[Any, ...] 
         *map(type, options),
         *map(type, options[3] if type(options[3]) is tuple else ()),
     )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return hashable(key)
 
 
 def _call(

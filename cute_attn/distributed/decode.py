@@ -68,7 +68,8 @@ def decode_over_ranks(
     try:
         return _decode(call, group, learnable_sink, return_lse)
     except Exception:
-        _check(call._replace(learnable_sink=learnable_sink), group)  # which costs the host time
+        # Checks cost the host time, so only calls that fail are checked.
+        _check(call._replace(learnable_sink=learnable_sink), group)
         raise
 
 
@@ -84,6 +85,7 @@ def _check(a: Arguments, group: Any) -> None:
 def _decode(
     call: Arguments, group: Any, sink: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """`decode_over_ranks`. Wrong arguments may raise any exception."""
     q, v = call.q, call.v
     if sink is not None and (sink.shape != q.shape[2:3] or sink.device != q.device):
         raise ValueError("learnable_sink is not [heads]")  # a kernel would read other memory

@@ -20,7 +20,7 @@ from ..ops.kda.arguments import INITIAL_STATE_DTYPES, readable_state
 from ..ops.kda.chunk_backward import BackwardArguments
 from ..ops.kda.chunk_spans import ChunkSpans, Spans
 from .exchange import Messages
-from .plan import Plan, are_plain
+from .plan import Plan, are_plain, hashable
 from .spans import Route
 
 _TOKENS = ("q", "k", "v", "g", "beta")
@@ -331,7 +331,7 @@ def chunk_delta_rule(
 def _key(
     rule: ChunkSpans, given: tuple[Any, ...], options: dict[str, Any], grad: bool
 ) -> tuple[Any, ...] | None:
-    """All that the checks of a call depend on; None for arguments that a key cannot hold. Keys are
+    """All that the checks of a call depend on; None for tensors that may intercept a call. Keys are
     compared with ==, and True == 1 == 1.0."""
     if not are_plain(x for x in given if x is not None):
         return None
@@ -339,11 +339,7 @@ def _key(
         rule.name, *((x.shape, x.dtype, x.device) if x is not None else None for x in given),
         *options.values(), *map(type, options.values()), grad,
     )  # fmt: skip
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return hashable(key)
 
 
 def _plain(run: Run, given: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -248,6 +248,15 @@ def are_plain(given: Iterable[Any]) -> bool:
     return not (forward_ad._current_level >= 0 or dispatch_mode_depth() or _interpreter())
 
 
+def hashable(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The key; None if it holds an argument that has no hash."""
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
 def _count(ranges: Sequence[Range]) -> int:
     return sum(end - start for start, end in ranges)
 
